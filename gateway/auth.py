@@ -1,0 +1,76 @@
+"""Whose request this is: from headers to a key of the configuration.
+
+The rule: no I/O and no memory of what strangers send. A token is hashed and looked up in a dict made with the
+``State``; a bad one leaves nothing behind. It runs before the body is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable, Mapping
+
+from gateway.errors import Refusal
+from gateway.state import Key
+
+_TOKEN = re.compile(rb"[\x21-\x7e]{1,512}\Z")  # one word of visible ASCII (RFC 6750's b64token and every key in use)
+
+
+class Keyring:
+    """The keys of one generation, by the SHA-256 of each."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self._by_digest: dict[bytes, Key] = {}
+        self._anonymous: Key | None = None
+        for key in keys:
+            self._by_digest.update(dict.fromkeys(key.digests, key))
+            if key.anonymous:
+                self._anonymous = key
+
+    def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Key:
+        """The key that a request shows by ``Authorization: Bearer`` or, where the route knows it, ``x-api-key``.
+
+        Raises Refusal missing_api_key, invalid_api_key or expired_api_key. With an anonymous key configured,
+        no key and a bearer that cannot be one of ours both count as anonymous (clients send ``not-needed``).
+        """
+        token = _bearer(authorization) if authorization is not None else api_key
+        if not token:
+            return self._nobody()
+        if not _TOKEN.match(token):
+            raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
+        key = self._by_digest.get(hashlib.sha256(token).digest())
+        if key is None:
+            return self._stranger(token)
+        if key.expires is not None and time.time() >= key.expires:
+            raise Refusal("expired_api_key", "This API key has expired.")
+        return key
+
+    def _nobody(self) -> Key:
+        if self._anonymous is None:
+            raise Refusal("missing_api_key", "No API key was sent. Send it as 'Authorization: Bearer <key>'.")
+        return self._anonymous
+
+    def _stranger(self, token: bytes) -> Key:
+        if self._anonymous is None or token.startswith(b"sk-"):
+            raise Refusal("invalid_api_key", "The API key is not valid.")
+        return self._anonymous
+
+
+def _bearer(value: bytes) -> bytes:
+    """The token of an Authorization header, scheme in any case (RFC 9110, section 11.1).
+
+    Raises Refusal invalid_api_key for another scheme.
+    """
+    scheme, _, token = value.partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise Refusal("invalid_api_key", "The Authorization header is not of the form 'Bearer <key>'.")
+    return token.strip(b" ")
+
+
+AUTH_REASONS: Mapping[str, str] = {
+    "missing_api_key": "missing",
+    "invalid_api_key": "invalid",
+    "expired_api_key": "expired",
+}
+"""The ``reason`` label of the metrics by the error's code."""

@@ -1,0 +1,96 @@
+"""Which model a name means, and whether a key may use it.
+
+Owns the names of one generation: ids, aliases and mounts, each a plain dict look-up. The rule: an unknown
+model and one outside a key's scope are the same answer in the same words, so nobody can probe for names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from gateway.errors import Refusal, unknown_model
+from gateway.routes import ROUTES, Route
+from gateway.state import Key, Model
+from upstream.pool import Pool
+from upstream.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model with its live servers."""
+
+    model: Model
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a path means: the route, and the model it is bound to when the path is an instance's."""
+
+    route: Route
+    mounted: Entry | None = None
+
+
+class Catalog:
+    """The models of one generation."""
+
+    def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
+        self.entries = tuple(Entry(model, Pool([servers[spec.name] for spec in model.servers], model.balance)) for model in models)
+        self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
+        self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
+        self.targets: dict[str, Target] = {path: Target(route) for path, route in ROUTES.items()}
+        for mount, entry in self._mounts.items():
+            self.targets.update({mount + path: Target(route, entry) for path, route in ROUTES.items()})
+        self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
+
+    def mounted(self, path: str, suffix: str) -> Entry | None:
+        """The model whose instance URL, followed by ``suffix``, is this path."""
+        return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
+
+    def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
+        """The model that a name means for a key. Raises Refusal model_not_found."""
+        entry = self._by_name.get(name)
+        if entry is None or (mounted is not None and entry is not mounted) or not self._allows(key, entry.model):
+            raise unknown_model(name)
+        return entry
+
+    def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
+        """The models that a key may use, in the order of the configuration."""
+        return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]
+
+    def _allows(self, key: Key, model: Model) -> bool:
+        return key.models is None or model.id in self._scope(key.models)
+
+    def _scope(self, globs: tuple[str, ...]) -> frozenset[str]:
+        """The ids that a key's globs cover, by id or alias; worked out once for each set of globs in use."""
+        scope = self._scopes.get(globs)
+        if scope is None:
+            names = ((entry.model.id, (entry.model.id, *entry.model.aliases)) for entry in self.entries)
+            scope = frozenset(model for model, known in names if any(fnmatchcase(name, glob) for name in known for glob in globs))
+            self._scopes[globs] = scope
+        return scope
+
+
+def card(entry: Entry, max_model_len: int | None) -> dict[str, Any]:
+    """A model as GET /v1/models shows it: OpenAI's members, the aliases, and the context length where it is known."""
+    model = entry.model
+    shown: dict[str, Any] = {"id": model.id, "object": "model", "created": model.created, "owned_by": model.owned_by}
+    shown["aliases"] = list(model.aliases)
+    if max_model_len is not None:
+        shown["max_model_len"] = max_model_len
+    return shown
+
+
+def named_model(body: Mapping[str, Any], mounted: Entry | None) -> str:
+    """The model that a body asks for; an instance URL needs none. Raises Refusal for a missing or bad one."""
+    name = body.get("model")
+    if name is None and mounted is not None:
+        return mounted.model.id
+    if name is None:
+        raise Refusal("missing_required_parameter", "The field 'model' is missing.", param="model")
+    if not isinstance(name, str) or not name:
+        raise Refusal("invalid_value", "The field 'model' must be the ID of a model, as a string.", param="model")
+    return name

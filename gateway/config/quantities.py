@@ -1,0 +1,74 @@
+"""Sizes and durations as operators write them: ``20MiB``, ``30s``.
+
+A bare number is refused, since nobody can see its unit.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+SIZE_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600), "d": Decimal(86400)}
+_NUMBER = r"([0-9]{1,12}(?:\.[0-9]{1,9})?)"
+SIZE_PATTERN = rf"^{_NUMBER}({'|'.join(SIZE_UNITS)})$"
+DURATION_PATTERN = rf"^{_NUMBER}({'|'.join(DURATION_UNITS)})$"
+
+
+def parse_size(text: object) -> int:
+    """Bytes in a size such as ``20MiB`` or ``1.5GB``. Raises ValueError, with words for the operator."""
+    number, unit = _parts(text, SIZE_PATTERN, "a size with its unit, e.g. 20MiB (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)")
+    size = number * SIZE_UNITS[unit]
+    if size != int(size):
+        raise ValueError("a size is a whole number of bytes")
+    return int(size)
+
+
+def parse_duration(text: object) -> float:
+    """Seconds in a duration such as ``500ms``, ``30s``, ``15m``, ``1.5h`` or ``1d``. Raises ValueError."""
+    number, unit = _parts(text, DURATION_PATTERN, "a duration with its unit, e.g. 30s (ms, s, m, h, d)")
+    return float(number * DURATION_UNITS[unit])
+
+
+def _parts(text: object, pattern: str, wanted: str) -> tuple[Decimal, str]:
+    found = re.fullmatch(pattern, text) if isinstance(text, str) else None
+    if found is None:
+        raise ValueError(f"expected {wanted}")
+    return Decimal(found[1]), found[2]
+
+
+def _positive(parse: Any) -> Any:
+    def check(text: object) -> Any:
+        value = parse(text)
+        if not value:
+            raise ValueError("must be more than zero")
+        return value
+
+    return check
+
+
+_SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN, "examples": ["20MiB"]})
+_DURATION_SCHEMA = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN, "examples": ["30s"]})
+
+Size = Annotated[int, PlainValidator(_positive(parse_size)), _SIZE_SCHEMA]
+"""Bytes, more than zero."""
+
+Duration = Annotated[float, PlainValidator(_positive(parse_duration)), _DURATION_SCHEMA]
+"""Seconds, more than zero."""
+
+DurationOrZero = Annotated[float, PlainValidator(parse_duration), Field(), _DURATION_SCHEMA]
+"""Seconds; ``0s`` means at once."""

@@ -1,0 +1,140 @@
+"""Secrets: the configuration says where one is, and never holds it.
+
+``{env: NAME}`` or ``{file: PATH}`` is resolved while the configuration is loaded. No message here repeats what
+was found in the place of a secret.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
+
+from gateway.config.source import reason
+
+MAX_SECRET_BYTES = 65_536
+_HOW = "write {env: NAME} or {file: PATH}"
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What a configuration refers to outside itself: the environment, and the folder that relative paths start from.
+
+    ``files`` gathers the files that were read, so that they can be watched.
+    """
+
+    environ: Mapping[str, str]
+    folder: Path
+    files: list[Path]
+
+    def file(self, path: str) -> Path:
+        """The absolute place of ``path``, remembered as one that the configuration depends on."""
+        absolute = Path(os.path.abspath(self.folder / path))
+        self.files.append(absolute)
+        return absolute
+
+
+def surroundings(info: ValidationInfo) -> Surroundings:
+    """Those given to the validation; without any, an empty environment and the working directory."""
+    return info.context if isinstance(info.context, Surroundings) else Surroundings({}, Path(), [])
+
+
+def _secret(value: object, info: ValidationInfo) -> SecretStr:
+    if isinstance(value, SecretStr):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"a secret is not written into this file: {_HOW}")
+    if len(value) != 1 or not (set(value) <= {"env", "file"}) or not all(isinstance(v, str) and v for v in value.values()):
+        raise ValueError(f"a secret has exactly one of env and file: {_HOW}")
+    around = surroundings(info)
+    text = _from_environment(value["env"], around) if "env" in value else _from_file(value["file"], around)
+    if not text.isprintable():
+        raise ValueError("the secret holds line breaks or other control characters")
+    return SecretStr(text)
+
+
+def _from_environment(name: str, around: Surroundings) -> str:
+    text = around.environ.get(name)
+    if not text:
+        raise ValueError(f"the environment variable {name} is {'not set' if text is None else 'empty'}")
+    return text
+
+
+def _from_file(name: str, around: Surroundings) -> str:
+    text = read_file(name, around).strip("\r\n")
+    if not text:
+        raise ValueError(f"the file {name} is empty")
+    return text
+
+
+def read_file(name: str, around: Surroundings) -> str:
+    """The text of a small file. Raises ValueError, with words for the operator."""
+    try:
+        path = around.file(name)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{name} is not a file")
+        with path.open("rb") as file:
+            data = file.read(MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"the file {name} cannot be read: {reason(error)}") from None
+    if len(data) > MAX_SECRET_BYTES:
+        raise ValueError(f"the file {name} is larger than {MAX_SECRET_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"the file {name} is not UTF-8 text") from None
+
+
+def _store_url(schemes: tuple[str, ...], example: str) -> Any:
+    def check(value: object, info: ValidationInfo) -> SecretStr:
+        secret = _secret(value, info) if not isinstance(value, str) else SecretStr(value)
+        scheme, password = _scheme_and_password(secret.get_secret_value())
+        if scheme not in schemes:
+            raise ValueError(f"expected a URL such as {example}")
+        if password and isinstance(value, str):
+            raise ValueError(f"a password is not written into this file: {_HOW} for the whole URL")
+        return secret
+
+    return check
+
+
+def _scheme_and_password(url: str) -> tuple[str, str | None]:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme, parts.password
+    except ValueError:
+        return "", None
+
+
+_REFERENCE_SCHEMA: dict[str, Any] = {
+    "oneOf": [
+        {"type": "object", "properties": {name: {"type": "string", "minLength": 1}}, "required": [name], "additionalProperties": False}
+        for name in ("env", "file")
+    ]
+}
+
+
+def _url_schema(schemes: tuple[str, ...], example: str) -> WithJsonSchema:
+    pattern = f"^({'|'.join(scheme.replace('+', '[+]') for scheme in schemes)}):"
+    return WithJsonSchema({"oneOf": [{"type": "string", "pattern": pattern, "examples": [example]}, *_REFERENCE_SCHEMA["oneOf"]]})
+
+
+Secret = Annotated[SecretStr, PlainValidator(_secret), WithJsonSchema(_REFERENCE_SCHEMA)]
+
+_LIMITS_SCHEMES = ("redis", "rediss", "memory")
+_LEDGER_SCHEMES = ("sqlite", "postgresql")
+LimitsStore = Annotated[
+    SecretStr,
+    PlainValidator(_store_url(_LIMITS_SCHEMES, "redis://localhost:6379/0")),
+    _url_schema(_LIMITS_SCHEMES, "redis://localhost:6379/0"),
+]
+LedgerStore = Annotated[
+    SecretStr,
+    PlainValidator(_store_url(_LEDGER_SCHEMES, "sqlite:///usage.db")),
+    _url_schema(_LEDGER_SCHEMES, "sqlite:///usage.db"),
+]

@@ -1,0 +1,266 @@
+"""A YAML file as plain values that remember their lines.
+
+The file is read as a stream of PyYAML's parse events and never handed to a constructor: nothing but mappings,
+lists, text, numbers, booleans, dates and nothing can come out, and no input can run code, recurse deeply or
+grow without bound. (The composer of libyaml's binding recurses in C and dies of 50,000 brackets.)
+The rule: reading never stops at the first mistake unless the rest cannot be understood.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+
+from gateway.config.problems import Finding, Path, Problem, spelled
+
+MAX_DEPTH = 64
+MAX_ALIASED_VALUES = 100_000
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+_CONTAINER_TAGS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
+_SCALAR_TAGS = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp")}
+
+
+@dataclass(slots=True)
+class Source:
+    """One file: its plain ``value``, where each part of it stands, and what was wrong with it as YAML."""
+
+    file: str
+    value: Any = None
+    problems: list[Problem] = field(default_factory=list)
+    whole: bool = False
+    """Whether the file was read to its end, so that judging what it says makes sense."""
+    lines: dict[int, dict[Any, int]] = field(default_factory=dict)
+    """By the id of a container (kept alive by ``value``): the line of each of its keys or positions."""
+
+    def line(self, path: Path) -> int:
+        """The line of what ``path`` names; of the nearest thing around it when it is not in the file."""
+        found, value = 1, self.value
+        for part in path:
+            line = self.lines[id(value)].get(part) if isinstance(value, dict | list) else None
+            if line is None:
+                break
+            found, value = line, value[part]
+        return found
+
+    def problem(self, finding: Finding) -> Problem:
+        return Problem(self.file, self.line(finding.path), spelled(finding.path), finding.message)
+
+    def wrap(self, key: str) -> None:
+        """Make a bare list the value of ``key``, so that both ways of writing it are one afterwards."""
+        wrapped = {key: self.value}
+        self.lines[id(wrapped)] = {key: 1}
+        self.value = wrapped
+
+
+def read(path: str | os.PathLike[str]) -> Source:
+    """The file at ``path``. Never raises for what is in the file or for its absence: that is in ``problems``."""
+    file = os.fspath(path)
+    try:
+        data = FilePath(path).read_bytes()
+    except (OSError, ValueError) as error:
+        return Source(file, problems=[Problem(file, 0, "", f"cannot be read: {reason(error)}")])
+    try:
+        return parse(data.decode("utf-8-sig"), file)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return Source(file, problems=[Problem(file, line, "", "this is not UTF-8 text")])
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be used, without Python's own way of putting it."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def parse(text: str, file: str) -> Source:
+    """``text`` as a ``Source`` that calls itself ``file``."""
+    unprintable = Reader.NON_PRINTABLE.search(text)
+    if unprintable:
+        line = text.count("\n", 0, unprintable.start()) + 1
+        return Source(file, problems=[Problem(file, line, "", f"the character {unprintable[0]!a} is not allowed in YAML")])
+    reading = _Reading(Source(file))
+    try:
+        reading.run(yaml.parse(text, Loader=_LOADER))
+        reading.source.whole = True
+    except yaml.MarkedYAMLError as error:
+        reading.say(_line_of(error), (), _what_is_wrong(error, text))
+    except _Refused as error:
+        reading.say(error.line, (), str(error))
+    return reading.source
+
+
+def _line_of(error: yaml.MarkedYAMLError) -> int:
+    mark = error.problem_mark or error.context_mark
+    return mark.line + 1 if mark else 1
+
+
+def _what_is_wrong(error: yaml.MarkedYAMLError, text: str) -> str:
+    lines = text.splitlines()
+    line = _line_of(error)
+    if line <= len(lines) and re.match(r" *\t", lines[line - 1]):
+        return "a tab is used for indentation; YAML wants spaces"
+    if error.problem and "could not find expected ':'" in error.problem:
+        return f"this is not YAML: {error.problem} (is a colon missing, or a quote not closed?)"
+    return f"this is not YAML: {error.problem or error.context}"
+
+
+class _Refused(Exception):
+    """The rest of the file cannot be understood, or must not be read."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An open mapping or list. ``size`` counts the values in it, those behind aliases as often as they are used."""
+
+    value: Any
+    line: int
+    lines: dict[Any, int]
+    anchor: str | None
+    size: int = 1
+    key: str | None = None
+    key_line: int = 0
+    merges: list[tuple[int, Any]] = field(default_factory=list)
+
+
+class _Reading:
+    """Turns events into values, with a stack of its own instead of recursion."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.resolver = Resolver()
+        self.constructor = SafeConstructor()
+        self.stack: list[_Frame] = []
+        self.anchors: dict[str, tuple[Any, int]] = {}
+        self.aliased = 0
+        self.documents = 0
+
+    def say(self, line: int, path: Path, message: str) -> None:
+        self.source.problems.append(Problem(self.source.file, line, spelled(path), message))
+
+    def run(self, events: Iterator[yaml.Event]) -> None:
+        for event in events:
+            if isinstance(event, yaml.ScalarEvent):
+                self.scalar(event)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                self.open(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self.close()
+            elif isinstance(event, yaml.AliasEvent):
+                self.alias(event)
+            elif isinstance(event, yaml.DocumentStartEvent):
+                self.document(event)
+
+    def document(self, event: yaml.DocumentStartEvent) -> None:
+        self.documents += 1
+        if self.documents > 1:
+            raise _Refused(event.start_mark.line + 1, "a second YAML document begins here; a configuration is one document")
+
+    def scalar(self, event: yaml.ScalarEvent) -> None:
+        line = event.start_mark.line + 1
+        frame = self.stack[-1] if self.stack else None
+        if frame is not None and frame.key is None and isinstance(frame.value, dict):
+            frame.key, frame.key_line = event.value, line
+            if event.anchor:
+                self.anchors[event.anchor] = (event.value, 1)
+            return
+        value = self.plain(event, line)
+        if event.anchor:
+            self.anchors[event.anchor] = (value, 1)
+        self.add(value, line, 1)
+
+    def plain(self, event: yaml.ScalarEvent, line: int) -> Any:
+        tag = event.tag if event.tag not in (None, "!") else self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+        if tag == f"{_TAG}str":
+            return event.value
+        if tag not in _SCALAR_TAGS:
+            self.say(line, self.here(), _bad_tag(tag))
+            return None
+        try:
+            return self.constructor.yaml_constructors[tag](self.constructor, yaml.ScalarNode(tag, event.value))
+        except (ValueError, KeyError, AttributeError, OverflowError):
+            self.say(line, self.here(), f"this is no {tag.removeprefix(_TAG)}; for text, write it in quotes")
+            return None
+
+    def open(self, event: yaml.CollectionStartEvent) -> None:
+        line = event.start_mark.line + 1
+        if self.stack and self.stack[-1].key is None and isinstance(self.stack[-1].value, dict):
+            raise _Refused(line, "a key is text, not a list or mapping")
+        if len(self.stack) >= MAX_DEPTH:
+            raise _Refused(line, f"more than {MAX_DEPTH} levels of nesting")
+        if event.tag not in _CONTAINER_TAGS:
+            self.say(line, self.here(), _bad_tag(event.tag))
+        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+        self.stack.append(_Frame(value, line, {}, event.anchor))
+
+    def close(self) -> None:
+        frame = self.stack.pop()
+        self.merge(frame)
+        self.source.lines[id(frame.value)] = frame.lines
+        if frame.anchor:
+            self.anchors[frame.anchor] = (frame.value, frame.size)
+        self.add(frame.value, frame.line, frame.size)
+
+    def alias(self, event: yaml.AliasEvent) -> None:
+        line = event.start_mark.line + 1
+        if event.anchor not in self.anchors:
+            inside = any(frame.anchor == event.anchor for frame in self.stack)
+            raise _Refused(line, f"`*{event.anchor}` {'refers to itself' if inside else 'refers to no anchor before it'}")
+        if self.stack and self.stack[-1].key is None and isinstance(self.stack[-1].value, dict):
+            raise _Refused(line, "a key is written out, not an alias")
+        value, size = self.anchors[event.anchor]
+        self.aliased += size
+        if self.aliased > MAX_ALIASED_VALUES:
+            raise _Refused(line, f"aliases stand for more than {MAX_ALIASED_VALUES} values")
+        self.add(value, line, size)
+
+    def add(self, value: Any, line: int, size: int) -> None:
+        """Put a finished value where it belongs."""
+        if not self.stack:
+            self.source.value = value
+            return
+        frame = self.stack[-1]
+        frame.size += size
+        if isinstance(frame.value, list):
+            frame.lines[len(frame.value)] = line
+            frame.value.append(value)
+            return
+        assert frame.key is not None
+        if frame.key == "<<":
+            frame.merges.append((frame.key_line, value))
+        elif frame.key in frame.value:
+            self.say(frame.key_line, self.here(), f"this key is already on line {frame.lines[frame.key]}")
+        else:
+            frame.value[frame.key], frame.lines[frame.key] = value, frame.key_line
+        frame.key = None
+
+    def here(self) -> Path:
+        """Where the next value goes."""
+        return tuple(frame.key if frame.key is not None else len(frame.value) for frame in self.stack)
+
+    def merge(self, frame: _Frame) -> None:
+        """YAML's merge key (``<<: *anchor``): the mapping's own keys win, then the first merged."""
+        for line, merged in frame.merges:
+            for mapping in merged if isinstance(merged, list) else [merged]:
+                if not isinstance(mapping, dict):
+                    self.say(line, (*self.here(), "<<"), "`<<` merges mappings only")
+                    continue
+                for key, value in mapping.items():
+                    if key not in frame.value:
+                        frame.value[key], frame.lines[key] = value, self.source.lines[id(mapping)][key]
+
+
+def _bad_tag(tag: object) -> str:
+    return f"the tag `{str(tag).replace(_TAG, '!!')}` is not allowed; write a plain value"

@@ -1,0 +1,222 @@
+"""What is counted, under which names, and how it becomes Prometheus text.
+
+``FAMILIES`` is the list of every metric: name, kind, labels, help. Relays count through ``RelayMetrics`` into
+their scoreboard; control sums the boards, adds what it knows itself, and prometheus_client writes the text.
+
+The rules: a label's value comes from the configuration, the route table or a constant, never from a request;
+a series, once shown, is shown for ever (counters never go backwards when a relay dies, because its board
+outlives it).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from gateway.auth import AUTH_REASONS
+from gateway.record import Record
+from gateway.routes import ENDPOINTS
+from gateway.scoreboard import Board, Cells
+from gateway.state import State
+
+PREFIX = "vllm_gateway_"
+OTHER = "other"
+"""The ``model`` label of requests whose model is not configured."""
+
+_INF = float("inf")
+_DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, _INF)
+# vLLM's own boundaries (vllm/v1/metrics/loggers.py), so that panels can subtract the one from the other
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560, _INF)
+_BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, _INF)
+_OVERHEAD = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, _INF)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. ``buckets`` are the upper bounds of a histogram, the last one infinite."""
+
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def cells(self) -> int:
+        """Cells of one series on a board: a value, or the buckets' counts and the sum."""
+        return len(self.buckets) + 1 if self.buckets else 1
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "requests_total": Family("counter", "Requests by the HTTP status sent (499: the client left).", ("model", "endpoint", "code")),
+        "request_duration_seconds": Family("histogram", "From a request's head to its last byte.", ("model", "endpoint"), _DURATION),
+        "time_to_first_token_seconds": Family(
+            "histogram", "From a request's head to the first event of its stream.", ("model",), _FIRST_TOKEN
+        ),
+        "inter_token_latency_seconds": Family("histogram", "Between two reads of a stream's events.", ("model",), _BETWEEN),
+        "overhead_seconds": Family("histogram", "Time in the gateway itself, without waiting for client or server.", (), _OVERHEAD),
+        "tokens_total": Family(
+            "counter", "Tokens by the server's count; cached is part of prompt, reasoning of completion.", ("key", "model", "type")
+        ),
+        "inflight_requests": Family("gauge", "Requests being served.", ("model",)),
+        "queued_requests": Family("gauge", "Requests waiting for a server.", ("model",)),
+        "auth_failures_total": Family("counter", "Requests refused for their key.", ("reason",)),
+        "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
+        "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
+        "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
+        "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
+        "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
+        "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
+        "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
+        "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
+        "config_last_reload_successful": Family("gauge", "1 when the last reading of the configuration was taken."),
+        "build_info": Family("gauge", "Always 1; the version is the label.", ("version",)),
+    }
+)
+
+_TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
+INCOMPLETE_REASONS = ("client", "upstream", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric with its label values; on a board it is named by its JSON."""
+
+    family: str
+    labels: tuple[str, ...]
+
+    def encode(self) -> str:
+        return msgspec.json.encode((self.family, *self.labels)).decode()
+
+    @classmethod
+    def decode(cls, name: str) -> Series:
+        family, *labels = msgspec.json.decode(name, type=list[str])
+        return cls(family, tuple(labels))
+
+
+def observe(cells: Cells, buckets: Sequence[float], value: float, times: int = 1) -> None:
+    """Count a value in a histogram's cells: one per bucket, then the sum."""
+    cells[bisect_left(buckets, value)] += times
+    cells[-1] += value * times
+
+
+class RelayMetrics:
+    """The counting side. Cells are looked up once per set of labels and kept."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._cells: dict[tuple[str, ...], Cells] = {}
+        self._overhead = self.cells("overhead_seconds")
+        self._reset_gauges()
+
+    def _reset_gauges(self) -> None:
+        """What a predecessor on this board had in flight died with it."""
+        for reading in tuple(self._board.readings()):
+            series = Series.decode(reading.name)
+            if FAMILIES[series.family].kind == "gauge":
+                self.cells(series.family, *series.labels)[0] = 0.0
+
+    def cells(self, family: str, *labels: str) -> Cells:
+        """The cells of one series. Raises scoreboard.BoardFullError."""
+        key = (family, *labels)
+        found = self._cells.get(key)
+        if found is None:
+            found = self._cells[key] = self._board.cells(Series(family, labels).encode(), FAMILIES[family].cells)
+        return found
+
+    def expect(self, state: State) -> None:
+        """Make the series that a configuration implies, so that their first increase is seen as one."""
+        for reason in AUTH_REASONS.values():
+            self.cells("auth_failures_total", reason)
+        for model in (*(model.id for model in state.models), OTHER):
+            for endpoint in ENDPOINTS:
+                self.cells("requests_total", model, endpoint, "200")
+            self.cells("request_duration_seconds", model, ENDPOINTS[0])
+            for family in (
+                "time_to_first_token_seconds",
+                "inter_token_latency_seconds",
+                "inflight_requests",
+                "queued_requests",
+                "retries_total",
+            ):
+                self.cells(family, model)
+            for reason in INCOMPLETE_REASONS:
+                self.cells("incomplete_total", model, reason)
+        for model in state.models:
+            for server in model.servers:
+                self.cells("server_inflight", model.id, server.name)
+
+    def in_flight(self, model: str) -> Cells:
+        return self.cells("inflight_requests", model)
+
+    def server_failed(self, model: str, server: str, reason: str) -> None:
+        self.cells("server_failures_total", model, server, reason)[0] += 1
+
+    def settle(self, record: Record) -> None:
+        """Count one request at its end, once."""
+        cells, model = self.cells, record.model or OTHER
+        cells("requests_total", model, record.endpoint, str(record.status))[0] += 1
+        observe(cells("request_duration_seconds", model, record.endpoint), _DURATION, record.duration)
+        observe(self._overhead, _OVERHEAD, record.overhead)
+        if record.first_token is not None:
+            observe(cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
+        if record.gaps is not None:
+            between = cells("inter_token_latency_seconds", model)
+            for index, count in enumerate(record.gaps.counts):
+                if count:
+                    between[index] += count
+            between[-1] += record.gaps.total
+        if record.usage is not None and record.key is not None:
+            usage = record.usage
+            for kind, tokens in zip(_TOKEN_TYPES, (usage.prompt, usage.completion, usage.cached, usage.reasoning), strict=True):
+                cells("tokens_total", record.key, model, kind)[0] += tokens
+        if record.retries:
+            cells("retries_total", model)[0] += record.retries
+        if record.incomplete is not None:
+            cells("incomplete_total", model, record.incomplete)[0] += 1
+        if record.status == 401 and record.code in AUTH_REASONS:
+            cells("auth_failures_total", AUTH_REASONS[record.code])[0] += 1
+
+
+class Gaps:
+    """Times between the reads of one stream, gathered beside it and counted once at its end."""
+
+    __slots__ = ("_last", "counts", "total")
+
+    def __init__(self, now: float) -> None:
+        self._last = now
+        self.counts = [0] * len(_BETWEEN)
+        self.total = 0.0
+
+    def mark(self, now: float) -> None:
+        gap = now - self._last
+        self._last = now
+        self.counts[bisect_left(_BETWEEN, gap)] += 1
+        self.total += gap
+
+
+# The reading side
+
+
+def summed(boards: Iterable[Board]) -> dict[Series, list[float]]:
+    """Every series of all boards, cell by cell added up."""
+    total: dict[Series, list[float]] = {}
+    for board in boards:
+        for reading in board.readings():
+            series = Series.decode(reading.name)
+            before = total.get(series)
+            total[series] = [a + b for a, b in zip(before, reading.values, strict=True)] if before else list(reading.values)
+    return total
+
+
+def by_family(series: Mapping[Series, Sequence[float]]) -> Iterator[tuple[str, Family, list[tuple[tuple[str, ...], Sequence[float]]]]]:
+    """Every family of ``FAMILIES`` in its order, with its series (none is left out)."""
+    grouped: dict[str, list[tuple[tuple[str, ...], Sequence[float]]]] = {name: [] for name in FAMILIES}
+    for one, values in series.items():
+        grouped[one.family].append((one.labels, values))
+    for name, family in FAMILIES.items():
+        yield name, family, grouped[name]

@@ -1,0 +1,48 @@
+"""What is known of a request when it is over: one frozen value for metrics, log and ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.usage import Usage
+
+
+class GapCounts(Protocol):
+    """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds."""
+
+    counts: list[int]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request. Times are in seconds; ``started`` is since the epoch.
+
+    ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code``
+    the error's code, if it ended with one; ``model`` the configured ID, None when the request named none;
+    ``incomplete`` says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an
+    incomplete answer perhaps None.
+    """
+
+    id: str
+    started: float
+    endpoint: str
+    status: int
+    code: str | None
+    key: str | None
+    model: str | None
+    server: str | None
+    stream: bool
+    request_bytes: int
+    answer_bytes: int
+    usage: Usage | None
+    incomplete: str | None
+    retries: int
+    duration: float
+    overhead: float
+    queued: float
+    first_byte: float | None
+    first_token: float | None
+    gaps: GapCounts | None
+    detail: str | None

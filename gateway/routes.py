@@ -1,0 +1,81 @@
+"""The routes that reach a server, as a table. What is not in it is never forwarded.
+
+Each row says the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
+root), the ``endpoint`` label of the metrics, the dialect of its answers, and how its body is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Dialect(StrEnum):
+    """Whose shapes a route speaks: decides usage, the ends of streams and the shape of errors."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    PLAIN = "plain"
+
+
+class Body(StrEnum):
+    """How a request body is read."""
+
+    JSON = "json"
+    FORM = "form"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row. ``injects`` says that ``stream_options.include_usage`` exists there; ``input_field`` is the member
+    that holds the text."""
+
+    path: str
+    upstream: str
+    endpoint: str
+    dialect: Dialect = Dialect.PLAIN
+    body: Body = Body.JSON
+    injects: bool = False
+    input_field: str = "input"
+
+    @property
+    def anthropic(self) -> bool:
+        """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
+        return self.dialect is Dialect.MESSAGES
+
+
+def _plain(path: str, upstream: str | None = None, endpoint: str | None = None) -> Route:
+    return Route(path, upstream or path, endpoint or upstream or path)
+
+
+_ROWS = (
+    Route("/v1/chat/completions", "/v1/chat/completions", "/v1/chat/completions", Dialect.CHAT, injects=True, input_field="messages"),
+    Route("/v1/completions", "/v1/completions", "/v1/completions", Dialect.COMPLETIONS, injects=True, input_field="prompt"),
+    Route("/v1/responses", "/v1/responses", "/v1/responses", Dialect.RESPONSES),
+    Route("/v1/messages", "/v1/messages", "/v1/messages", Dialect.MESSAGES, input_field="messages"),
+    Route("/v1/messages/count_tokens", "/v1/messages/count_tokens", "/v1/messages/count_tokens", Dialect.MESSAGES, input_field="messages"),
+    _plain("/v1/embeddings"),
+    _plain("/v1/rerank"),
+    _plain("/rerank", endpoint="/v1/rerank"),
+    _plain("/v2/rerank", endpoint="/v1/rerank"),
+    _plain("/v1/score"),
+    _plain("/score", endpoint="/v1/score"),
+    _plain("/v1/classify", "/classify"),
+    _plain("/classify"),
+    _plain("/v1/pooling", "/pooling"),
+    _plain("/pooling"),
+    Route("/v1/audio/transcriptions", "/v1/audio/transcriptions", "/v1/audio/transcriptions", body=Body.FORM),
+    Route("/v1/audio/translations", "/v1/audio/translations", "/v1/audio/translations", body=Body.FORM),
+    _plain("/tokenize"),
+    _plain("/detokenize"),
+)
+
+ROUTES: Mapping[str, Route] = MappingProxyType({route.path: route for route in _ROWS})
+"""By the path at the gateway; every one is a POST."""
+
+ENDPOINTS: tuple[str, ...] = tuple(dict.fromkeys(route.endpoint for route in _ROWS))
+"""The values of the ``endpoint`` label."""

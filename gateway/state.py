@@ -1,0 +1,52 @@
+"""What a relay serves by: one immutable value, made by control from the configuration.
+
+``State`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a relay reads one
+``State`` for the whole of a request and swaps to the next by one reference; nobody changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from upstream.deadlines import Timeouts
+from upstream.server import ServerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
+    ``expires`` is in seconds since the epoch."""
+
+    id: str
+    digests: tuple[bytes, ...] = field(default=(), repr=False)
+    models: tuple[str, ...] | None = None
+    expires: float | None = None
+    anonymous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone."""
+
+    id: str
+    servers: tuple[ServerSpec, ...]
+    aliases: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    balance: str = "least_busy"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    owned_by: str = "vllm-gateway"
+    created: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One generation of what the relays serve. ``body_limit`` is in bytes."""
+
+    generation: int
+    keys: tuple[Key, ...]
+    models: tuple[Model, ...]
+    body_limit: int = 20 * 1024 * 1024

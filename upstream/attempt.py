@@ -1,0 +1,268 @@
+"""Choose a server, send, classify what comes, try again where that is safe.
+
+The rule: a request is sent a second time only while nothing of it can have run (``UpstreamError.untouched``)
+and at most once; another server is asked when there is one. What was taken (the server's slot, the
+connection) is given back when the ``with`` ends: a connection that still carries an answer is closed, which
+makes vLLM abort the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from upstream.connection import Connection, Headers
+from upstream.deadlines import Deadlines, Timeouts
+from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, TotalTimeout, UpstreamError
+from upstream.pool import Pool
+from upstream.server import Condition, Server, ServerSpec
+
+MAX_ATTEMPTS = 2
+_JOIN = 16 * 1024  # bytes up to which copying a body behind its head is cheaper than a second write
+_HOLD = 1024 * 1024  # bytes of an answer that may wait for their reader before the server is paused
+
+Compose = Callable[[ServerSpec], tuple[bytes, bytes]]
+"""Makes the request's head and body for the server that was chosen."""
+
+Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[None]]], Awaitable[None]]
+"""Streams the rest of a request: is given ``send(data, more)`` and ``drained()``."""
+
+
+class Answer:
+    """One answer as it arrives. A ``Receiver``: the connection's callbacks end here.
+
+    Until ``flow_to`` names a sink, bytes wait in ``pending``; afterwards they go to the sink in the very
+    callback that brought them.
+    """
+
+    __slots__ = ("_connection", "_loop", "_server", "_sink", "_timeouts", "_waiter", "_writable", "complete", "error", "headers",
+                 "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
+
+    def __init__(self, server: Server, connection: Connection, timeouts: Timeouts) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = server
+        self._connection = connection
+        self._timeouts = timeouts
+        self._sink: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self.sent = self.last_byte = self._loop.time()
+        self.status = 0
+        self.headers: Headers = []
+        self.pending: list[bytes] = []
+        self.paused = False
+        self.complete = False
+        self.error: UpstreamError | None = None
+
+    @property
+    def server(self) -> ServerSpec:
+        return self._server.spec
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a header, by its name in lower case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    # What the story does
+
+    async def started(self) -> None:
+        """Wait for the first bytes of the body, or the end of an empty one. Raises UpstreamError."""
+        while not (self.pending or self.complete):
+            await self._wait()
+
+    def flow_to(self, sink: Callable[[bytes], None]) -> None:
+        """From now on give every chunk to ``sink``, those that wait first."""
+        pending, self.pending = self.pending, []
+        for data in pending:
+            sink(data)
+        self._sink = sink
+        self.resume()
+
+    async def ended(self) -> None:
+        """Wait for the end. Raises UpstreamError when the answer breaks off."""
+        while not self.complete:
+            await self._wait()
+
+    async def collect(self, limit: int) -> bytes:
+        """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
+        kept = bytearray()
+
+        def keep(data: bytes) -> None:
+            kept.extend(data[: limit - len(kept)])
+
+        self.flow_to(keep)
+        await self.ended()
+        return bytes(kept)
+
+    def pause(self) -> None:
+        """The reader is slow: let the server wait. The idle deadline rests meanwhile."""
+        self.paused = True
+        self._connection.pause_reading()
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused = False
+            self.last_byte = self._loop.time()
+            self._connection.resume_reading()
+
+    def close(self) -> None:
+        """End the exchange where it is; unless it was whole, the connection goes with it."""
+        if not self.complete:
+            self._connection.close()
+
+    async def upload(self, upload: Upload) -> None:
+        """Stream the rest of the request, as fast as the server reads."""
+
+        def send(data: bytes, more: bool) -> None:
+            self._connection.send_more(data, more=more)
+            self.sent = self._loop.time()
+
+        await upload(send, self._drained)
+
+    async def _drained(self) -> None:
+        while self._connection.write_paused and self.error is None and not self.complete:
+            self._writable = self._loop.create_future()
+            await self._writable
+
+    async def _wait(self) -> None:
+        if self.error is None and not self.complete:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        if self.error is not None:
+            raise self.error
+
+    # What the connection calls
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self.last_byte = self._loop.time()
+
+    def on_body(self, data: bytes) -> None:
+        self.last_byte = self._loop.time()
+        if self._sink is not None:
+            self._sink(data)
+            return
+        self.pending.append(data)
+        if len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
+            self.pause()
+        self._wake()
+
+    def on_end(self) -> None:
+        self.complete = True
+        self._wake()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self.error = error
+        self._wake()
+
+    def on_writable(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self.error is not None or self.complete:
+            self.on_writable()
+
+    # What the clock calls
+
+    def check(self, now: float) -> None:
+        if self.complete or self.error is not None:
+            return
+        error = self._overdue(now)
+        if error is not None:
+            self._connection.close()
+            self.on_failure(error)
+
+    def _overdue(self, now: float) -> UpstreamError | None:
+        limits, name = self._timeouts, self.server.name
+        if now - self.sent > limits.total:
+            return TotalTimeout(name, f"the answer took longer than {limits.total:g} s")
+        if not self.status:
+            return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent > limits.first_byte else None
+        if not self.paused and now - self.last_byte > limits.idle:
+            return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its answer")
+        return None
+
+
+class Attempt:
+    """One request's way to an answer; ``server`` is where it went last, ``retries`` how often it was sent again."""
+
+    __slots__ = ("_answer", "_deadlines", "_pool", "_timeouts", "_tried", "server")
+
+    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines) -> None:
+        self._pool = pool
+        self._timeouts = timeouts
+        self._deadlines = deadlines
+        self._tried: list[Server] = []
+        self._answer: Answer | None = None
+        self.server: Server | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._give_back()
+
+    @property
+    def retries(self) -> int:
+        return max(len(self._tried) - 1, 0)
+
+    async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
+        """An answer whose first bytes are here.
+
+        Raises NoServerError when no server is up, and the UpstreamError of the last attempt.
+        """
+        while True:
+            try:
+                return await self._once(compose, upload)
+            except UpstreamError as error:
+                self._note(error)
+                if not self._again(error, streamed=upload is not None):
+                    raise
+                self._give_back()
+
+    async def _once(self, compose: Compose, upload: Upload | None) -> Answer:
+        kept = not self._tried  # a second attempt trusts no kept connection: the next one may be stale as well
+        server = self._take()
+        connection = (server.parked() if kept else None) or await server.connect(self._timeouts.connect)
+        answer = self._answer = Answer(server, connection, self._timeouts)
+        self._deadlines.watch(answer)
+        head, body = compose(server.spec)
+        if len(body) < _JOIN:
+            connection.send(head + body, answer, more=upload is not None)
+        else:
+            connection.send(head, answer, more=True)
+            connection.send_more(body, more=upload is not None)
+        if upload is not None:
+            await answer.upload(upload)
+        await answer.started()
+        return answer
+
+    def _take(self) -> Server:
+        server = self._pool.choose(self._tried)
+        self._tried.append(server)
+        server.in_flight += 1
+        self.server = server
+        return server
+
+    def _give_back(self) -> None:
+        if self._answer is not None:
+            self._deadlines.forget(self._answer)
+            self._answer.close()
+            self._answer = None
+        if self.server is not None:
+            self.server.in_flight -= 1
+            self.server = None
+
+    def _note(self, error: UpstreamError) -> None:
+        if isinstance(error, ConnectFailed) and self.server is not None:
+            self.server.refused()
+
+    def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
+        if not error.untouched or len(self._tried) >= MAX_ATTEMPTS:
+            return False
+        if isinstance(error, ConnectFailed):
+            return any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
+        return not streamed  # a part of a streamed body is gone with the first connection

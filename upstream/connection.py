@@ -1,0 +1,281 @@
+"""One HTTP/1.1 connection to a server, and the parked ones that wait to be used again.
+
+The rule that keeps it right: a connection carries one exchange at a time, and goes back to its place only
+after a whole answer, with nothing over, nothing paused and everything sent. In any other case it is closed,
+so no request can ever be answered with another's bytes.
+
+The wire is parsed by llhttp (httptools), strict as it comes. Callbacks go straight from the parser to the
+receiver: no task and no queue stands between a chunk's arrival and its relay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+
+from upstream.address import Address
+from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
+
+MAX_HEAD = 64 * 1024
+"""Bytes that an answer's head may have; vLLM's are below 1 KiB."""
+
+STALE_WITHIN = 1.0
+"""Seconds after a request went out in which the close of a reused connection is taken for the server's idle
+limit. Later than that the server had the request, and may have acted upon it."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Receiver(Protocol):
+    """Whoever takes one answer. After ``on_end`` or ``on_failure`` nothing more is called."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """The final status and headers, names in lower case; interim (1xx) answers are not told."""
+
+    def on_body(self, data: bytes) -> None:
+        """The next bytes of the body, without their framing."""
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """There will be no whole answer."""
+
+    def on_writable(self) -> None:
+        """The request's bytes have gone out far enough for more."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection: idle, or busy with one exchange, or closed. ``on_idle`` takes it back when it is clean."""
+
+    def __init__(self, server: str, on_idle: Callable[[Connection], None]) -> None:
+        self._server = server
+        self._on_idle = on_idle
+        self._clock = asyncio.get_running_loop().time
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._paused = False
+        self.write_paused = False
+        self.uses = 0
+        # Per-exchange state
+        self._receiver: Receiver | None = None
+        self._sent = 0.0
+        self._headers: Headers = []
+        self._head_size = 0
+        self._answered = False  # a byte of an answer has come
+        self._in_body = False
+        self._framed = False
+        self._complete = False
+        self._request_open = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "busy" if self._receiver else "idle"
+        return f"<Connection to {self._server}, {state}, {self.uses} uses>"
+
+    @property
+    def closed(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    # What the exchange does
+
+    def send(self, data: bytes, receiver: Receiver, *, more: bool = False) -> None:
+        """Begin an exchange with these bytes; ``more`` says that ``send_more`` will follow."""
+        assert self._receiver is None and self._transport is not None
+        self._receiver = receiver
+        self._answered = False
+        self._head_size = 0
+        self._request_open = more
+        self._sent = self._clock()
+        self.uses += 1
+        self._transport.write(data)
+
+    def send_more(self, data: bytes, *, more: bool) -> None:
+        """The next bytes of the request, or its end."""
+        self._request_open = more
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Leave at once. Both directions close together: vLLM takes a half-close for a disconnect anyway."""
+        self._receiver = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # both loops give a full Transport here
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is None:
+            self.close()  # bytes that nobody asked for: this connection can't be trusted
+            return
+        self._answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(BadAnswer(self._server, f"not HTTP/1.1: {error}"))
+            return
+        if self._complete:
+            self._finish()
+        elif not self._in_body:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
+
+    def eof_received(self) -> None:
+        return None  # closes the transport; connection_lost tells
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        if exc is None and self._in_body and not self._framed:
+            receiver.on_end()  # a body without a length ends with its connection (RFC 9112, section 6.3)
+        elif self.uses > 1 and not self._answered and self._clock() - self._sent < STALE_WITHIN:
+            receiver.on_failure(StaleConnection(self._server, "closed a kept connection as it was used again"))
+        else:
+            receiver.on_failure(Disconnected(self._server, f"closed the connection {'in' if self._answered else 'before'} its answer"))
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._receiver is not None:
+            self._receiver.on_writable()
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise _DesyncError  # more than one answer to one request
+        self._headers = []
+        self._framed = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._framed = self._framed or name == b"content-length" or name == b"transfer-encoding"
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            return  # an interim answer (100, 103): the real one follows
+        self._in_body = True
+        self._framed = self._framed or status in (204, 304)
+        if self._receiver is not None:
+            self._receiver.on_head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.on_body(data)
+
+    def on_message_complete(self) -> None:
+        self._head_size = 0
+        self._complete = self._in_body
+        self._in_body = False
+
+    def _finish(self) -> None:
+        """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
+        receiver, self._receiver = self._receiver, None
+        self._complete = False
+        if self._request_open or not self._parser.should_keep_alive() or self.closed:
+            self.close()
+        else:
+            self.resume_reading()
+            self._on_idle(self)
+        if receiver is not None:
+            receiver.on_end()
+
+    def _fail(self, error: UpstreamError) -> None:
+        receiver = self._receiver
+        self.close()
+        if receiver is not None:
+            receiver.on_failure(error)
+
+
+class _DesyncError(Exception):
+    """The server began an answer that nobody asked for."""
+
+
+async def connect(
+    server: str, address: Address, timeout: float, tls: ssl.SSLContext | None, on_idle: Callable[[Connection], None]
+) -> Connection:
+    """Open a connection. Raises ConnectTimeout after ``timeout`` seconds and ConnectFailed for every other refusal."""
+    loop = asyncio.get_running_loop()
+
+    def make() -> Connection:
+        return Connection(server, on_idle)
+
+    try:
+        async with asyncio.timeout(timeout):
+            if address.uds:
+                _, connection = await loop.create_unix_connection(make, address.uds)
+            else:
+                _, connection = await loop.create_connection(make, address.host, address.port, ssl=tls)
+    except TimeoutError:
+        raise ConnectTimeout(server, f"did not accept a connection within {timeout:g} s") from None
+    except OSError as error:  # refused, unreachable, no such socket, name not known, TLS refused (ssl.SSLError)
+        raise ConnectFailed(server, f"{type(error).__name__}: {error}") from error
+    return connection
+
+
+class Parking:
+    """The idle connections to one server: the last one parked is the first one taken.
+
+    ``expiry`` is how long, in seconds, one may wait: below the server's own limit, so that the server's
+    close does not meet a request on its way.
+    """
+
+    def __init__(self, expiry: float) -> None:
+        self.expiry = expiry
+        self._idle: list[tuple[float, Connection]] = []
+        self._clock = asyncio.get_running_loop().time
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def park(self, connection: Connection) -> None:
+        self._idle.append((self._clock(), connection))
+
+    def take(self) -> Connection | None:
+        """A connection that is still good, or None."""
+        while self._idle:
+            since, connection = self._idle.pop()
+            if not connection.closed:
+                if self._clock() - since < self.expiry:
+                    return connection
+                connection.close()
+        return None
+
+    def sweep(self) -> None:
+        """Close what has waited too long; called every second or so."""
+        limit = self._clock() - self.expiry
+        keep = []
+        for since, connection in self._idle:
+            if since > limit and not connection.closed:
+                keep.append((since, connection))
+            else:
+                connection.close()
+        self._idle = keep
+
+    def close(self) -> None:
+        """Close every idle connection."""
+        while self._idle:
+            self._idle.pop()[1].close()

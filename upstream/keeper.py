@@ -1,0 +1,266 @@
+"""The keeper of one launched server: a small program between control and the server, so that nothing is ever orphaned.
+
+``python -P -m upstream.keeper --name MODEL#0 --control FD [--socket PATH] [--folder PATH] -- COMMAND…``
+
+It leads a session of its own, starts the server as its child and adopts every descendant that loses its parent
+(it is a subreaper). The rule: the keeper ends only when no descendant is left, and it kills them all as soon as
+the server's main process is gone, control says so, or control itself is gone.
+
+``FD`` is one end of a stream socketpair that control holds the other end of.
+
+* control -> keeper: one line of JSON, ``{"env": {name: value}}``, the server's whole environment; then nothing, or any
+  byte for "kill everything now". The end of the stream means that control is gone, by whatever death.
+* keeper -> control: ``{"pid": N}`` when the server's process exists, ``{"exit": N}`` at once when it has ended (N as in
+  ``subprocess``: negative is the signal). The end of the stream means that the keeper has ended.
+
+SIGTERM is passed on to the server's main process. The environment comes over the socket, so that the server's
+Python variables do not reach the keeper and the key is on no command line. ``--socket`` is unlinked at the end;
+``--folder`` is removed if it is empty and control is gone. Standard library only, one thread: PR_SET_PDEATHSIG is bound to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+RESTORED = (*IGNORED, signal.SIGXFSZ)
+"""Ignored signals stay ignored across exec; the server gets them as a shell would give them (Python itself ignores the last two)."""
+
+TRACKER_GRACE = 1.0
+"""Seconds that multiprocessing's resource trackers may outlive the rest: they unlink its segments in /dev/shm, then end by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The keeper's command line."""
+
+    name: str
+    control: int
+    socket: str
+    folder: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Orders:
+        cut = list(argv).index("--")
+        named = dict(zip(argv[:cut:2], argv[1:cut:2], strict=True))
+        return cls(named["--name"], int(named["--control"]), named.get("--socket", ""), named.get("--folder", ""), tuple(argv[cut + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A row of /proc/PID/stat (proc(5)): who it is, its parent, group and session."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+
+def processes() -> Iterator[Process]:
+    """Every process that /proc shows."""
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (stat := _read(f"/proc/{entry}/stat")):
+            # The name in parentheses may hold anything, parentheses too: the fields begin after the last one.
+            state, parent, group, session = stat.rpartition(b")")[2].split()[:4]
+            yield Process(int(entry), state.decode(), int(parent), int(group), int(session))
+
+
+def descendants(root: int) -> tuple[Process, ...]:
+    """Every process below ``root``, parents before their children."""
+    children: dict[int, list[Process]] = {}
+    for process in processes():
+        children.setdefault(process.parent, []).append(process)
+    found = list(children.get(root, ()))
+    for process in found:
+        found.extend(children.get(process.pid, ()))
+    return tuple(found)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""  # it has ended meanwhile
+
+
+class Keeper:
+    """One server's life: start, wait for the first reason to end it, end all of it."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._control = socket.socket(fileno=orders.control)
+        self._control.set_inheritable(False)  # in the server's hands it would hide the keeper's death from control
+        self._woken, waker = socket.socketpair()
+        self._waker = waker
+        self._server = 0
+        self._control_gone = False
+
+    def run(self) -> None:
+        _lead_a_session()
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._listen_to_signals()
+        env = self._receive_environment()
+        if env is not None:
+            self._start(env)
+            self._wait()
+            self._kill_all()
+        self._clean_up()
+
+    def _listen_to_signals(self) -> None:
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def _receive_environment(self) -> dict[str, str] | None:
+        """None: control was gone before it had said everything."""
+        line = b""
+        while not line.endswith(b"\n"):
+            if not (part := self._control.recv(65536)):
+                self._control_gone = True
+                return None
+            line += part
+        env: dict[str, str] = json.loads(line)["env"]
+        return env
+
+    def _start(self, env: Mapping[str, str]) -> None:
+        keeper = os.getpid()
+        self._server = os.fork()
+        if self._server == 0:
+            _become(self._orders.command, env, keeper)
+        self._tell(pid=self._server)
+
+    def _wait(self) -> None:
+        """Until the server's main process has ended, or control wants it dead, or control is gone."""
+        while self._server:
+            readable, _, _ = select.select([self._control, self._woken], [], [])
+            if self._control in readable:
+                self._control_gone = not self._order_received()
+                return
+            if signal.SIGTERM in self._woken.recv(4096):
+                os.kill(self._server, signal.SIGTERM)
+            self._reap()
+
+    def _order_received(self) -> bool:
+        try:
+            return bool(self._control.recv(4096))
+        except ConnectionError:
+            return False
+
+    def _reap(self) -> bool:
+        """Take the status of every child that has ended; False when there is no child any more."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._server:
+                    self._server = 0
+                    self._tell(exit=os.waitstatus_to_exitcode(ended[1]))
+        except ChildProcessError:
+            return False
+        return True
+
+    def _kill_all(self) -> None:
+        """SIGKILL to every descendant until there is none.
+
+        A process that cannot die yet (in the kernel, on a stuck device) keeps the keeper waiting: a server
+        started beside it would find the device taken.
+        """
+        trackers_until = time.monotonic() + TRACKER_GRACE
+        pause = 0.005
+        while self._reap():
+            for process in descendants(os.getpid()):
+                if time.monotonic() >= trackers_until or not _is_resource_tracker(process.pid):
+                    kill(process.pid)
+            time.sleep(pause)
+            pause = min(pause * 2, 0.2)
+
+    def _tell(self, **report: int) -> None:
+        try:
+            self._control.sendall(json.dumps(report).encode() + b"\n")
+        except OSError:
+            pass  # control is gone; the next recv says so
+
+    def _clean_up(self) -> None:
+        if self._orders.socket:
+            _unlink(self._orders.socket)
+        if self._orders.folder and self._is_orphan():
+            try:
+                os.rmdir(self._orders.folder)
+            except OSError:
+                pass  # another keeper's socket is still in it: the last one takes it away
+
+    def _is_orphan(self) -> bool:
+        """Control may have died after the server did, so it is asked once more."""
+        self._control.setblocking(False)
+        try:
+            return self._control_gone or not self._order_received()
+        except BlockingIOError:
+            return False
+
+
+def _lead_a_session() -> None:
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def _become(command: Sequence[str], env: Mapping[str, str], keeper: int) -> None:
+    """In the forked child: turn into the server. Never returns."""
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)  # the keeper died before the death signal was set
+        signal.set_wakeup_fd(-1)
+        for number in RESTORED:
+            signal.signal(number, signal.SIG_DFL)
+        os.execvpe(command[0], command, env)  # noqa: S606 - the operator's command, no shell
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _read(f"/proc/{pid}/cmdline")
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; a process that is gone already, or is not ours to kill, is passed over."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # the server never made it
+
+
+if __name__ == "__main__":
+    Keeper(Orders.parse(sys.argv[1:])).run()

@@ -1,0 +1,92 @@
+"""A model's servers, and the fleet of all of them.
+
+``Fleet`` owns the live servers. The rule: a server whose spec did not change is the same object before and
+after a reload, with its connections and its count; one that is gone is retired, never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from upstream.policy import POLICIES, Policy
+from upstream.server import Condition, Server, ServerSpec
+
+
+class NoServerError(Exception):
+    """No server of a model can take a request now. ``loading`` says that one is on its way."""
+
+    def __init__(self, *, loading: bool) -> None:
+        super().__init__("loading" if loading else "none is up")
+        self.loading = loading
+
+
+class Pool:
+    """The servers of one model and how to choose among them."""
+
+    def __init__(self, servers: Sequence[Server], balance: str) -> None:
+        self.servers = tuple(servers)
+        self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
+        self._turn = 0
+
+    def choose(self, tried: Sequence[Server] = ()) -> Server:
+        """The server for the next attempt: an untried, available one by the policy; else what is left.
+
+        A server that is up but was just refused, or was tried, is taken only when there is no other.
+        Raises NoServerError when none is up.
+        """
+        servers = self.servers
+        if len(servers) == 1 and servers[0].condition is Condition.UP:
+            return servers[0]
+        up = [server for server in servers if server.condition is Condition.UP]
+        if not up:
+            raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
+        fresh = [server for server in up if server not in tried] or up
+        self._turn += 1
+        return self._policy([server for server in fresh if server.available] or fresh, self._turn)
+
+
+class Fleet:
+    """Every live server by name."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers.values())
+
+    def reconcile(self, specs: Iterable[ServerSpec]) -> Mapping[str, Server]:
+        """Make the live servers those of ``specs``: the same ones stay, new ones begin, others retire."""
+        wanted = {spec.name: spec for spec in specs}
+        kept = {name: server for name, server in self._servers.items() if wanted.get(name) == server.spec}
+        for name, server in self._servers.items():
+            if name not in kept:
+                server.retire()
+        self._servers = {name: kept.get(name) or Server(spec) for name, spec in wanted.items()}
+        return self._servers
+
+    def set_condition(self, name: str, condition: Condition) -> None:
+        """Take over what control found out; a name that is no longer here is ignored."""
+        server = self._servers.get(name)
+        if server is not None:
+            server.condition = condition
+
+    def sweep(self) -> None:
+        """Close idle connections that were kept too long."""
+        for server in self._servers.values():
+            server.sweep()
+
+    def close(self) -> None:
+        """Close every idle connection."""
+        for server in self._servers.values():
+            server.retire()
+
+
+@contextmanager
+def fleet() -> Iterator[Fleet]:
+    """A fleet whose idle connections are closed in the end."""
+    servers = Fleet()
+    try:
+        yield servers
+    finally:
+        servers.close()

@@ -1,0 +1,91 @@
+"""One vLLM server as a relay sees it: what the configuration says of it, and what is live.
+
+``ServerSpec`` is a value and may be swapped with the next generation of the configuration. ``Server`` is the
+live side: what is in flight, the parked connections, whether it can take a request. It outlives a reload as
+long as its spec is the same. The rule: ``in_flight`` changes only in
+``attempt.Attempt``, which gives back on every way out what it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from upstream.address import Address
+from upstream.connection import Connection, Parking, connect
+
+AVOID_FOR = 2.0
+"""Seconds for which a server that refused a connection is passed over, where another one can take the request."""
+
+
+class Condition(StrEnum):
+    """What control knows of a server from its probes and its process."""
+
+    UP = "up"
+    LOADING = "loading"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What the configuration or the launcher says of one server.
+
+    ``name`` is unique in the gateway; ``model`` is the name the server serves its model under; ``keep_idle``
+    is how long, in seconds, an idle connection to it is kept.
+    """
+
+    name: str
+    address: Address
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    weight: float = 1.0
+    keep_idle: float = 4.0
+
+
+class Server:
+    """The live side of one server."""
+
+    def __init__(self, spec: ServerSpec, condition: Condition = Condition.LOADING) -> None:
+        self.spec = spec
+        self.condition = condition
+        self.in_flight = 0
+        self._clock = asyncio.get_running_loop().time
+        self._avoid_until = 0.0
+        self._parking = Parking(spec.keep_idle)
+        self._tls = ssl.create_default_context() if spec.address.tls else None
+
+    def __repr__(self) -> str:
+        return f"<Server {self.spec.name} {self.condition.value}, {self.in_flight} in flight, {len(self._parking)} idle>"
+
+    @property
+    def load(self) -> float:
+        """In flight by weight: the measure of busyness."""
+        return self.in_flight / self.spec.weight
+
+    @property
+    def available(self) -> bool:
+        """It is up and has not just refused a connection."""
+        return self.condition is Condition.UP and self._clock() >= self._avoid_until
+
+    def refused(self) -> None:
+        """A connection to it could not be made: pass it over for a moment."""
+        self._avoid_until = self._clock() + AVOID_FOR
+
+    def parked(self) -> Connection | None:
+        """A kept connection that is still good, if there is one."""
+        return self._parking.take()
+
+    async def connect(self, timeout: float) -> Connection:
+        """A new connection; raises ConnectTimeout or ConnectFailed."""
+        return await connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park)
+
+    def sweep(self) -> None:
+        """Close connections that were kept too long."""
+        self._parking.sweep()
+
+    def retire(self) -> None:
+        """The configuration no longer names it: close what is idle; what is busy ends in its own time."""
+        self._parking.expiry = 0.0
+        self._parking.close()

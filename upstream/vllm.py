@@ -1,0 +1,144 @@
+"""A model's launch settings turned into the words and the environment of one ``vllm serve``.
+
+Owns what the gateway insists on (the served names, the place to listen, the internal key, the GPUs) and what
+it refuses to be told twice. Pure: nothing is started, no file is touched. The rule: a secret is in the
+environment, never among the words and never in a repr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from upstream.address import Address
+
+Value = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"]
+
+REFUSED_ARGS = {
+    "api-key": "the gateway gives every launched server a key of its own",
+    "model": "name it as launch.model",
+    "served-model-name": "the gateway sets it from the model's id, so that answers carry that id",
+    "ssl-keyfile": "a launched server listens on this machine only; the gateway's own port speaks TLS",
+    "ssl-certfile": "a launched server listens on this machine only; the gateway's own port speaks TLS",
+}
+REFUSED_ENV = {"VLLM_API_KEY": REFUSED_ARGS["api-key"]}
+
+ENV_DEFAULTS = {
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to connect when the operator binds them all
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """How one replica of a model is started, as the operator wrote it.
+
+    ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
+    ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
+    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``.
+    """
+
+    model: str
+    served_names: tuple[str, ...]
+    command: tuple[str, ...] = ("vllm", "serve")
+    args: Mapping[str, Value] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    gpus: tuple[int | str, ...] = ()
+    listen: Literal["uds", "tcp"] = "uds"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The words to execute and the variables to set over the inherited environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+
+
+def problems(settings: LaunchSettings) -> tuple[str, ...]:
+    """Everything about the settings that cannot work, in words for the operator, each beginning with its place (``args.api-key: …``)."""
+    return tuple(_problems(settings, _by_flag(settings.args)))
+
+
+def address_for(settings: LaunchSettings, *, uds: str, free_port: Callable[[], int]) -> Address:
+    """Where the server will listen, and the gateway will find it.
+
+    What the operator wrote wins: ``uds`` in args is that socket; ``host`` or ``port`` in args mean tcp. Otherwise
+    ``listen`` decides between the private socket ``uds`` and a loopback port from ``free_port``.
+    """
+    args = _by_flag(settings.args)
+    if "uds" in args:
+        return Address(host="localhost", uds=str(args["uds"]))
+    if "host" not in args and "port" not in args and settings.listen == "uds":
+        return Address(host="localhost", uds=uds)
+    host = str(args.get("host", "127.0.0.1"))
+    port = args.get("port")
+    return Address(host=EVERY_INTERFACE.get(host, host), port=int(str(port)) if port is not None else free_port())
+
+
+def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:
+    """The words and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
+
+    Raises ValueError with every line of ``problems(settings)`` when there are any.
+    """
+    if wrong := problems(settings):
+        raise ValueError("; ".join(wrong))
+    place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
+    flags = {"served-model-name": list(settings.served_names)} | place | _by_flag(settings.args)
+    words = [word for flag, value in flags.items() for word in _words(flag, value)]
+    return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
+
+
+def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[str]:
+    if not settings.command:
+        yield "command: it is empty"
+    if not settings.served_names:
+        yield "served_names: the server needs at least one name"
+    if len(args) < len(settings.args):
+        yield "args: a flag is there twice, once with dashes and once with underscores"
+    if "uds" in args and ("host" in args or "port" in args):
+        yield "args.uds: excludes host and port"
+    if "port" in args and not _is_port(args["port"]):
+        yield "args.port: a port is a number from 1 to 65535"
+    yield from (f"args.{flag}: {why}" for flag, why in REFUSED_ARGS.items() if flag in args)
+    yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
+    yield from (f"env.{name}: {why}" for name, why in REFUSED_ENV.items() if name in settings.env)
+    if settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env:
+        yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
+
+
+def _is_port(value: Value) -> bool:
+    return not isinstance(value, bool) and str(value).isdecimal() and 0 < int(str(value)) < 65536
+
+
+def _by_flag(args: Mapping[str, Value]) -> dict[str, Value]:
+    return {_flag(key): value for key, value in args.items()}
+
+
+def _flag(key: str) -> str:
+    """``max_model_len`` -> ``max-model-len``; what follows a dot names a field of a JSON argument and keeps its form."""
+    head, dot, rest = key.removeprefix("--").partition(".")
+    return head.replace("_", "-") + dot + rest
+
+
+def _words(flag: str, value: Value) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, list | tuple):
+        return [f"--{flag}", *map(_word, value)]
+    word = _word(value)
+    # argparse takes a separate word with a leading dash for the next flag; everything else stays two words, as --config needs.
+    return [f"--{flag}={word}"] if word.startswith("-") else [f"--{flag}", word]
+
+
+def _word(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=dict)
+
+
+def _environment(settings: LaunchSettings, api_key: str) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
+    return ENV_DEFAULTS | gpus | dict(settings.env) | {"VLLM_API_KEY": api_key}
