@@ -79,6 +79,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
+_PER_MODEL = ("time_to_first_token_seconds", "inter_token_latency_seconds", "inflight_requests", "queued_requests", "retries_total")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
 
 
@@ -132,20 +133,14 @@ class RelayMetrics:
         """Make the series that a configuration implies, so that their first increase is seen as one."""
         for reason in AUTH_REASONS.values():
             self.cells("auth_failures_total", reason)
-        for model in (*(model.id for model in state.models), OTHER):
+        for name in (*(model.id for model in state.models), OTHER):
             for endpoint in ENDPOINTS:
-                self.cells("requests_total", model, endpoint, "200")
-            self.cells("request_duration_seconds", model, ENDPOINTS[0])
-            for family in (
-                "time_to_first_token_seconds",
-                "inter_token_latency_seconds",
-                "inflight_requests",
-                "queued_requests",
-                "retries_total",
-            ):
-                self.cells(family, model)
+                self.cells("requests_total", name, endpoint, "200")
+            self.cells("request_duration_seconds", name, ENDPOINTS[0])
+            for family in _PER_MODEL:
+                self.cells(family, name)
             for reason in INCOMPLETE_REASONS:
-                self.cells("incomplete_total", model, reason)
+                self.cells("incomplete_total", name, reason)
         for model in state.models:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
@@ -153,8 +148,8 @@ class RelayMetrics:
     def in_flight(self, model: str) -> Cells:
         return self.cells("inflight_requests", model)
 
-    def server_failed(self, model: str, server: str, reason: str) -> None:
-        self.cells("server_failures_total", model, server, reason)[0] += 1
+    def auth_failed(self, code: str) -> None:
+        self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""
@@ -174,12 +169,14 @@ class RelayMetrics:
             usage = record.usage
             for kind, tokens in zip(_TOKEN_TYPES, (usage.prompt, usage.completion, usage.cached, usage.reasoning), strict=True):
                 cells("tokens_total", record.key, model, kind)[0] += tokens
+        for server, reason in record.failures:
+            cells("server_failures_total", model, server, reason)[0] += 1
         if record.retries:
             cells("retries_total", model)[0] += record.retries
         if record.incomplete is not None:
             cells("incomplete_total", model, record.incomplete)[0] += 1
-        if record.status == 401 and record.code in AUTH_REASONS:
-            cells("auth_failures_total", AUTH_REASONS[record.code])[0] += 1
+        if record.code is not None and record.code in AUTH_REASONS:
+            self.auth_failed(record.code)
 
 
 class Gaps:

@@ -102,12 +102,12 @@ _STRIPPED = frozenset(
     }
 )
 _REFUSED = frozenset({"chat_template", "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "use_beam_search"})
-_FORBIDDEN = _STRIPPED | _REFUSED
+FORBIDDEN = _STRIPPED | _REFUSED
 
 
 def _refuse_or_strip(document: Document) -> None:
     """Strip what is the gateway's to say; refuse, by name, what would change the answer if it went missing."""
-    for name in _FORBIDDEN & document.keys():
+    for name in FORBIDDEN & document.keys():
         if name in _REFUSED and document[name] not in (None, False):
             raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
         del document[name]

@@ -18,13 +18,14 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 SIZE = 256 * 1024 * 1024
 """Bytes of address space per board; memory is used only for what is written (the file is sparse)."""
 
 _USED = struct.Struct("<Q")
 _RECORD = struct.Struct("<II")
-Cells = memoryview
+Cells: TypeAlias = "memoryview[float]"
 """A view of float64 cells in the board."""
 
 

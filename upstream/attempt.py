@@ -105,6 +105,11 @@ class Answer:
             self.last_byte = self._loop.time()
             self._connection.resume_reading()
 
+    def fail(self, error: UpstreamError) -> None:
+        """Give up on the server: whoever waits for the answer gets this error."""
+        self._connection.close()
+        self.on_failure(error)
+
     def close(self) -> None:
         """End the exchange where it is; unless it was whole, the connection goes with it."""
         if not self.complete:
@@ -172,8 +177,7 @@ class Answer:
             return
         error = self._overdue(now)
         if error is not None:
-            self._connection.close()
-            self.on_failure(error)
+            self.fail(error)
 
     def _overdue(self, now: float) -> UpstreamError | None:
         limits, name = self._timeouts, self.server.name
@@ -187,9 +191,9 @@ class Answer:
 
 
 class Attempt:
-    """One request's way to an answer; ``server`` is where it went last, ``retries`` how often it was sent again."""
+    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good."""
 
-    __slots__ = ("_answer", "_deadlines", "_pool", "_timeouts", "_tried", "server")
+    __slots__ = ("_answer", "_deadlines", "_pool", "_timeouts", "_tried", "failures", "server")
 
     def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines) -> None:
         self._pool = pool
@@ -198,6 +202,7 @@ class Attempt:
         self._tried: list[Server] = []
         self._answer: Answer | None = None
         self.server: Server | None = None
+        self.failures: list[UpstreamError] = []
 
     def __enter__(self) -> Attempt:
         return self
@@ -206,7 +211,13 @@ class Attempt:
         self._give_back()
 
     @property
+    def last(self) -> str | None:
+        """The name of the server that was asked last."""
+        return self._tried[-1].spec.name if self._tried else None
+
+    @property
     def retries(self) -> int:
+        """How often the request was sent again."""
         return max(len(self._tried) - 1, 0)
 
     async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
@@ -218,13 +229,16 @@ class Attempt:
             try:
                 return await self._once(compose, upload)
             except UpstreamError as error:
+                self.failures.append(error)
                 self._note(error)
                 if not self._again(error, streamed=upload is not None):
                     raise
                 self._give_back()
 
     async def _once(self, compose: Compose, upload: Upload | None) -> Answer:
-        kept = not self._tried  # a second attempt trusts no kept connection: the next one may be stale as well
+        kept = (
+            upload is None and not self._tried
+        )  # a streamed body can't be sent again; a second attempt trusts no kept connection: the next one may be stale as well
         server = self._take()
         connection = (server.parked() if kept else None) or await server.connect(self._timeouts.connect)
         answer = self._answer = Answer(server, connection, self._timeouts)
@@ -243,7 +257,7 @@ class Attempt:
     def _take(self) -> Server:
         server = self._pool.choose(self._tried)
         self._tried.append(server)
-        server.in_flight += 1
+        server.enter()
         self.server = server
         return server
 
@@ -253,7 +267,7 @@ class Attempt:
             self._answer.close()
             self._answer = None
         if self.server is not None:
-            self.server.in_flight -= 1
+            self.server.leave()
             self.server = None
 
     def _note(self, error: UpstreamError) -> None:

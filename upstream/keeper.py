@@ -26,6 +26,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +74,9 @@ class Process:
 def processes() -> Iterator[Process]:
     """Every process that /proc shows."""
     for entry in os.listdir("/proc"):
-        if entry.isdecimal() and (stat := _read(f"/proc/{entry}/stat")):
+        if entry.isdecimal() and (line := read(f"/proc/{entry}/stat")):
             # The name in parentheses may hold anything, parentheses too: the fields begin after the last one.
-            state, parent, group, session = stat.rpartition(b")")[2].split()[:4]
+            state, parent, group, session = line.rpartition(b")")[2].split()[:4]
             yield Process(int(entry), state.decode(), int(parent), int(group), int(session))
 
 
@@ -90,12 +91,13 @@ def descendants(root: int) -> tuple[Process, ...]:
     return tuple(found)
 
 
-def _read(path: str) -> bytes:
+def read(path: str) -> bytes:
+    """A file below /proc; empty where its process has ended, or is not ours to look at."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except OSError:
-        return b""  # it has ended meanwhile
+        return b""
 
 
 class Keeper:
@@ -105,8 +107,7 @@ class Keeper:
         self._orders = orders
         self._control = socket.socket(fileno=orders.control)
         self._control.set_inheritable(False)  # in the server's hands it would hide the keeper's death from control
-        self._woken, waker = socket.socketpair()
-        self._waker = waker
+        self._woken, self._waker = socket.socketpair()
         self._server = 0
         self._control_gone = False
 
@@ -199,7 +200,7 @@ class Keeper:
 
     def _clean_up(self) -> None:
         if self._orders.socket:
-            _unlink(self._orders.socket)
+            unlink_socket(self._orders.socket)
         if self._orders.folder and self._is_orphan():
             try:
                 os.rmdir(self._orders.folder)
@@ -227,7 +228,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def _become(command: Sequence[str], env: Mapping[str, str], keeper: int) -> None:
+def _become(command: tuple[str, ...], env: Mapping[str, str], keeper: int) -> None:
     """In the forked child: turn into the server. Never returns."""
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -237,14 +238,14 @@ def _become(command: Sequence[str], env: Mapping[str, str], keeper: int) -> None
         for number in RESTORED:
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, env)  # noqa: S606 - the operator's command, no shell
-    except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    except (OSError, ValueError) as error:
+        os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode())
     finally:
         os._exit(127)
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _read(f"/proc/{pid}/cmdline")
+    return b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline")
 
 
 def kill(pid: int) -> None:
@@ -255,11 +256,13 @@ def kill(pid: int) -> None:
         pass
 
 
-def _unlink(path: str) -> None:
+def unlink_socket(path: str) -> None:
+    """Take a unix socket's file away, if there is one; any other kind of file is left alone. Raises OSError."""
     try:
-        os.unlink(path)
-    except OSError:
-        pass  # the server never made it
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass  # never made, or taken away by its server
 
 
 if __name__ == "__main__":

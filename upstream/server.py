@@ -12,6 +12,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from upstream.address import Address
 from upstream.connection import Connection, Parking, connect
@@ -44,6 +45,13 @@ class ServerSpec:
     keep_idle: float = 4.0
 
 
+class Mirror(Protocol):
+    """A place where a number is left for others to read."""
+
+    def __setitem__(self, index: int, value: float, /) -> None:
+        """Leave the number."""
+
+
 class Server:
     """The live side of one server."""
 
@@ -51,6 +59,7 @@ class Server:
         self.spec = spec
         self.condition = condition
         self.in_flight = 0
+        self.mirror: Mirror = [0.0]
         self._clock = asyncio.get_running_loop().time
         self._avoid_until = 0.0
         self._parking = Parking(spec.keep_idle)
@@ -58,6 +67,16 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<Server {self.spec.name} {self.condition.value}, {self.in_flight} in flight, {len(self._parking)} idle>"
+
+    def enter(self) -> None:
+        """An exchange begins; ``mirror[0]`` follows ``in_flight`` for whoever reads it from outside."""
+        self.in_flight += 1
+        self.mirror[0] = self.in_flight
+
+    def leave(self) -> None:
+        """An exchange is over."""
+        self.in_flight -= 1
+        self.mirror[0] = self.in_flight
 
     @property
     def load(self) -> float:

@@ -51,6 +51,12 @@ class Splitter:
             raise EventTooLongError(f"an event is longer than {self._limit} bytes")
         return whole
 
+    def take(self) -> bytes:
+        """What is held, handed over: the stream has ended and its last event will not be completed."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return rest
+
 
 def _last_end(buffer: bytearray, start: int) -> int:
     """The index behind the last blank line at or after ``start``; 0 when there is none."""

@@ -1,0 +1,213 @@
+"""A relay, composed: the routes, and what a request needs on its way, put together in one place.
+
+``Relay`` can be made from a fixed ``State`` with no control process. The rule: it holds one generation at a time
+and swaps to the next by assignment; live servers, tickets and counts stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.access_log import AccessLog
+from gateway.auth import Keyring
+from gateway.catalog import Catalog, Entry, Target, card
+from gateway.edge import Call, EdgeProtocol, request_id
+from gateway.errors import Refusal, render, unknown_model
+from gateway.exchange import exchange
+from gateway.limits import Admission
+from gateway.link import Health
+from gateway.metrics import OTHER, RelayMetrics
+from gateway.record import Record
+from gateway.state import Key, State
+from upstream.deadlines import Deadlines
+from upstream.pool import Fleet
+
+_MODELS = "/v1/models"
+_log = logging.getLogger("vllm_gateway.relay")
+
+
+class Relay:
+    """What serves requests by one ``State``: the ``Gate`` of the story, and the ASGI application of the other routes."""
+
+    def __init__(self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self.admission = Admission()
+        self.deadlines = Deadlines()
+        self.draining = False
+        self._log = log
+        self._max_model_len: dict[str, int] = {}
+        self.take(state)
+
+    def take(self, state: State) -> None:
+        """Serve by this generation from now on; what is under way keeps the one it began with."""
+        servers = self.fleet.reconcile(spec for model in state.models for spec in model.servers)
+        self.metrics.expect(state)
+        for model in state.models:
+            for spec in model.servers:
+                servers[spec.name].mirror = self.metrics.cells("server_inflight", model.id, spec.name)
+        self.state = state
+        self.keyring = Keyring(state.keys)
+        self.catalog = Catalog(state.models, servers)
+
+    def learn(self, health: Health) -> None:
+        """Take over what control found out about servers."""
+        for name, condition in health.conditions.items():
+            self.fleet.set_condition(name, condition)
+        self._max_model_len = dict(health.max_model_len)
+
+    def tick(self) -> None:
+        """What is done a few times a second for all requests together."""
+        self.deadlines.tick()
+        self._log.flush()
+
+    def settled(self, record: Record) -> None:
+        """Count and log a finished request."""
+        self.metrics.settle(record)
+        self._log.add(record)
+
+    # The data port
+
+    def protocol(self) -> Callable[..., EdgeProtocol]:
+        """The protocol class of the data port's connections, bound to this relay."""
+        return functools.partial(EdgeProtocol, lookup=self._lookup, serve=self._serve, body_limit=lambda: self.state.body_limit)
+
+    def server(self) -> uvicorn.Server:
+        """The data port's server; its sockets are given to it when it is served."""
+        config = uvicorn.Config(
+            self.application(),
+            http=self.protocol(),  # type: ignore[arg-type]  # a class is called to make one, and so is this
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=3600,  # the edge watches idleness itself
+        )
+        return uvicorn.Server(config)
+
+    def _lookup(self, path: str) -> Target | None:
+        return self.catalog.targets.get(path)
+
+    async def _serve(self, call: Call) -> None:
+        await exchange(call, self)
+
+    # Every route that is not inference
+
+    def application(self) -> Callable[[Scope, Receive, Send], Any]:
+        """The ASGI application behind the edge: health, model lists, and an error for everything else."""
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/{path:path}", self._other, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]),
+        ]
+        handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _http_error, Exception: _internal_error}
+        return _Accounted(Starlette(routes=routes, exception_handlers=handlers), self)
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _other(self, request: Request) -> Response:
+        """The model lists, of the gateway and of instance URLs; everything else is an error."""
+        path = _raw_path(request)
+        root, mark, rest = path.partition(_MODELS)
+        mounted = self.catalog.mounted(root + _MODELS, _MODELS) if root else None
+        if mark and (not root or mounted is not None) and (not rest or rest.startswith("/")):
+            _only(request, "GET")
+            return self._models(request, mounted, rest[1:])
+        if path in self.catalog.targets:
+            _only(request, "POST")
+        raise Refusal("not_found", "There is no such route.")
+
+    def _models(self, request: Request, mounted: Entry | None, name: str) -> Response:
+        key = self._key(request)
+        if not name:
+            return JSONResponse({"object": "list", "data": [self._card(entry) for entry in self.catalog.visible(key, mounted)]})
+        entry = next((entry for entry in self.catalog.visible(key, mounted) if name in (entry.model.id, *entry.model.aliases)), None)
+        if entry is None:
+            raise unknown_model(name)
+        return JSONResponse(self._card(entry))
+
+    def _card(self, entry: Entry) -> dict[str, Any]:
+        return card(entry, self._max_model_len.get(entry.model.id))
+
+    def _key(self, request: Request) -> Key:
+        authorization = request.headers.get("authorization")
+        key = self.keyring.authenticate(authorization.encode("latin-1") if authorization is not None else None)
+        request.state.key = key
+        return key
+
+
+class _Accounted:
+    """Gives every answer its request id, its line in the log and its count."""
+
+    def __init__(self, application: Starlette, relay: Relay) -> None:
+        self._application = application
+        self._relay = relay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        identity, began, sent = request_id(), time.perf_counter(), {"status": 500, "bytes": 0}
+        scope["state"]["request_id"] = identity
+
+        async def stamped(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                sent["status"] = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            sent["bytes"] += len(message.get("body", b""))
+            await send(message)
+
+        await self._application(scope, receive, stamped)
+        self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent))
+
+
+def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int]) -> Record:
+    state, path = scope["state"], scope["path"]
+    key: Key | None = state.get("key")
+    endpoint = path if path in ("/health", _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
+    return Record(
+        id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
+        key=key.id if key else None, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
+        incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
+        failures=(), detail=None,
+    )  # fmt: skip
+
+
+def _raw_path(request: Request) -> str:
+    """The path as it was sent, with percent-encoding undone only behind the list of models (an ID has slashes)."""
+    raw = request.scope["raw_path"].decode("latin-1")
+    return str(request.scope["path"]) if _MODELS + "/" in raw else str(raw)
+
+
+def _only(request: Request, method: str) -> None:
+    if request.method != method:
+        raise Refusal("method_not_allowed", f"This route takes {method} only.", headers={"allow": method})
+
+
+def _refused(request: Request, refusal: Refusal) -> Response:
+    request.state.code = refusal.code
+    anthropic = request.url.path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+    body = render(refusal, anthropic=anthropic)
+    return Response(body, refusal.row.status, refusal.headers, media_type="application/json")
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
+    """Starlette's own 404 and 405."""
+    if error.status_code == 405:
+        return _refused(request, Refusal("method_not_allowed", "The method is not allowed here.", headers=error.headers))
+    return _refused(request, Refusal("not_found", "There is no such route."))
+
+
+def _internal_error(request: Request, error: Exception) -> Response:
+    _log.error("request %s failed inside the gateway", request.state.request_id, exc_info=error)
+    return _refused(request, Refusal("internal_error", "The gateway failed. The request id tells the operator where to look."))

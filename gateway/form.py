@@ -1,0 +1,147 @@
+"""A multipart form on its way to a server: the model is read from it, the rest streams on.
+
+The rule: the form is parsed with the parser that vLLM's own framework uses, so that both sides see the same
+fields, and it is parsed to its end: a second ``model`` or a forbidden field, wherever it stands, ends the request
+before the server has the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from gateway.errors import Refusal
+from gateway.payload import FORBIDDEN
+from upstream.attempt import Upload
+
+_MODEL_LIMIT = 512  # bytes that the name of a model may have
+NextBytes = Callable[[], Awaitable[bytes]]
+
+
+class Form:
+    """One form. Offsets are those of the client's bytes."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begin,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._part_data,
+                "on_part_end": self._part_end,
+            },
+        )
+        self._held = bytearray()
+        self._offset = 0
+        # The part that is being read
+        self._header = b""
+        self._value = b""
+        self._name: str | None = None
+        # The model's part
+        self._model = b""
+        self._span: tuple[int, int] | None = None
+        self._model_read = False
+
+    @classmethod
+    def of(cls, content_type: bytes) -> Form:
+        """A form by its Content-Type. Raises Refusal when that names no boundary."""
+        _, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if not boundary or len(boundary) > 70:  # RFC 2046, section 5.1.1
+            raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
+        return cls(boundary)
+
+    async def read_model(self, next_bytes: NextBytes) -> str | None:
+        """Read up to the end of the ``model`` field; None when the form has none. Raises Refusal for a bad form."""
+        while not self._model_read:
+            data = await next_bytes()
+            if not data:
+                return None
+            self._held += data
+            self._feed(data)
+        try:
+            return self._model.decode()
+        except UnicodeDecodeError:
+            raise Refusal("invalid_value", "The field 'model' is not valid UTF-8.", param="model") from None
+
+    def opening(self, served_model: str) -> bytes:
+        """The bytes read so far, with the model's name at the server in place of the client's."""
+        if self._span is None:
+            return bytes(self._held)
+        start, end = self._span
+        return bytes(self._held[:start]) + served_model.encode() + bytes(self._held[end:])
+
+    def opening_chunk(self, served_model: str) -> bytes:
+        """The same as the first chunk of a body without a length."""
+        return _chunk(self.opening(served_model))
+
+    def sized(self, length: int) -> Callable[[bytes], bytes]:
+        """The length of the body as it is sent, from the client's ``length``."""
+
+        def framing(opening: bytes) -> bytes:
+            return b"content-length: %d\r\n" % (length + len(opening) - len(self._held))
+
+        return framing
+
+    def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
+        """Streams what comes behind the opening."""
+
+        async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[None]]) -> None:
+            while data := await next_bytes():
+                self._feed(data)
+                send(_chunk(data) if chunked else data, True)
+                await drained()
+            send(b"0\r\n\r\n" if chunked else b"", False)
+
+        return stream
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise Refusal("invalid_value", f"The form is not valid: {error}.") from None
+        self._offset += len(data)
+
+    # What the parser calls
+
+    def _part_begin(self) -> None:
+        self._name = None
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, options = parse_options_header(self._value)
+            self._name = options.get(b"name", b"").decode("latin-1")
+        self._header = self._value = b""
+
+    def _headers_finished(self) -> None:
+        if self._name in FORBIDDEN:
+            raise Refusal("invalid_value", f"The field '{self._name}' is not allowed here.", param=self._name)
+        if self._name == "model" and self._model_read:
+            raise Refusal("invalid_value", "The field 'model' was sent more than once.", param="model")
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name != "model":
+            return
+        self._model += data[start:end]
+        first = self._offset + start if self._span is None else self._span[0]
+        self._span = (first, self._offset + end)
+        if len(self._model) > _MODEL_LIMIT:
+            raise Refusal("invalid_value", "The field 'model' is too long.", param="model")
+
+    def _part_end(self) -> None:
+        self._model_read = self._model_read or self._name == "model"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)

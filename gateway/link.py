@@ -1,0 +1,95 @@
+"""What control and a relay say to each other, and how it is framed on their socket pair.
+
+The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and
+of one of the kinds below; anything else ends the link. The two processes are one program of one version, so a
+frame carries no version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
+
+from gateway.state import State
+from upstream.server import Condition
+
+MAX_FRAME = 256 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: serve by this generation from now on."""
+
+    state: State
+
+
+class Health(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: what is known of servers by name, and of models' context lengths by id."""
+
+    conditions: Mapping[str, Condition]
+    max_model_len: Mapping[str, int]
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: take no new connections, let what runs finish within ``seconds``, then exit."""
+
+    seconds: float
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: this generation is served by, and no request starts by an older one."""
+
+    generation: int
+
+
+class Drained(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: nothing is in flight any more."""
+
+
+Message = Configure | Health | Drain | Taken | Drained
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class LinkBrokenError(Exception):
+    """What came is no frame of this link."""
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Link:
+    """One end of the socket pair."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, message: Message) -> None:
+        """Send in order, without waiting; a link whose other end is gone swallows it."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Every message until the other end is gone. Raises LinkBrokenError for bytes that are no frame."""
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_FRAME:
+                    raise LinkBrokenError(f"a frame of {length} bytes")
+                body = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            try:
+                yield _decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise LinkBrokenError(str(error)) from error
+
+    def close(self) -> None:
+        self._writer.close()

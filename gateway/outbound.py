@@ -1,0 +1,72 @@
+"""The request as a server gets it: head and body, written afresh.
+
+The rule: nothing of the client's headers is passed on but what is named here. The head says only what the
+gateway knows: the server's own key, our request id, and the type of a body that was checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.catalog import Entry
+from gateway.edge import Call
+from gateway.form import Form
+from gateway.payload import Prepared
+from upstream.attempt import Upload
+from upstream.server import ServerSpec
+
+
+@dataclass(slots=True)
+class Outbound:
+    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written."""
+
+    call: Call
+    entry: Entry
+    name: str
+    encode: Callable[[str], bytes]
+    content_type: bytes
+    framing: Callable[[bytes], bytes]
+    hides_usage: bool = False
+    upload: Upload | None = None
+    composed_at: float | None = None
+
+    @classmethod
+    def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
+        """A JSON body that was checked."""
+        return cls(call, entry, name, prepared.encode, b"application/json", _sized, prepared.hides_usage)
+
+    @classmethod
+    def of_form(cls, call: Call, entry: Entry, name: str, form: Form) -> Outbound:
+        """A form whose beginning was checked; the rest is checked as it streams."""
+        length = call.headers.get(b"content-length")
+        framing = _chunked if length is None else form.sized(int(length))
+        encode = form.opening_chunk if length is None else form.opening
+        upload = form.upload(call.next_bytes, chunked=length is None)
+        return cls(call, entry, name, encode, call.headers[b"content-type"], framing, upload=upload)
+
+    def compose(self, server: ServerSpec) -> tuple[bytes, bytes]:
+        """Head and body, or the body's beginning, for one server."""
+        body = self.encode(server.model)
+        path = server.address.prefix + self.call.target.route.upstream
+        key = b"authorization: Bearer %b\r\n" % server.api_key.encode() if server.api_key else b""
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
+            path.encode(),
+            server.address.authority.encode(),
+            key,
+            self.content_type,
+            self.call.id.encode(),
+            self.framing(body),
+        )
+        if self.composed_at is None:
+            self.composed_at = asyncio.get_running_loop().time()
+        return head, body
+
+
+def _sized(body: bytes) -> bytes:
+    return b"content-length: %d\r\n" % len(body)
+
+
+def _chunked(_: bytes) -> bytes:
+    return b"transfer-encoding: chunked\r\n"

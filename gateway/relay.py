@@ -1,0 +1,224 @@
+"""An answer on its way from the server to the client: its bytes as they are, observed as they pass.
+
+The rules: a 2xx answer's bytes are the server's, with three exceptions: the usage event that the client did not
+ask for is left out, an error is put into the contract's shape, and an error is added when the server breaks
+off. The 200 is committed with the first bytes; an error as the first event becomes a real status. Nothing is
+buffered but the event that is not whole yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from gateway.edge import Call
+from gateway.errors import Refusal, anthropic_error, from_event, openai_error, render_event
+from gateway.metrics import Gaps
+from gateway.routes import Dialect, Route
+from gateway.usage import USAGE, Observer, Usage, merged, read
+from upstream.attempt import Answer
+from upstream.errors import BadAnswer, Disconnected
+from upstream.sse import EventTooLongError, Splitter, data_of, split
+
+EVENT_LIMIT = 1024 * 1024
+"""Bytes that an unfinished event may have, beside twice the request that it may echo."""
+
+EVENT_STREAM = b"text/event-stream"
+_ABORTED = b'"finish_reason":"abort"'
+_ERROR_MARKS = (b'{"error":', b"event: error", b'{"type":"error"')
+
+_LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
+    {
+        Dialect.CHAT: (b"data: [DONE]",),
+        Dialect.COMPLETIONS: (b"data: [DONE]",),
+        Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
+        Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
+    }
+)
+"""How a stream's last event begins: a stream that ends without it was broken off."""
+
+
+class Passing:
+    """What the relay saw pass: the base of both relays. Times are the loop's."""
+
+    usage: Usage | None = None
+    first_byte: float | None = None
+    first_token: float | None = None
+    gaps: Gaps | None = None
+    failure: Refusal | None = None
+    """An error that the server put into the answer itself."""
+    aborted = False
+    """The engine was stopped: vLLM ends such answers as if they were whole."""
+
+
+class BodyRelay(Passing):
+    """An answer that is not a stream of events: JSON, text, audio."""
+
+    def __init__(self, call: Call, answer: Answer) -> None:
+        self._call = call
+        self._answer = answer
+        self._observer = Observer()
+
+    async def run(self) -> None:
+        """Relay to the end. Raises UpstreamError when the server breaks off."""
+        call, answer = self._call, self._answer
+        self.first_byte = answer.last_byte
+        headers = content_type(answer)
+        if answer.complete:
+            body = b"".join(answer.pending)
+            self._observer.feed(body)
+            self.usage = self._observer.usage
+            call.respond(answer.status, headers, body)
+        else:
+            call.begin(answer.status, headers, _length(answer))
+            _couple(call, answer)
+            answer.flow_to(self._pass)
+            await answer.ended()
+            call.finish()
+
+    def _pass(self, data: bytes) -> None:
+        self._observer.feed(data)
+        self.usage = self._observer.usage
+        self._call.write(data)
+
+
+class EventRelay(Passing):
+    """A stream of server-sent events."""
+
+    def __init__(self, call: Call, answer: Answer, *, model: str, hides_usage: bool) -> None:
+        self._call = call
+        self._answer = answer
+        self._route: Route = call.target.route
+        self._model = model
+        self._hides_usage = hides_usage
+        self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
+        self._last = b""
+
+    async def run(self) -> None:
+        """Relay to the end.
+
+        Raises UpstreamError when the server breaks off, and the Refusal of an error that is the first event,
+        while nothing has been sent yet.
+        """
+        call, answer = self._call, self._answer
+        self.first_byte = answer.last_byte
+        _couple(call, answer)
+        answer.flow_to(self._pass)
+        await answer.ended()
+        if self.failure is not None and not call.started:
+            raise self.failure
+        self._finish()
+
+    def _pass(self, data: bytes) -> None:
+        if self.failure is not None and not self._call.started:
+            return  # only the error's own status is still to be told
+        try:
+            whole = self._splitter.feed(data)
+        except EventTooLongError as error:
+            self._answer.fail(BadAnswer(self._answer.server.name, str(error)))
+            return
+        if whole:
+            self._relay(whole)
+
+    def _relay(self, whole: bytes) -> None:
+        """Give the client a run of whole events."""
+        now = self._answer.last_byte
+        if self.gaps is None:
+            self.first_token = now
+            self.gaps = Gaps(now)
+        else:
+            self.gaps.mark(now)
+        self._last = whole
+        if USAGE in whole or any(mark in whole for mark in _ERROR_MARKS):
+            whole = b"".join(self._seen(event) for event in split(whole))
+            if self.failure is not None and not self._call.started:
+                return
+        if _ABORTED in whole:
+            self.aborted = True
+        if not self._call.started:
+            self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
+        else:
+            self._call.write(whole)
+
+    def _seen(self, event: bytes) -> bytes:
+        """An event that may hold usage or an error: what the client gets of it."""
+        document = _document(event)
+        error = document.get("error")
+        if isinstance(error, dict) and document.get("type") in (None, "error"):
+            return self._error(event, error)
+        usage = _usage_of(document)
+        if usage is None:
+            return event
+        self.usage = merged(self.usage, usage)
+        return b"" if self._hides_usage and document.get("choices") == [] else event
+
+    def _error(self, event: bytes, error: Mapping[str, Any]) -> bytes:
+        self.failure = from_event(error, self._model, self._route.input_field)
+        shape = anthropic_error(self.failure) if self._route.anthropic else openai_error(self.failure)
+        name = b"event: error\n" if event.startswith(b"event:") else b""
+        return name + b"data: " + orjson.dumps(shape) + b"\n\n"
+
+    def _finish(self) -> None:
+        """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
+        rest = self._splitter.take()
+        last = _LAST_EVENT.get(self._route.dialect)
+        if last is not None and not any(event.startswith(last) for event in split(self._last + rest)[-1:]):
+            raise Disconnected(self._answer.server.name, "ended its stream before its last event")
+        self._call.write(rest)
+        self._call.finish()
+
+
+def break_off(call: Call, refusal: Refusal) -> None:
+    """End an answer that has begun and can't be completed: with an error event in a stream, by cutting it otherwise."""
+    if call.events:
+        call.write(render_event(refusal, dialect=call.target.route.dialect))
+        call.finish()
+    else:
+        call.abort()
+
+
+def content_type(answer: Answer) -> bytes:
+    """The header line of the server's content type, without anything that could end the line early."""
+    value = answer.header(b"content-type") or b"application/json"
+    return b"content-type: " + value + b"\r\n"
+
+
+def is_stream(answer: Answer) -> bool:
+    """Is the body a stream of events?"""
+    return (answer.header(b"content-type") or b"").startswith(EVENT_STREAM)
+
+
+def _length(answer: Answer) -> int | None:
+    value = answer.header(b"content-length")
+    return int(value) if value is not None and value.isdigit() else None
+
+
+def _couple(call: Call, answer: Answer) -> None:
+    """A client that reads slowly slows its server down."""
+    call.on_pause, call.on_resume = answer.pause, answer.resume
+
+
+def _document(event: bytes) -> dict[str, Any]:
+    data = data_of(event)
+    if not data.startswith(b"{"):
+        return {}
+    try:
+        document = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return {}  # not ours to judge: it passes as it is
+    return document if isinstance(document, dict) else {}
+
+
+_HOLDERS: tuple[Callable[[dict[str, Any]], Any], ...] = (
+    lambda document: document.get("usage"),  # chat, completions; Anthropic's message_delta
+    lambda document: (document.get("response") or {}).get("usage"),  # response.completed
+    lambda document: (document.get("message") or {}).get("usage"),  # Anthropic's message_start
+)
+
+
+def _usage_of(document: dict[str, Any]) -> Usage | None:
+    members = (holder(document) for holder in _HOLDERS)
+    return next((usage for member in members if isinstance(member, dict) and (usage := read(member)) is not None), None)

@@ -1,0 +1,157 @@
+"""A relay process: the data port's connections, served by the ``State`` that control sends.
+
+Started by control with its number and three inherited descriptors: the listening socket, the socket to control
+and the scoreboard. The rule: it lives as long as its socket to control. Signals that end other programs are
+control's to handle: this process ignores them, and drains when it is told to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import uvicorn
+import uvloop
+
+from gateway.access_log import AccessLog, access_log
+from gateway.app import Relay
+from gateway.edge import EdgeProtocol
+from gateway.link import Configure, Drain, Drained, Health, Link, Message, Taken
+from gateway.metrics import RelayMetrics
+from gateway.scoreboard import Board
+from upstream.deadlines import TICK
+from upstream.pool import fleet
+
+_SWEEP_EVERY = 4  # ticks
+_BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
+_FRAME_BUFFER = 1024 * 1024
+
+
+def main() -> None:
+    """Run until control is gone or the drain is over."""
+    arguments = _arguments()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
+    with access_log(sys.stdout.fileno()) as log:
+        uvloop.run(_run(arguments, log))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="relay", description="A relay process; control starts it.")
+    parser.add_argument("word", choices=["relay"])
+    parser.add_argument("number", type=int)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--board-fd", type=int, required=True)
+    return parser.parse_args()
+
+
+async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
+    control = socket.socket(fileno=arguments.control_fd)
+    link = Link(*await asyncio.open_connection(sock=control, limit=_FRAME_BUFFER))
+    with fleet() as servers:
+        process = _Process(link, RelayMetrics(Board(arguments.board_fd)), log)
+        messages = link.messages()
+        first = await anext(messages, None)
+        if not isinstance(first, Configure):
+            return
+        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log)
+        await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
+    link.close()
+
+
+class _Process:
+    """The parts of a running relay process."""
+
+    relay: Relay
+
+    def __init__(self, link: Link, metrics: RelayMetrics, log: AccessLog) -> None:
+        self.link = link
+        self.metrics = metrics
+        self._log = log
+        self._server: uvicorn.Server | None = None
+
+    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
+        """Serve until control is gone or has had this relay drained."""
+        self._server = server = self.relay.server()
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(_quietly(server, listener))
+            ticking = group.create_task(self._tick())
+            listening = group.create_task(self._listen(messages))
+            await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, ticking, listening):
+                task.cancel()
+
+    async def _listen(self, messages: AsyncIterator[Message]) -> None:
+        """What control says; returns when it is gone or the drain is over."""
+        self.link.send(Taken(self.relay.state.generation))
+        async for message in messages:
+            match message:
+                case Configure(state=state):
+                    self.relay.take(state)
+                    gc.freeze()
+                    self.link.send(Taken(state.generation))
+                case Health():
+                    self.relay.learn(message)
+                case Drain(seconds=seconds):
+                    await self._drain(seconds)
+                    return
+
+    async def _tick(self) -> None:
+        count = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK)
+            count += 1
+            self.relay.tick()
+            if count % _SWEEP_EVERY == 0:
+                self.relay.fleet.sweep()
+                for connection in self._connections():
+                    connection.check_idle(loop.time())
+
+    def _connections(self) -> list[EdgeProtocol]:
+        assert self._server is not None
+        return [connection for connection in self._server.server_state.connections if isinstance(connection, EdgeProtocol)]
+
+    async def _drain(self, seconds: float) -> None:
+        """No new connections; what runs may finish; the rest is told that it was cut."""
+        assert self._server is not None
+        for listener in self._server.servers:
+            listener.close()
+        for connection in self._connections():
+            connection.shutdown()
+        tasks = self._server.server_state.tasks
+        await _settled(lambda: not tasks, seconds)
+        self.relay.draining = True
+        for task in tuple(tasks):
+            task.cancel()
+        await _settled(lambda: not tasks, _BREAK_OFF)
+        await _settled(lambda: not self._connections(), _BREAK_OFF)
+        self.link.send(Drained())
+
+
+async def _settled(done: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is done, or for so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not done():  # noqa: ASYNC110  # the sets are uvicorn's: nothing there tells
+                await asyncio.sleep(0.02)
+
+
+async def _quietly(server: uvicorn.Server, listener: socket.socket) -> None:
+    """uvicorn's server without its signal handlers: this process ignores the signals that they are for."""
+    await server._serve([listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A relay composed from a fixed state, served on an ephemeral port in the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.access_log import AccessLog
+from gateway.app import Relay
+from gateway.link import Health
+from gateway.metrics import RelayMetrics, Series, summed
+from gateway.scoreboard import Board
+from gateway.state import Key, Model, State
+from upstream.address import Address
+from upstream.deadlines import TICK
+from upstream.pool import fleet
+from upstream.server import Condition, ServerSpec
+
+KEY = "sk-a-test-key"
+MODEL = "tiny"
+
+
+def key(identity: str = "team-a", token: str = KEY, **more: Any) -> Key:
+    """A key of the configuration."""
+    return Key(identity, digests=(hashlib.sha256(token.encode()).digest(),), **more)
+
+
+def model(*ports: int, identity: str = MODEL, served: str | None = None, **more: Any) -> Model:
+    """A model whose servers listen on these loopback ports."""
+    specs = tuple(ServerSpec(f"{identity}#{n}", Address(port=port), served or identity) for n, port in enumerate(ports))
+    return Model(identity, specs, **more)
+
+
+@dataclass
+class Served:
+    """A relay under test, and what it wrote down."""
+
+    relay: Relay
+    port: int
+    board: Board
+    log: AccessLog
+    connections: set[Any] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def value(self, family: str, *labels: str) -> float:
+        """The first cell of a series, 0 when there is none."""
+        return summed([self.board]).get(Series(family, labels), [0.0])[0]
+
+    def total(self, family: str) -> float:
+        """The sum of a family's first cells."""
+        return sum(values[0] for series, values in summed([self.board]).items() if series.family == family)
+
+    @property
+    def in_flight(self) -> float:
+        """Everything that counts as being under way."""
+        return self.relay.admission.in_flight + self.total("inflight_requests") + self.total("server_inflight") + len(self.relay.deadlines)
+
+
+@contextmanager
+def board() -> Iterator[Board]:
+    made = Board.create("test", 1 << 20)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@asynccontextmanager
+async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, **state: Any) -> AsyncIterator[Served]:
+    """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
+    with board() as counts, fleet() as servers, open(os.devnull, "wb") as nowhere:
+        log = AccessLog(nowhere.fileno())
+        relay = Relay(State(1, tuple(keys or [key()]), tuple(models), **state), fleet=servers, metrics=RelayMetrics(counts), log=log)
+        if up:
+            relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = relay.server()
+        tasks = [asyncio.create_task(server._serve([listener])), asyncio.create_task(_ticking(relay))]
+        while not server.started:
+            await asyncio.sleep(0.005)
+        try:
+            yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections)
+        finally:
+            for connection in tuple(server.server_state.connections):
+                connection.transport.abort()
+            server.should_exit = True
+            await tasks[0]
+            tasks[1].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ticking(relay: Relay) -> None:
+    while True:
+        await asyncio.sleep(TICK)
+        relay.tick()
+
+
+async def until(condition: Any, seconds: float = 10.0) -> None:
+    """Wait for a condition. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,125 @@
+"""A server whose every byte a test decides, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import orjson
+
+
+@dataclass
+class Request:
+    """A request as it reached the server."""
+
+    head: bytes
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, object]:
+        document = orjson.loads(self.body)
+        assert isinstance(document, dict)
+        return document
+
+    def header(self, name: str) -> str | None:
+        for line in self.head.split(b"\r\n")[1:]:
+            key, _, value = line.partition(b":")
+            if key.decode().lower() == name:
+                return value.strip().decode()
+        return None
+
+
+@dataclass
+class Conversation:
+    """One exchange, for the script: ``write`` bytes, or ``close``/``abort`` the connection."""
+
+    request: Request
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    number: int
+
+    async def write(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def closed_by_peer(self) -> None:
+        """Wait until the other side has left."""
+        while await self.reader.read(65536):
+            pass
+
+    async def respond(self, body: bytes, status: str = "200 OK", kind: str = "application/json") -> None:
+        await self.write(b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), kind.encode(), len(body), body))
+
+    async def begin_stream(self) -> None:
+        await self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    async def chunk(self, data: bytes) -> None:
+        await self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def end_stream(self) -> None:
+        await self.write(b"0\r\n\r\n")
+
+
+Script = Callable[[Conversation], Awaitable[None]]
+
+
+@dataclass
+class Scripted:
+    """The running server: what it was asked, and how many connections it has."""
+
+    port: int
+    requests: list[Request] = field(default_factory=list)
+    open: int = 0
+    accepted: int = 0
+
+
+@asynccontextmanager
+async def scripted(script: Script) -> AsyncIterator[Scripted]:
+    """Answer every request by the script, on keep-alive connections."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        state.open += 1
+        state.accepted += 1
+        try:
+            while not writer.is_closing():
+                request = await read_request(reader)
+                state.requests.append(request)
+                await script(Conversation(request, reader, writer, len(state.requests)))
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            state.open -= 1
+            tasks.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 22)
+    state = Scripted(server.sockets[0].getsockname()[1])
+    try:
+        yield state
+    finally:
+        server.close()
+        for task in tuple(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    """One HTTP/1.1 request, chunked or sized."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    request = Request(head[:-4], b"")
+    length = request.header("content-length")
+    if length is not None:
+        request.body = await reader.readexactly(int(length))
+    elif request.header("transfer-encoding") == "chunked":
+        while size := int(await reader.readline(), 16):
+            request.body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        await reader.readexactly(2)
+    return request

@@ -1,0 +1,265 @@
+"""Probes: is a server up, and which models does it serve?
+
+Owns one task for each target and what was last learned of it. Probes open a connection of their own each time, so
+that a server that no longer accepts is noticed. The rule: a callback is made for a change and for nothing else,
+and of what a server says about its models only the id and the length are kept (``root`` is a path of its machine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import httpx2
+
+from upstream.address import Address
+
+log = logging.getLogger(__name__)
+
+FAILURES_UNTIL_DOWN = 2
+BODY_LIMIT = 1 << 20
+"""Bytes of an answer that are looked at; a longer list of models is refused."""
+
+NO_SUCH_ROUTE = (404, 405)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server to probe, by the name that its probes are to carry."""
+
+    name: str
+    address: Address
+    api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One model of GET /v1/models. ``max_model_len``: tokens; None where the server does not say."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is known of a server. ``reason``: why it is down, or why its models are not known; empty otherwise."""
+
+    name: str
+    up: bool
+    reason: str = ""
+    models: tuple[ModelCard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One look at a server. ``conclusive``: nobody listens there, which a second look would only confirm."""
+
+    up: bool
+    reason: str = ""
+    conclusive: bool = False
+    models: tuple[ModelCard, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The probe that counts, and how many looks since then have failed."""
+
+    probe: Probe
+    failures: int = 0
+
+
+def judge(before: Standing | None, name: str, seen: Sighting) -> Standing:
+    """The hysteresis: up after one success, down after two failures in a row; at once where nobody listens or nothing is known yet."""
+    if seen.up:
+        known = before.probe.models if before else ()
+        return Standing(Probe(name, True, seen.reason, known if seen.models is None else seen.models))
+    failures = before.failures + 1 if before else 1
+    if before and before.probe.up and not seen.conclusive and failures < FAILURES_UNTIL_DOWN:
+        return Standing(before.probe, failures)
+    return Standing(Probe(name, False, seen.reason, before.probe.models if before else ()), failures)
+
+
+def read_models(body: bytes) -> tuple[ModelCard, ...]:
+    """The cards in the body of GET /v1/models. Raises ValueError where it is no such list."""
+    try:
+        return tuple(_card(entry) for entry in json.loads(body)["data"])
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError("not a list of models") from error
+
+
+def _card(entry: dict[str, object]) -> ModelCard:
+    length = entry.get("max_model_len")
+    return ModelCard(str(entry["id"]), length if isinstance(length, int) else None)
+
+
+class Doctor:
+    """Looks at one server. Every look has ``deadline`` seconds in all, and raises nothing that the server could cause."""
+
+    def __init__(self, client: httpx2.AsyncClient, address: Address, deadline: float) -> None:
+        self._client = client
+        self._base = address.base_url
+        self._deadline = deadline
+
+    async def look(self, *, models: bool = False) -> Sighting:
+        """GET /health, and GET /v1/models if ``models``, or if the server has no /health."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await self._look(models)
+        except TimeoutError:
+            return Sighting(False, f"no answer within {self._deadline:g} s")
+        except httpx2.HTTPError as error:
+            return Sighting(False, str(error) or type(error).__name__, conclusive=_nobody_listens(error))
+
+    async def _look(self, models: bool) -> Sighting:
+        status, _ = await self._get("/health")
+        if status in NO_SUCH_ROUTE:
+            return await self._look_at_models(Sighting(False))
+        if not 200 <= status < 300:
+            return Sighting(False, f"GET /health: status {status}")
+        return await self._look_at_models(Sighting(True)) if models else Sighting(True)
+
+    async def _look_at_models(self, otherwise: Sighting) -> Sighting:
+        status, body = await self._get("/v1/models")
+        if not 200 <= status < 300:
+            return replace(otherwise, reason=f"GET /v1/models: status {status}")
+        try:
+            return Sighting(True, models=read_models(body))
+        except ValueError:
+            return replace(otherwise, reason="GET /v1/models: not a list of models")
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        body = b""
+        async with self._client.stream("GET", self._base + path) as response:
+            async for part in response.aiter_raw():
+                body += part
+                if len(body) > BODY_LIMIT:
+                    break
+        return response.status_code, body
+
+
+@asynccontextmanager
+async def doctor(target: Target, deadline: float) -> AsyncIterator[Doctor]:
+    """A doctor with a client of its own."""
+    # Loading the system's trust store takes tens of milliseconds: only where it is needed.
+    verify = ssl.create_default_context() if target.address.tls else False
+    limits = httpx2.Limits(max_keepalive_connections=0)
+    transport = httpx2.AsyncHTTPTransport(verify=verify, uds=target.address.uds, limits=limits, trust_env=False)
+    headers = {"accept": "application/json", "accept-encoding": "identity"}
+    if target.api_key:
+        headers["authorization"] = f"Bearer {target.api_key}"
+    async with httpx2.AsyncClient(transport=transport, headers=headers, timeout=deadline, trust_env=False) as client:
+        yield Doctor(client, target.address, deadline)
+
+
+def _nobody_listens(error: BaseException | None) -> bool:
+    if not isinstance(error, httpx2.ConnectError):
+        return False
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError | FileNotFoundError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
+
+
+class _Watch:
+    """One target: its standing, and when its models are due for a look."""
+
+    def __init__(self, target: Target, on_change: Callable[[Probe], None], models_every: float) -> None:
+        self._target = target
+        self._on_change = on_change
+        self._models_every = models_every
+        self._models_due = 0.0
+        self.standing: Standing | None = None
+        self.looked = asyncio.Event()
+
+    def start(self, interval: float, deadline: float) -> asyncio.Task[None]:
+        self._task = asyncio.create_task(self._run(interval, deadline), name=f"probe {self._target.name}")
+        return self._task
+
+    def end(self) -> None:
+        self._task.cancel()
+        self.looked.set()  # nobody is to wait for a look that never comes
+
+    async def _run(self, interval: float, deadline: float) -> None:
+        async with doctor(self._target, deadline) as by:
+            while True:
+                await self._look(by)
+                await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
+
+    async def _look(self, by: Doctor) -> None:
+        try:
+            self._note(await by.look(models=time.monotonic() >= self._models_due))
+        except Exception:  # the outer edge: a mistake about one server must not end its watch, or the others'
+            log.exception("probe of %s", self._target.name)
+        finally:
+            self.looked.set()
+
+    def _note(self, seen: Sighting) -> None:
+        before = self.standing.probe if self.standing else None
+        self.standing = judge(self.standing, self._target.name, seen)
+        if not self.standing.probe.up:
+            self._models_due = 0.0
+        elif seen.models is not None:
+            self._models_due = time.monotonic() + self._models_every
+        if self.standing.probe != before:
+            self._on_change(self.standing.probe)
+
+
+class Prober:
+    """Probes every target each ``interval`` seconds (± a fifth) and tells changes to ``on_change``.
+
+    ``deadline``: seconds for one look. ``models_every``: seconds between two looks at the models of a server that is
+    up. Targets are set after entering; leaving ends every probe.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_change: Callable[[Probe], None],
+        interval: float = 2.0,
+        deadline: float = 3.0,
+        models_every: float = 60.0,
+    ) -> None:
+        self._on_change = on_change
+        self._interval = interval
+        self._deadline = deadline
+        self._models_every = models_every
+        self._watches: dict[Target, _Watch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.set_targets(())
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def set_targets(self, targets: Iterable[Target]) -> None:
+        """Probe these and no others. Those that stay (same name, address and key) keep what is known of them.
+
+        No callback is made for a target that was taken away, once this has returned.
+        """
+        wanted = dict.fromkeys(targets)
+        for target in self._watches.keys() - wanted.keys():
+            self._watches.pop(target).end()
+        for target in wanted.keys() - self._watches.keys():
+            self._watches[target] = watch = _Watch(target, self._on_change, self._models_every)
+            task = watch.start(self._interval, self._deadline)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def probes(self) -> tuple[Probe, ...]:
+        """What is known now; a target that has not been looked at yet is not among them."""
+        return tuple(watch.standing.probe for watch in self._watches.values() if watch.standing)
+
+    async def first_round(self) -> None:
+        """Until every present target has been looked at once."""
+        for watch in tuple(self._watches.values()):
+            await watch.looked.wait()
