@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 
+from gateway import keys
 from gateway.errors import Refusal
 from gateway.state import Key
 
@@ -53,8 +54,16 @@ class Keyring:
 
     def _stranger(self, token: bytes) -> Key:
         if self._anonymous is None or token.startswith(b"sk-"):
-            raise Refusal("invalid_api_key", "The API key is not valid.")
+            raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
         return self._anonymous
+
+
+_MISTYPED = "The API key is mistyped: its checksum is wrong."
+
+
+def _mistyped(token: bytes) -> bool:
+    text = token.decode("ascii")
+    return keys.in_our_form(text) and not keys.well_formed(text)
 
 
 def _bearer(value: bytes) -> bytes:

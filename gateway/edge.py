@@ -33,7 +33,7 @@ MAX_PIPELINED = 16
 """Requests that a client may send ahead of their answers."""
 KEEP_ALIVE = 75.0
 """Seconds for which a connection may be idle between two requests."""
-LINGER = 5.0
+LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
 _UPLOAD_AHEAD = 256 * 1024
 
@@ -430,12 +430,14 @@ def _refusal_of(error: BaseException) -> Refusal:
     return cause if isinstance(cause, Refusal) else Refusal("invalid_request", "The request is not valid HTTP/1.1.")
 
 
-_ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host"})
+_ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
 
 
 def _unique(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """The headers by name. Raises Refusal when one that decides something is there twice."""
+    """The headers by name. Raises Refusal when one that decides something is there twice, or for a strange encoding."""
     unique = dict(headers)
+    if unique.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        raise Refusal("invalid_request", "The only transfer encoding is 'chunked'.")
     if len(unique) < len(headers):
         seen: set[bytes] = set()
         for name, _ in headers:

@@ -96,8 +96,9 @@ def read_models(body: bytes) -> tuple[ModelCard, ...]:
 
 
 def _card(entry: dict[str, object]) -> ModelCard:
+    name = str(entry["id"])
     length = entry.get("max_model_len")
-    return ModelCard(str(entry["id"]), length if isinstance(length, int) else None)
+    return ModelCard(name, length if isinstance(length, int) else None)
 
 
 class Doctor:

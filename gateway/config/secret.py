@@ -44,11 +44,12 @@ def surroundings(info: ValidationInfo) -> Surroundings:
     return info.context if isinstance(info.context, Surroundings) else Surroundings({}, Path(), [])
 
 
-def _secret(value: object, info: ValidationInfo) -> SecretStr:
+def resolve(value: object, info: ValidationInfo) -> SecretStr:
+    """The secret that ``{env: NAME}`` or ``{file: PATH}`` names. Raises ValueError, with words for the operator."""
     if isinstance(value, SecretStr):
         return value
     if not isinstance(value, dict):
-        raise ValueError(f"a secret is not written into this file: {_HOW}")
+        raise ValueError(f"a secret is not written into this file: {_HOW}")  # noqa: TRY004  what pydantic collects
     if len(value) != 1 or not (set(value) <= {"env", "file"}) or not all(isinstance(v, str) and v for v in value.values()):
         raise ValueError(f"a secret has exactly one of env and file: {_HOW}")
     around = surroundings(info)
@@ -91,8 +92,10 @@ def read_file(name: str, around: Surroundings) -> str:
 
 
 def _store_url(schemes: tuple[str, ...], example: str) -> Any:
-    def check(value: object, info: ValidationInfo) -> SecretStr:
-        secret = _secret(value, info) if not isinstance(value, str) else SecretStr(value)
+    def check(value: object, info: ValidationInfo) -> SecretStr | None:
+        if value == "memory" and "redis" in schemes:
+            return None
+        secret = SecretStr(value) if isinstance(value, str) else resolve(value, info)
         scheme, password = _scheme_and_password(secret.get_secret_value())
         if scheme not in schemes:
             raise ValueError(f"expected a URL such as {example}")
@@ -111,7 +114,7 @@ def _scheme_and_password(url: str) -> tuple[str, str | None]:
         return "", None
 
 
-_REFERENCE_SCHEMA: dict[str, Any] = {
+REFERENCE_SCHEMA: dict[str, Any] = {
     "oneOf": [
         {"type": "object", "properties": {name: {"type": "string", "minLength": 1}}, "required": [name], "additionalProperties": False}
         for name in ("env", "file")
@@ -119,22 +122,20 @@ _REFERENCE_SCHEMA: dict[str, Any] = {
 }
 
 
-def _url_schema(schemes: tuple[str, ...], example: str) -> WithJsonSchema:
-    pattern = f"^({'|'.join(scheme.replace('+', '[+]') for scheme in schemes)}):"
-    return WithJsonSchema({"oneOf": [{"type": "string", "pattern": pattern, "examples": [example]}, *_REFERENCE_SCHEMA["oneOf"]]})
+def _url_schema(pattern: str, example: str) -> WithJsonSchema:
+    return WithJsonSchema({"oneOf": [{"type": "string", "pattern": pattern, "examples": [example]}, *REFERENCE_SCHEMA["oneOf"]]})
 
 
-Secret = Annotated[SecretStr, PlainValidator(_secret), WithJsonSchema(_REFERENCE_SCHEMA)]
+Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_SCHEMA)]
+"""A secret, found when the configuration is loaded."""
 
-_LIMITS_SCHEMES = ("redis", "rediss", "memory")
-_LEDGER_SCHEMES = ("sqlite", "postgresql")
+_REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
-    SecretStr,
-    PlainValidator(_store_url(_LIMITS_SCHEMES, "redis://localhost:6379/0")),
-    _url_schema(_LIMITS_SCHEMES, "redis://localhost:6379/0"),
+    SecretStr | None, PlainValidator(_store_url(("redis", "rediss"), _REDIS)), _url_schema("^(memory$|rediss?:)", _REDIS)
 ]
+"""Where counts are shared; None is the memory of each relay. A URL with a password in it comes from a secret's place."""
+
 LedgerStore = Annotated[
-    SecretStr,
-    PlainValidator(_store_url(_LEDGER_SCHEMES, "sqlite:///usage.db")),
-    _url_schema(_LEDGER_SCHEMES, "sqlite:///usage.db"),
+    SecretStr, PlainValidator(_store_url(("sqlite", "postgresql"), _SQLITE)), _url_schema("^(sqlite|postgresql):", _SQLITE)
 ]
+"""Where usage is kept; a URL with a password in it comes from a secret's place."""

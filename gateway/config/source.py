@@ -98,6 +98,11 @@ def parse(text: str, file: str) -> Source:
     return reading.source
 
 
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None
+    return event.start_mark.line + 1
+
+
 def _line_of(error: yaml.MarkedYAMLError) -> int:
     mark = error.problem_mark or error.context_mark
     return mark.line + 1 if mark else 1
@@ -166,10 +171,10 @@ class _Reading:
     def document(self, event: yaml.DocumentStartEvent) -> None:
         self.documents += 1
         if self.documents > 1:
-            raise _Refused(event.start_mark.line + 1, "a second YAML document begins here; a configuration is one document")
+            raise _Refused(_line(event), "a second YAML document begins here; a configuration is one document")
 
     def scalar(self, event: yaml.ScalarEvent) -> None:
-        line = event.start_mark.line + 1
+        line = _line(event)
         frame = self.stack[-1] if self.stack else None
         if frame is not None and frame.key is None and isinstance(frame.value, dict):
             frame.key, frame.key_line = event.value, line
@@ -182,7 +187,7 @@ class _Reading:
         self.add(value, line, 1)
 
     def plain(self, event: yaml.ScalarEvent, line: int) -> Any:
-        tag = event.tag if event.tag not in (None, "!") else self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+        tag = event.tag if event.tag not in (None, "!") else self.tag(event)
         if tag == f"{_TAG}str":
             return event.value
         if tag not in _SCALAR_TAGS:
@@ -194,8 +199,12 @@ class _Reading:
             self.say(line, self.here(), f"this is no {tag.removeprefix(_TAG)}; for text, write it in quotes")
             return None
 
+    def tag(self, event: yaml.ScalarEvent) -> str:
+        """What an untagged scalar is: text when quoted, else what it looks like (YAML 1.1, as PyYAML has it)."""
+        return str(self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit)) if event.implicit[0] else f"{_TAG}str"  # type: ignore[no-untyped-call]
+
     def open(self, event: yaml.CollectionStartEvent) -> None:
-        line = event.start_mark.line + 1
+        line = _line(event)
         if self.stack and self.stack[-1].key is None and isinstance(self.stack[-1].value, dict):
             raise _Refused(line, "a key is text, not a list or mapping")
         if len(self.stack) >= MAX_DEPTH:
@@ -214,7 +223,7 @@ class _Reading:
         self.add(frame.value, frame.line, frame.size)
 
     def alias(self, event: yaml.AliasEvent) -> None:
-        line = event.start_mark.line + 1
+        line = _line(event)
         if event.anchor not in self.anchors:
             inside = any(frame.anchor == event.anchor for frame in self.stack)
             raise _Refused(line, f"`*{event.anchor}` {'refers to itself' if inside else 'refers to no anchor before it'}")

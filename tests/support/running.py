@@ -84,18 +84,20 @@ async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
         server = relay.server()
-        tasks = [asyncio.create_task(server._serve([listener])), asyncio.create_task(_ticking(relay))]
-        while not server.started:
-            await asyncio.sleep(0.005)
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[listener])
+        await server.on_tick(0)
+        ticking = asyncio.create_task(_ticking(relay))
         try:
             yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections)
         finally:
+            for each in server.servers:
+                each.close()
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()
-            server.should_exit = True
-            await tasks[0]
-            tasks[1].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ticking.cancel()
+            await asyncio.gather(ticking, *server.server_state.tasks, return_exceptions=True)
 
 
 async def _ticking(relay: Relay) -> None:

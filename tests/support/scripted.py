@@ -50,7 +50,9 @@ class Conversation:
             pass
 
     async def respond(self, body: bytes, status: str = "200 OK", kind: str = "application/json") -> None:
-        await self.write(b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), kind.encode(), len(body), body))
+        await self.write(
+            b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), kind.encode(), len(body), body)
+        )
 
     async def begin_stream(self) -> None:
         await self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n")

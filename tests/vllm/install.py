@@ -4,7 +4,7 @@ The environment lives in the user's cache, named after what goes into it, and `.
 virtual environment cannot be moved, so it is built where it stays. Rule: under the folder's lock, `complete` is written last; a folder
 without it is an interrupted build and is made anew.
 
-PyTorch is pinned exactly but has no hash in the lock: its CPU build is published per place (an index of PyTorch's own, a mirror, a folder of
+PyTorch is pinned exactly but has no hash in the lock: its CPU build is published per place (an index of its own, a mirror, a folder of
 wheels) and each may rebuild it. Its local version `+cpu` is asked for and everything goes in with `--no-deps`, so that the far larger
 CUDA build, which the ordinary index offers under the same number, can never take its place.
 """
@@ -100,7 +100,17 @@ def install_torch(place: Path) -> None:
 def pip(place: Path, *arguments: str) -> None:
     """`pip install`, never with dependencies: the lock is whole, and a resolver would bring PyTorch's CUDA build."""
     extra = shlex.split(os.environ.get(PIP_ARGS, ""))
-    command = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", *extra, *arguments]
+    command = [
+        str(place / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--disable-pip-version-check",
+        *extra,
+        *arguments,
+    ]
     if subprocess.run(command, check=False).returncode:
         raise InstallError(f"failed: {shlex.join(command)}")
 

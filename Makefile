@@ -1,0 +1,40 @@
+# Everything is set up by what needs it: `make run` and `make test` work from a fresh clone with Python >= 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: run test check format vllm lock clean
+
+run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
+	@exec $(BIN)/vllm-gateway demo
+
+test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: $(READY)  ## style, types and the import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy gateway upstream tests
+	$(BIN)/pytest -q tests/test_arrows.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .venv-vllm
+	$(PYTHON) tests/vllm/install.py
+
+# The interpreter makes the environment; a lock that changed is installed again.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock:  ## write requirements.lock anew (needs uv)
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	  pyproject.toml --group dev -o requirements.lock
+
+clean:
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

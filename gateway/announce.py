@@ -1,0 +1,76 @@
+"""What the operator reads on the terminal: the summary at the start, servers coming up, and the end.
+
+On a terminal in colour, elsewhere as plain lines. It goes to standard error: standard output is the access log's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gateway.config import Config
+from upstream.health import Probe
+from upstream.launcher import Snapshot
+from upstream.launcher import State as Stage
+
+
+class Announcer:
+    """Writes to the operator. ``interval`` is how often, in seconds, waiting is told of."""
+
+    interval = 5.0
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+
+    def summary(self, config: Config, data: socket.socket, admin: socket.socket) -> None:
+        """Models, servers, addresses, and where metrics are."""
+        table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
+        for title in ("model", "aliases", "servers"):
+            table.add_column(title, overflow="fold")
+        for model in config.models:
+            table.add_row(escape(model.id), escape(", ".join(model.aliases)) or "-", escape(_servers(model)))
+        self._console.print(table)
+        self._say(f"requests  [bold]http://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
+        self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
+
+    def waiting(self, names: Sequence[str], seconds: float, last_line: Callable[[str], str]) -> None:
+        """These servers have not come up yet."""
+        for name in names:
+            self._say(f"waiting for {escape(name)} ({seconds:.0f} s)  [dim]{escape(last_line(name)[:160])}[/dim]")
+
+    def serving(self, up: int, total: int) -> None:
+        """Every server has come up or failed."""
+        self._say(f"[green]ready[/green]: {up} of {total} servers up" if up else f"[red]no server is up[/red] (of {total})")
+
+    def launched(self, snapshot: Snapshot) -> None:
+        """A launched server has changed its state."""
+        if snapshot.state is Stage.READY:
+            self._say(f"{escape(snapshot.name)} is up")
+        elif snapshot.state in (Stage.CRASHED, Stage.FAILED):
+            self._say(f"[red]{escape(snapshot.reason)}[/red]")
+
+    def probed(self, probe: Probe) -> None:
+        """A server's health has changed."""
+        self._say(f"{escape(probe.name)} is {'up' if probe.up else 'down: ' + escape(probe.reason)}")
+
+    def stopping(self, drain: float) -> None:
+        """The word to stop has come."""
+        self._say(f"stopping: requests have {drain:g} s to finish (once more to stop at once)")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def _servers(model: object) -> str:
+    launch, servers = getattr(model, "launch", None), getattr(model, "servers", None) or ()
+    launched = [f"{launch.replicas} launched ({' '.join(launch.command)})"] if launch is not None else []
+    return ", ".join([*launched, *(server.url for server in servers)])
+
+
+def _place(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{host if host not in ('0.0.0.0', '::') else 'localhost'}:{port}"  # noqa: S104  # shown, not bound

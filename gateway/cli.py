@@ -1,0 +1,279 @@
+"""The command ``vllm-gateway``.
+
+Owns what operators type and read: arguments, words, colours, exit codes. 0 means fine, 1 that it failed, 2 a
+wrong command line or a wrong configuration. The rule: an error is one line on stderr and never a traceback.
+Commands import what they need when they run, so that the command itself starts fast.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from gateway import __version__
+
+if TYPE_CHECKING:
+    from gateway.config import Config, ConfigurationError, Key, Problem
+
+FAILED, BAD_USAGE = 1, 2
+_NAME = "vllm-gateway"
+_HELP = """One URL and one key in front of your vLLM servers.
+
+`vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
+
+
+def main() -> None:
+    """The entry point: runs the command line of this process and exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
+    try:
+        outcome = _application()(list(arguments) or ["--help"], prog_name=_NAME, standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except typer.TyperException as error:
+        return _say_error(error.format_message(), error.exit_code)
+    except typer.Abort:
+        return _say_error("given up", FAILED)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader left: nothing is to be flushed at exit
+        return FAILED
+    except Exception as error:  # noqa: BLE001
+        return _say_error(f"{type(error).__name__}: {error}", FAILED)
+
+
+def _application() -> typer.Typer:
+    app = typer.Typer(
+        help=_HELP,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for command in (serve, check, schema, demo):
+        app.command()(command)
+    app.command(cls=_Untouched, add_help_option=False)(simulate)
+    keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
+    for name, made in {"new": keys_new, "hash": keys_hash, "verify": keys_verify}.items():
+        keys.command(name)(made)
+    app.add_typer(keys, name="keys")
+    return app
+
+
+class _Untouched(TyperCommand):
+    """A command whose arguments are another program's: none is looked at, ``--`` and ``--help`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{_NAME} {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    pass
+
+
+def serve(file: ConfigFile) -> int:
+    """Run the gateway until it is told to stop."""
+    from gateway.config import ConfigurationError
+    from gateway.control import serve as control
+
+    try:
+        return control(file)
+    except ConfigurationError as error:
+        return _print_problems(error, err=True)
+
+
+def demo() -> int:
+    """Run the gateway with a simulated model.
+
+    Makes a fresh key and prints a curl line that works.
+    """
+    from gateway.demo import run as run_demo
+
+    return run_demo()
+
+
+def simulate(context: typer.Context) -> int:
+    """Run a stand-in for a vLLM server.
+
+    All arguments are the simulator's: `vllm-gateway simulate --help` tells them.
+    """
+    from upstream.simulator import main as simulator
+
+    return simulator(context.args)
+
+
+def check(file: ConfigFile) -> int:
+    """Say what is wrong with a configuration.
+
+    Every problem is one line, `file:line: path: message`; so is every setting that has no effect yet. Secrets it refers to are looked up as `serve` would. Exits with 2 when there are problems.
+    """
+    from gateway.config import ConfigurationError, load, notes
+
+    try:
+        config = load(file)
+    except ConfigurationError as error:
+        return _print_problems(error)
+    for note in notes(config):
+        _print_problem(note, "yellow")
+    typer.echo(f"{file} is fine: {_counted(config, len(notes(config)))}")
+    return 0
+
+
+def schema() -> None:
+    """Print the configuration's JSON Schema, for editors."""
+    from gateway.config import schema as json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def keys_new(
+    id: Annotated[str, typer.Option("--id", help="Whose key it is, e.g. team-a.", show_default=False)],
+    expires: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Refuse it from this date on, e.g. 2027-01-01.", show_default=False)
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
+    ] = None,
+) -> int:
+    """Make a key.
+
+    Prints it once, and what to write below `keys:` in the configuration.
+    """
+    from pydantic import ValidationError
+
+    from gateway import keys
+    from gateway.config import Key
+    from gateway.config.explain import findings
+
+    entry = {"id": id, **({"expires": expires} if expires else {}), **({"models": models} if models else {})}
+    try:
+        Key.model_validate(entry)
+    except ValidationError as error:
+        finding = next(iter(findings(error, Key)))
+        return _say_error(f"--{finding.path[0]}: {finding.message}", BAD_USAGE)
+    key = keys.mint(id)
+    typer.echo(f"{key}\n\n{_stanza(entry, keys.hash_of(key))}")
+    typer.echo("This key is not stored and not shown again: keep it now.", err=True)
+    return 0
+
+
+def keys_hash() -> int:
+    """Read a key from stdin and print its hash.
+
+    The hash is what the configuration holds. Any text works as a key, but nobody guesses one that `keys new` made.
+    """
+    from gateway.keys import hash_of
+
+    typer.echo(hash_of(_read_key()))
+    return 0
+
+
+def keys_verify(file: ConfigFile) -> int:
+    """Read a key from stdin and say whose it is.
+
+    Exits with 1 when the configuration FILE does not know it, or it has expired.
+    """
+    from gateway import keys
+    from gateway.config import ConfigurationError, load
+
+    try:
+        config = load(file)
+    except ConfigurationError as error:
+        return _print_problems(error, err=True)
+    token = _read_key()
+    found = _holder(config, keys.hash_of(token))
+    if found is None:
+        mistyped = keys.in_our_form(token) and not keys.well_formed(token)
+        return _say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {file}", FAILED)
+    if found.expires is not None and found.expired(datetime.now(UTC)):
+        return _say_error(f"{found.id}: expired since {found.expires.isoformat()}", FAILED)
+    until = f", until {found.expires.isoformat()}" if found.expires else ""
+    typer.echo(f"{found.id}: valid{until}, for {', '.join(found.models)}")
+    return 0
+
+
+def _holder(config: Config, digest: str) -> Key | None:
+    return next((key for key in config.keys if digest in key.hashes), None)
+
+
+def _read_key() -> str:
+    """One line from stdin, asked for without echo at a terminal. Never from the command line, which others can see."""
+    if sys.stdin.isatty():
+        text: str = typer.prompt("Key", hide_input=True, err=True)
+    else:
+        try:
+            text = sys.stdin.buffer.read(65_536).decode()
+        except UnicodeDecodeError:
+            _refuse("what came on stdin is not UTF-8 text")
+    token = text.strip("\r\n")
+    if not token or "\n" in token:
+        _refuse("expected one key, on one line, on stdin")
+    return token
+
+
+def _refuse(message: str) -> NoReturn:
+    _say_error(message, BAD_USAGE)
+    raise typer.Exit(BAD_USAGE)
+
+
+def _stanza(entry: dict[str, Any], digest: str) -> str:
+    """A member of `keys:` as YAML; quoted text is written as JSON, which YAML reads."""
+    lines = [f"  - id: {_quoted(entry['id'])}", f"    hash: {digest}"]
+    if "models" in entry:
+        lines.append(f"    models: [{', '.join(map(_quoted, entry['models']))}]")
+    if "expires" in entry:
+        lines.append(f"    expires: {_quoted(entry['expires'])}")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _counted(config: Config, notes: int) -> str:
+    counts = {"model": len(config.models), "key": len(config.keys), "note": notes}
+    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+
+
+def _print_problems(error: ConfigurationError, *, err: bool = False) -> int:
+    for problem in error.problems:
+        _print_problem(problem, "red", err=err)
+    return BAD_USAGE
+
+
+def _print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
+    """One line; at a terminal its place is bold, its message coloured and nothing is cut."""
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        typer.echo(str(problem), err=err)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    place, message = str(problem).removesuffix(problem.message), problem.message
+    text = Text(place, style="bold") + Text(message, style=colour) if place != str(problem) else Text(place)
+    Console(stderr=err, highlight=False).print(text, soft_wrap=True)
+
+
+def _say_error(message: str, code: int) -> int:
+    typer.echo(f"{_NAME}: {' '.join(message.split())}", err=True)
+    return code

@@ -1,0 +1,80 @@
+"""The configuration: one YAML file, checked as a whole before anything is done with it.
+
+``load`` gives a frozen ``Config`` or raises one ``ConfigurationError`` that holds every problem with its file,
+line and path. Nothing outside this package reads YAML.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.config.load import load, notes
+from gateway.config.models import (
+    Admin,
+    Body,
+    Config,
+    Cors,
+    Discover,
+    Dns,
+    Key,
+    Kubernetes,
+    Launch,
+    Limits,
+    LimitsSection,
+    Log,
+    Lora,
+    Model,
+    PrefixCacheIsolation,
+    Price,
+    Queue,
+    Server,
+    ServerSection,
+    Team,
+    Timeouts,
+    Tls,
+    Tracing,
+    matches,
+    plain_variables,
+)
+from gateway.config.not_yet import NOT_YET
+from gateway.config.problems import ConfigurationError, Note, Problem
+
+__all__ = [
+    "NOT_YET",
+    "Admin",
+    "Body",
+    "Config",
+    "ConfigurationError",
+    "Cors",
+    "Discover",
+    "Dns",
+    "Key",
+    "Kubernetes",
+    "Launch",
+    "Limits",
+    "LimitsSection",
+    "Log",
+    "Lora",
+    "Model",
+    "Note",
+    "PrefixCacheIsolation",
+    "Price",
+    "Problem",
+    "Queue",
+    "Server",
+    "ServerSection",
+    "Team",
+    "Timeouts",
+    "Tls",
+    "Tracing",
+    "load",
+    "matches",
+    "notes",
+    "plain_variables",
+    "schema",
+]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of the YAML, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}

@@ -1,0 +1,90 @@
+"""From a path to a ``Config``, or to everything that is wrong with it.
+
+The one place that reads: the file, the file of keys it names, the secrets it refers to. The rule: whatever the
+files hold, the outcome is a ``Config`` or one ``ConfigurationError``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from gateway.config import explain, references
+from gateway.config.models import Config, KeysFile, Section
+from gateway.config.not_yet import notes_on
+from gateway.config.problems import ConfigurationError, Finding, Note, Problem
+from gateway.config.references import Draft
+from gateway.config.secret import Surroundings
+from gateway.config.source import Source, read
+
+S = TypeVar("S", bound=Section)
+
+
+def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Config:
+    """Read and check the configuration at ``path``, its keys_file and its secrets.
+
+    Relative paths in it start from its own folder. ``environ`` is what ``{env: NAME}`` looks into, by default
+    the process's environment. Raises ConfigurationError with every problem there is.
+    """
+    folder = Path(os.path.abspath(path)).parent
+    around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
+    main = read(path)
+    if not main.whole:
+        raise ConfigurationError(main.problems)
+    draft = Draft(main, _read_keys_file(main, around))
+    config = _validated(main, Config, around)
+    more = _validated(draft.keys_file, KeysFile, around) if draft.keys_file else KeysFile()
+    problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
+    if problems or config is None or more is None:
+        raise ConfigurationError(_in_order(problems, main.file))
+    return _assembled(config, more, draft, around)
+
+
+def notes(config: Config) -> tuple[Note, ...]:
+    """What an operator should know about a configuration that is good: settings that do nothing yet."""
+    return config._notes
+
+
+def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surroundings) -> Config:
+    whole = config.model_copy(update={"keys": config.keys + more.keys})
+    whole._notes = notes_on(draft)
+    whole._files = tuple(dict.fromkeys(around.files))
+    return whole
+
+
+def _read_keys_file(main: Source, around: Surroundings) -> Source | None:
+    """The file that ``keys_file`` names; its absence is a problem of the main file."""
+    name = main.value.get("keys_file") if isinstance(main.value, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    source = read(around.file(name))
+    if not source.whole and any(problem.line == 0 for problem in source.problems):
+        main.problems.append(main.problem(Finding(("keys_file",), f"{name} {source.problems[0].message}")))
+        source.problems.clear()
+    if source.whole and (source.value is None or isinstance(source.value, list)):
+        source.value = [] if source.value is None else source.value
+        source.wrap("keys")
+    return source
+
+
+def _validated(source: Source, section: type[S], around: Surroundings) -> S | None:
+    """The section that ``source`` holds, or None when it has problems, which ``source`` keeps."""
+    if not source.whole:
+        return None
+    if not isinstance(source.value, dict):
+        source.problems.append(Problem(source.file, 1, "", "expected a mapping such as models: … and keys: …"))
+        return None
+    try:
+        return section.model_validate(source.value, context=around)
+    except ValidationError as error:
+        source.problems.extend(map(source.problem, explain.findings(error, section)))
+        return None
+
+
+def _in_order(problems: list[Problem], first: str) -> Iterator[Problem]:
+    """Each problem once, by file and line, the main file's before the other's."""
+    return iter(sorted(dict.fromkeys(problems), key=lambda problem: (problem.file != first, problem.file, problem.line)))

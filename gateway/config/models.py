@@ -1,0 +1,335 @@
+"""The configuration as values: every section, setting, default and bound, each declared once.
+
+The YAML, the error messages and the JSON Schema all come from these classes. The rule: a class judges each
+setting by itself; what settings say about each other is judged in ``references``, which works on the raw
+document and so also sees the parts that are wrong here.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Strict
+
+from gateway.config.problems import Note
+from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
+from gateway.config.secret import LedgerStore, LimitsStore, Secret
+from gateway.config.values import (
+    BodyFields,
+    Count,
+    FilePath,
+    Flag,
+    Hashes,
+    HttpUrl,
+    Instant,
+    Mount,
+    Name,
+    NamedPort,
+    Network,
+    Options,
+    Origin,
+    Port,
+    ReadableFile,
+    ServerUrl,
+    Text,
+    Variables,
+)
+from upstream.address import Address
+
+
+class Section(BaseModel):
+    """What every part of the configuration is: unknown keys are errors, and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _quantity(text: str, description: str) -> Any:
+    """A size or duration whose default is ``text``, as the operator would write it."""
+    parse = parse_size if text.endswith("B") else parse_duration
+    return Field(default=parse(text), description=description, json_schema_extra={"default": text})
+
+
+class Admin(Section):
+    """Where operators and Prometheus look: /metrics, /livez, /readyz, /status."""
+
+    host: Text = Field(default="127.0.0.1", description="address that the admin port listens on")
+    port: Port = Field(default=9090, description="admin port; 0 takes a free one")
+    token: Secret | None = Field(default=None, description="bearer token that the admin port asks for")
+
+
+class Cors(Section):
+    """Browsers that may call the gateway from another origin; off by default."""
+
+    origins: tuple[Origin, ...] = Field(default=(), description="origins such as https://app.example.com, or *")
+
+
+class Tls(Section):
+    """TLS on the data port."""
+
+    cert: ReadableFile = Field(description="file with the certificate chain, PEM")
+    key: ReadableFile = Field(description="file with the private key, PEM")
+
+
+class ServerSection(Section):
+    """The gateway's own ports and bounds."""
+
+    host: Text = Field(default="0.0.0.0", description="address that the data port listens on")  # noqa: S104  clients are elsewhere
+    port: Port = Field(default=8000, description="data port; 0 takes a free one")
+    relays: Annotated[int, Strict(), Field(ge=1, le=256)] = Field(default=1, description="relay processes on the data port")
+    admin: Admin = Field(default=Admin(), description="the admin port")
+    tls: Tls | None = Field(default=None, description="TLS on the data port")
+    cors: Cors = Field(default=Cors(), description="browsers that may call the gateway")
+    trusted_proxies: tuple[Network, ...] = Field(default=(), description="networks of the proxies whose X-Forwarded-For is believed")
+    body_limit: Size = _quantity("20MiB", "largest request body")
+    headers_timeout: Duration = _quantity("10s", "time a client has to send the head of a request")
+    body_timeout: Duration = _quantity("60s", "time a client has to send the body of a request")
+    write_timeout: Duration = _quantity("60s", "time a client may leave its answer unread")
+    max_inflight: Count | None = Field(default=None, description="requests at once in the whole gateway; more are refused")
+    drain: DurationOrZero = _quantity("30s", "time that requests under way have to end when the gateway stops")
+
+
+class Launch(Section):
+    """A model whose servers the gateway starts itself."""
+
+    command: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(default=("vllm", "serve"), description="what starts a server")
+    model: Text | None = Field(default=None, description="what the server loads: a name on the hub or a folder; default: the model's id")
+    replicas: Annotated[int, Strict(), Field(ge=1, le=1024)] = Field(default=1, description="servers to start")
+    gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = Field(
+        default=None, description="for each replica, the numbers of its GPUs, e.g. [[0, 1], [2, 3]]"
+    )
+    args: Options = Field(
+        default={}, description="options of the command without dashes; true and false for flags, a list to repeat one, a mapping for JSON"
+    )
+    env: Variables = Field(default={}, description="environment variables of the server; secrets as {env: NAME} or {file: PATH}")
+    start: Literal["eager", "on_demand"] = Field(default="eager", description="when to start: with the gateway, or at the first request")
+    idle_stop: Duration | None = Field(default=None, description="stop the servers when the model was unused for this long")
+    idle_sleep: Duration | None = Field(default=None, description="put the servers to sleep when the model was unused for this long")
+    group: Name | None = Field(default=None, description="models of one group take turns: starting one stops the others")
+    startup_timeout: Duration = _quantity("20m", "time a server has from its start until it is healthy")
+
+
+class Server(Section):
+    """A server that runs already."""
+
+    url: ServerUrl = Field(description="where it listens: http://host:port, https://… or unix:/path/to.sock")
+    model: Name | None = Field(default=None, description="the name it serves the model under; default: the model's id")
+    api_key: Secret | None = Field(default=None, description="the key it asks for")
+    weight: Annotated[int, Strict(), Field(ge=1, le=1000)] = Field(
+        default=1, description="its share of the requests next to the other servers"
+    )
+
+    @property
+    def address(self) -> Address:
+        return Address.parse(self.url)
+
+
+class Kubernetes(Section):
+    """Servers behind a Kubernetes service, by its EndpointSlices."""
+
+    service: Name = Field(description="name of the service")
+    namespace: Name | None = Field(default=None, description="its namespace; default: the gateway's own")
+    port: NamedPort | None = Field(default=None, description="number or name of the port; default: the service's only one")
+
+
+class Dns(Section):
+    """Servers behind a name that resolves to all their addresses."""
+
+    name: Name = Field(description="name to resolve")
+    port: Annotated[int, Strict(), Field(ge=1, le=65535)] = Field(default=8000, description="port of every server")
+    interval: Duration = _quantity("10s", "time between look-ups")
+
+
+class Discover(Section):
+    """Servers that come and go: found by Kubernetes or by DNS."""
+
+    kubernetes: Kubernetes | None = Field(default=None, description="a Kubernetes service")
+    dns: Dns | None = Field(default=None, description="a DNS name")
+    model: Name | None = Field(default=None, description="the name they serve the model under; default: the model's id")
+    api_key: Secret | None = Field(default=None, description="the key they ask for")
+
+
+class Timeouts(Section):
+    """How long a server may take."""
+
+    connect: Duration = _quantity("2s", "until the connection is there")
+    first_byte: Duration = _quantity("120s", "from the request to the first byte of the answer")
+    idle: Duration = _quantity("60s", "between two reads of an answer")
+    total: Duration = _quantity("1h", "for the whole exchange")
+
+
+class Queue(Section):
+    """Requests that wait while every server of the model is busy or starting."""
+
+    size: Count = Field(default=128, description="requests that may wait; more are refused")
+    wait: Duration = _quantity("30s", "longest wait")
+
+
+class Lora(Section):
+    """A LoRA adapter of the model, asked for by its own id."""
+
+    id: Name = Field(description="the name that clients ask for")
+    path: Text | None = Field(default=None, description="where a launched server loads it from: a name on the hub or a folder")
+
+
+class Body(Section):
+    """What a request's body may hold."""
+
+    allow: tuple[Name, ...] = Field(default=(), description="fields to let through that are refused or stripped otherwise")
+    refuse: tuple[Name, ...] = Field(default=(), description="fields to refuse besides the usual ones")
+    max_n: Count | None = Field(default=None, description="largest n")
+    max_tokens: Count | None = Field(default=None, description="largest max_tokens and max_completion_tokens")
+    media_hosts: tuple[Name, ...] | None = Field(default=None, description="hosts that image, audio and video URLs may name; default: any")
+
+
+class Price(Section):
+    """What tokens cost, for the ledger; in any one currency, per million tokens."""
+
+    prompt: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(default=0.0, description="per million prompt tokens")
+    completion: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="per million completion tokens"
+    )
+
+
+class Model(Section):
+    """A model that clients ask for, and the servers behind it."""
+
+    id: Name = Field(description="the model's id, as clients send it in `model`")
+    aliases: tuple[Name, ...] = Field(default=(), description="other names for it")
+    mounts: tuple[Mount, ...] = Field(default=(), description="paths below which this model alone is served, e.g. /team/model")
+    launch: Launch | None = Field(default=None, description="the gateway starts the servers; {} for the defaults")
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)] | None = Field(default=None, description="servers that run already")
+    discover: Discover | None = Field(default=None, description="servers that come and go")
+    loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
+    balance: Literal["least_busy", "round_robin", "prefix"] = Field(default="least_busy", description="how a server is chosen")
+    timeouts: Timeouts = Field(default=Timeouts(), description="how long a server may take")
+    queue: Queue | None = Field(default=None, description="requests that wait while every server is busy; without it they are refused")
+    max_inflight: Count | None = Field(default=None, description="requests at once on each server")
+    keepalive: Duration | None = Field(
+        default=None, description="send a comment on a silent stream this often, so that proxies keep it open"
+    )
+    defaults: BodyFields = Field(default={}, description="body fields that a request gets when it does not set them")
+    overrides: BodyFields = Field(default={}, description="body fields that win over the request's")
+    body: Body = Field(default=Body(), description="what a request's body may hold")
+    fallbacks: tuple[Name, ...] = Field(default=(), description="models to try, in order, when no server of this one can take the request")
+    rewrite_model: Flag = Field(default=False, description="put this model's id into the answers of servers that know it by another name")
+    price: Price | None = Field(default=None, description="what its tokens cost")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that clients may call it: the id first."""
+        return (self.id, *self.aliases)
+
+
+class Limits(Section):
+    """How much a key or a team may use."""
+
+    requests_per_minute: Count | None = Field(default=None, description="requests in a minute")
+    tokens_per_minute: Count | None = Field(default=None, description="prompt and completion tokens in a minute")
+    tokens_per_day: Count | None = Field(default=None, description="prompt and completion tokens in a day")
+    concurrent: Count | None = Field(default=None, description="requests at once")
+
+
+class Key(Section):
+    """Who may use the gateway: a principal, known by the hashes of its keys."""
+
+    id: Name = Field(description="name of the principal, as metrics and usage records show it")
+    hashes: Hashes = Field(default=(), alias="hash", description="the hash of its key, or a list of them while keys are replaced")
+    anonymous: Flag = Field(default=False, description="this entry is for requests that bring no key")
+    models: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
+        default=("*",), description="models it may use: ids or patterns with *"
+    )
+    expires: Instant | None = Field(default=None, description="from then on it is refused; a date means its first moment, in UTC")
+    limits: Limits | None = Field(default=None, description="how much it may use")
+    team: Name | None = Field(default=None, description="the team it belongs to")
+    priority: Annotated[int, Strict()] | None = Field(
+        default=None, description="vLLM's scheduling priority for its requests; lower is sooner"
+    )
+    labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_centre: "17"}')
+
+    def permits(self, *names: str) -> bool:
+        """Whether one of a model's names (its id, its aliases) is in the scope."""
+        return any(matches(pattern, name) for pattern in self.models for name in names)
+
+    def expired(self, now: datetime) -> bool:
+        """Whether it is refused at the aware datetime ``now``."""
+        return self.expires is not None and self.expires <= now
+
+
+class Team(Section):
+    """Keys that share limits."""
+
+    id: Name = Field(description="name of the team")
+    limits: Limits | None = Field(default=None, description="how much its keys may use together")
+
+
+class LimitsSection(Section):
+    """How limits behave."""
+
+    on_store_failure: Literal["allow", "refuse"] = Field(
+        default="allow", description="what to do with requests while the limits' store cannot be reached"
+    )
+
+
+class PrefixCacheIsolation(Section):
+    """Keys do not share vLLM's prefix cache: nobody can probe what others asked."""
+
+    secret: Secret = Field(description="from which each key's cache salt is derived")
+
+
+class Log(Section):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level that is written")
+    format: Literal["text", "json"] = Field(default="text", description="lines for people or for machines")
+
+
+class Tracing(Section):
+    """Where spans go, by OTLP over HTTP."""
+
+    endpoint: HttpUrl = Field(description="base URL of the collector, e.g. http://otel-collector:4318")
+    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(default=1.0, description="share of requests that are traced, 0 to 1")
+
+
+class KeysFile(Section):
+    """A file of keys alone, e.g. a mounted Secret."""
+
+    keys: tuple[Key, ...] = Field(default=(), description="who may use the gateway")
+
+
+class Config(Section):
+    """The configuration of vllm-gateway."""
+
+    server: ServerSection = Field(default=ServerSection(), description="the gateway's own ports and bounds")
+    models: tuple[Model, ...] = Field(default=(), description="what is served")
+    keys: tuple[Key, ...] = Field(default=(), description="who may use it; after loading also those of keys_file")
+    keys_file: FilePath | None = Field(default=None, description="a file with more keys, watched like this one")
+    teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")
+    limits: LimitsSection = Field(default=LimitsSection(), description="how limits behave")
+    limits_store: LimitsStore = Field(
+        default=None, description="where limits are counted: redis://… for several relays or replicas; default: memory"
+    )
+    ledger: LedgerStore | None = Field(default=None, description="where usage is kept: sqlite:///… or postgresql://…; default: nowhere")
+    isolate_prefix_cache: PrefixCacheIsolation | None = Field(default=None, description="keep keys apart in vLLM's prefix cache")
+    log: Log = Field(default=Log(), description="what is written to standard error")
+    tracing: Tracing | None = Field(default=None, description="where spans go")
+
+    _notes: tuple[Note, ...] = PrivateAttr(())
+    _files: tuple[Path, ...] = PrivateAttr(())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that this configuration was made from, absolute: those to watch for changes."""
+        return self._files
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``name`` is in the scope ``pattern``, in which ``*`` stands for anything, slashes too."""
+    return fnmatchcase(name, pattern)
+
+
+def plain_variables(variables: dict[str, str | SecretStr]) -> dict[str, str]:
+    """Environment variables with their secrets laid open, for the process that gets them."""
+    return {name: value if isinstance(value, str) else value.get_secret_value() for name, value in variables.items()}

@@ -1,0 +1,75 @@
+"""The settings that are read and checked but do nothing yet: the one place that knows them.
+
+A row is a path, with ``[]`` for every member of a list and ``=value`` for one value of a setting. When a
+capability lands, its row goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.config.problems import Note
+from gateway.config.references import Draft, Place
+
+_NONE = "has no effect yet"
+
+NOT_YET: dict[str, str] = {
+    "server.tls": _NONE,
+    "server.trusted_proxies": _NONE,
+    "server.headers_timeout": _NONE,
+    "server.body_timeout": _NONE,
+    "server.write_timeout": _NONE,
+    "server.max_inflight": _NONE,
+    "server.admin.token": _NONE,
+    "server.cors": _NONE,
+    "models[].launch.start=on_demand": "has no effect yet: the servers are started at once, as with eager",
+    "models[].launch.idle_stop": _NONE,
+    "models[].launch.idle_sleep": _NONE,
+    "models[].launch.group": _NONE,
+    "models[].discover": _NONE,
+    "models[].loras": _NONE,
+    "models[].balance=prefix": "has no effect yet: servers are chosen as with least_busy",
+    "models[].queue": _NONE,
+    "models[].max_inflight": _NONE,
+    "models[].keepalive": _NONE,
+    "models[].body": _NONE,
+    "models[].fallbacks": _NONE,
+    "models[].rewrite_model": _NONE,
+    "models[].price": _NONE,
+    "keys[].limits": _NONE,
+    "keys[].team": _NONE,
+    "keys[].priority": _NONE,
+    "keys[].labels": _NONE,
+    "teams": _NONE,
+    "limits": _NONE,
+    "limits_store": _NONE,
+    "ledger": _NONE,
+    "isolate_prefix_cache": _NONE,
+    "log": _NONE,
+    "tracing": _NONE,
+}
+
+
+def notes_on(draft: Draft) -> tuple[Note, ...]:
+    """A note for each setting of ``NOT_YET`` that the files set, in their order."""
+    tops = [draft.top, *([Place(draft.keys_file, (), draft.keys_file.value)] if draft.keys_file else [])]
+    return tuple(note for top in tops for note in sorted(_notes_below(top), key=lambda note: note.line))
+
+
+def _notes_below(top: Place) -> Iterator[Note]:
+    for row, message in NOT_YET.items():
+        path, _, value = row.partition("=")
+        for place in _places(top, path.split(".")):
+            if place.value is not None and (not value or place.value == value):
+                problem = place.problem(message)
+                yield Note(problem.file, problem.line, problem.path, problem.message)
+
+
+def _places(place: Place, parts: list[str]) -> Iterator[Place]:
+    if not parts:
+        yield place
+        return
+    name, *rest = parts
+    below = place.each(name.removesuffix("[]")) if name.endswith("[]") else [place.get(name)]
+    for found in below:
+        yield from _places(found, rest)

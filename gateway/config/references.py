@@ -1,0 +1,297 @@
+"""What settings say about each other: names that must be unique, names that must exist, choices that exclude.
+
+Every check is a generator over the raw document, so that it finds what it can however wrong the rest is: a
+part that has not the right shape is simply not there for it. The shape itself is judged in ``models``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gateway.config.models import matches
+from gateway.config.problems import Finding, Path, Problem, did_you_mean
+from gateway.config.source import Source
+
+_ORIGINS = ("launch", "servers", "discover")
+_WILDCARD_HOSTS = {"0.0.0.0", "::", ""}  # noqa: S104  compared, not bound
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value of the raw document and where it is."""
+
+    source: Source
+    path: Path
+    value: Any
+
+    def get(self, *keys: str) -> Place:
+        """What is below, with None as value where there is nothing."""
+        value = self.value
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return Place(self.source, (*self.path, *keys), value)
+
+    def items(self) -> Iterator[Place]:
+        """The members of a list; nothing when it is none."""
+        if isinstance(self.value, list):
+            for index, value in enumerate(self.value):
+                yield Place(self.source, (*self.path, index), value)
+
+    def each(self, key: str) -> Iterator[Place]:
+        return self.get(key).items()
+
+    def problem(self, message: str) -> Problem:
+        return self.source.problem(Finding(self.path, message))
+
+
+@dataclass
+class Draft:
+    """The main file and the one that ``keys_file`` names, as they were written."""
+
+    main: Source
+    keys_file: Source | None = None
+    top: Place = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.top = Place(self.main, (), self.main.value)
+
+    @cached_property
+    def models(self) -> list[Place]:
+        return list(self.top.each("models"))
+
+    @cached_property
+    def keys(self) -> list[Place]:
+        """The entries of both files."""
+        more = Place(self.keys_file, (), self.keys_file.value).each("keys") if self.keys_file else ()
+        return [*self.top.each("keys"), *more]
+
+    @cached_property
+    def names(self) -> list[Place]:
+        """Every id, alias and LoRA id: what clients can ask for."""
+        return [name for model in self.models for name in _names(model) if isinstance(name.value, str)]
+
+    @cached_property
+    def known(self) -> set[str]:
+        return {name.value for name in self.names}
+
+
+def _names(model: Place) -> Iterator[Place]:
+    yield model.get("id")
+    yield from model.each("aliases")
+    for lora in model.each("loras"):
+        yield lora.get("id")
+
+
+def problems(draft: Draft) -> Iterator[Problem]:
+    """Everything that is wrong between the settings of ``draft``."""
+    for check in _CHECKS:
+        yield from check(draft)
+
+
+def _repeated(places: Iterable[Place], what: str, also: str = "") -> Iterator[Problem]:
+    """A problem for every text that was there before. ``also`` says what it would lead to."""
+    first: dict[str, Place] = {}
+    for place in places:
+        if not isinstance(place.value, str):
+            continue
+        before = first.setdefault(place.value, place)
+        if before is not place:
+            where = f"line {before.source.line(before.path)}"
+            if before.source is not place.source:
+                where = f"{before.source.file}:{before.source.line(before.path)}"
+            yield place.problem(f"this {what} is already on {where}{also}")
+
+
+def _some_models(draft: Draft) -> Iterator[Problem]:
+    models = draft.top.get("models")
+    if not models.value and not isinstance(models.value, str | bool | int):
+        yield models.problem("no model is configured; write at least one, e.g. models: [{id: my-model, launch: {}}]")
+
+
+def _unique_names(draft: Draft) -> Iterator[Problem]:
+    yield from _repeated(draft.names, "name of a model", "; ids, aliases and LoRA ids are one set of names")
+
+
+def _unique_mounts(draft: Draft) -> Iterator[Problem]:
+    yield from _repeated((mount for model in draft.models for mount in model.each("mounts")), "mount")
+
+
+def _unique_servers(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        urls = [server for server in model.each("servers") if isinstance(server.get("url").value, str)]
+        seen = Counter((server.value["url"], str(server.value.get("model"))) for server in urls)
+        yield from _repeated((s.get("url") for s in urls if seen[s.value["url"], str(s.value.get("model"))] > 1), "server")
+
+
+def _one_origin(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        given = [name for name in _ORIGINS if model.get(name).value is not None] if isinstance(model.value, dict) else ["?"]
+        if not given:
+            yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover")
+        for extra in given[1:]:
+            yield model.get(extra).problem(f"a model has one of launch, servers and discover; this one has {given[0]} already")
+
+
+def _one_discovery(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        discover = model.get("discover")
+        given = [name for name in ("kubernetes", "dns") if discover.get(name).value is not None]
+        if isinstance(discover.value, dict) and len(given) != 1:
+            yield discover.problem("expected one of kubernetes and dns")
+
+
+def _gpus(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        gpus, replicas = model.get("launch", "gpus"), model.get("launch", "replicas").value
+        count = 1 if replicas is None else replicas
+        if isinstance(gpus.value, list) and isinstance(count, int) and len(gpus.value) != count:
+            yield gpus.problem(
+                f"has GPUs for {len(gpus.value)} replicas, but replicas is {count}; write one list of GPUs for each, e.g. [[0, 1]]"
+            )
+        for replica in gpus.items():
+            yield from _replica(replica)
+
+
+def _replica(replica: Place) -> Iterator[Problem]:
+    """One replica's GPUs: some, and each once."""
+    if isinstance(replica.value, list) and (not replica.value or len({str(gpu) for gpu in replica.value}) < len(replica.value)):
+        yield replica.problem("expected the numbers of this replica's GPUs, each once")
+
+
+def _launched_loras(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        for lora in model.each("loras"):
+            if model.get("launch").value is not None and isinstance(lora.value, dict) and lora.get("path").value is None:
+                yield lora.problem("path is missing: where the launched server loads the adapter from")
+
+
+def _body_fields(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        refused = [place.value for place in model.get("body").each("refuse")]
+        for place in model.get("body").each("allow"):
+            if place.value in refused:
+                yield place.problem("is in body.refuse too; a field is allowed or refused")
+
+
+def _fallbacks(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        own = {name.value for name in _names(model) if isinstance(name.value, str)}
+        for place in model.each("fallbacks"):
+            if not isinstance(place.value, str):
+                continue
+            if place.value in own:
+                yield place.problem("a model cannot be its own fallback")
+            elif place.value not in draft.known:
+                yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
+
+
+def _some_keys(draft: Draft) -> Iterator[Problem]:
+    keys, other = draft.top.get("keys"), draft.top.get("keys_file")
+    readable = draft.keys_file is None or draft.keys_file.whole
+    if not draft.keys and readable and keys.value in (None, []):
+        place = keys if other.value is None else other
+        yield place.problem(
+            "no keys are configured, so nobody could use the gateway and it refuses to start; `vllm-gateway keys new --id NAME` makes one"
+        )
+
+
+def _unique_keys(draft: Draft) -> Iterator[Problem]:
+    yield from _repeated((key.get("id") for key in draft.keys), "key id")
+    yield from _repeated((place for key in draft.keys for place in _hashes(key)), "hash", "; a key belongs to one id")
+
+
+def _hashes(key: Place) -> Iterator[Place]:
+    given = key.get("hash")
+    for place in given.items() if isinstance(given.value, list) else [given]:
+        if isinstance(place.value, str):
+            yield Place(place.source, place.path, place.value.lower())
+
+
+def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
+    first: Place | None = None
+    for key in draft.keys:
+        if not isinstance(key.value, dict):
+            continue
+        anonymous, hashes = key.get("anonymous"), key.get("hash")
+        if anonymous.value is not True:
+            if hashes.value in (None, []):
+                yield hashes.problem(
+                    "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
+                )
+            continue
+        if hashes.value is not None:
+            yield hashes.problem("the anonymous entry has no hash: it is for requests with no key")
+        if first is not None:
+            yield anonymous.problem(f"only one entry can be anonymous; `{first.get('id').value}` is")
+        first = first or key
+
+
+def _scopes(draft: Draft) -> Iterator[Problem]:
+    """Patterns are judged once each, however many keys share one."""
+    dangling: dict[str, bool] = {}
+    for key in draft.keys:
+        for place in key.each("models"):
+            pattern = place.value
+            if not isinstance(pattern, str):
+                continue
+            if pattern not in dangling:
+                dangling[pattern] = not any(matches(pattern, name) for name in draft.known)
+            if dangling[pattern]:
+                yield place.problem(f"matches no model{did_you_mean(pattern, draft.known)}")
+
+
+def _teams(draft: Draft) -> Iterator[Problem]:
+    teams = [team.get("id") for team in draft.top.each("teams")]
+    yield from _repeated(teams, "team")
+    known = {team.value for team in teams if isinstance(team.value, str)}
+    for key in draft.keys:
+        team = key.get("team")
+        if isinstance(team.value, str) and team.value not in known:
+            yield team.problem(f"names no team{did_you_mean(team.value, known)}")
+
+
+def _ports(draft: Draft) -> Iterator[Problem]:
+    server = draft.top.get("server")
+    data, admin = server.get("port").value, server.get("admin", "port")
+    data, other = 8000 if data is None else data, 9090 if admin.value is None else admin.value
+    hosts = {server.get("host").value or "0.0.0.0", server.get("admin", "host").value or "127.0.0.1"}  # noqa: S104  the default
+    if data == other and data != 0 and (len(hosts) == 1 or hosts & _WILDCARD_HOSTS):
+        yield admin.problem(f"the admin port and the data port are both {data}; they need one each")
+
+
+def _shared_limits(draft: Draft) -> Iterator[Problem]:
+    relays = draft.top.get("server", "relays").value
+    if not isinstance(relays, int) or relays < 2 or draft.top.get("limits_store").value not in (None, "memory"):
+        return
+    for owner in [*draft.top.each("teams"), *draft.keys]:
+        limits = owner.get("limits")
+        if isinstance(limits.value, dict) and limits.value:
+            yield limits.problem(
+                f"{relays} relays would count apart and let more than the limit pass: set limits_store, or server.relays to 1"
+            )
+            return
+
+
+_CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
+    _some_models,
+    _unique_names,
+    _unique_mounts,
+    _unique_servers,
+    _one_origin,
+    _one_discovery,
+    _gpus,
+    _launched_loras,
+    _body_fields,
+    _fallbacks,
+    _some_keys,
+    _unique_keys,
+    _hash_or_anonymous,
+    _scopes,
+    _teams,
+    _ports,
+    _shared_limits,
+)

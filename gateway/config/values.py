@@ -1,0 +1,211 @@
+"""What a single setting may hold: the types of the configuration's fields, each with its bounds and its words.
+
+Messages say what would be right. They do not repeat text that stands in the file, since a key or a password
+may stand in the wrong place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, date, datetime, time
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr, Strict, ValidationInfo, WithJsonSchema
+
+from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
+from upstream.address import Address
+
+HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
+_MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
+_OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
+_VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+_PORT_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$"
+_OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+def _visible(value: str) -> str:
+    if not value.isprintable() or any(c.isspace() for c in value):
+        raise ValueError("must not hold spaces or control characters")
+    return value
+
+
+def _server_url(value: str) -> str:
+    try:
+        Address.parse(value)
+    except ValueError as error:
+        # urlsplit's own words on a bad port repeat what stands there, which may be a password
+        text = "the port is not a number from 0 to 65535" if str(error).startswith("Port") else str(error)
+        raise ValueError(f"{text}; expected e.g. http://10.0.0.5:8000") from None
+    return value
+
+
+def _http_url(value: str) -> str:
+    if not re.match(r"https?://[^/?#@\s]+([/?#]|$)", value):
+        raise ValueError("expected a URL such as http://otel-collector:4318")
+    return value
+
+
+def _origin(value: str) -> str:
+    if value != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", value):
+        raise ValueError("expected an origin such as https://app.example.com, with no path, or *")
+    return value
+
+
+def _mount(value: str) -> str:
+    if not re.fullmatch(_MOUNT_PATTERN, value):
+        raise ValueError("expected a path such as /team/model: no slash at its end, letters, digits and . _ ~ - only")
+    if value.split("/")[1] in _OWN_PATHS:
+        raise ValueError("the gateway's own routes are there; choose another first part")
+    return value
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _hash(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(HASH_PATTERN, value):
+        raise ValueError("expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself")
+    return value.lower()
+
+
+def _instant(value: object) -> datetime:
+    if isinstance(value, str):
+        value = _iso(value)
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, time())
+    if not isinstance(value, datetime):
+        raise ValueError("expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z")  # noqa: TRY004  what pydantic collects
+    return value if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+def _iso(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _network(value: object) -> IPv4Network | IPv6Network:
+    try:
+        return ip_network(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError("expected an address or network such as 10.0.0.0/8") from None
+
+
+def _named_port(value: object) -> int | str:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535:
+        return value
+    if isinstance(value, str) and re.fullmatch(_PORT_NAME_PATTERN, value):
+        return value
+    raise ValueError("expected the number of a port, 1 to 65535, or its name")
+
+
+def _path(value: object, info: ValidationInfo) -> Path:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected the path of a file")
+    return surroundings(info).file(value)
+
+
+def _readable_file(value: object, info: ValidationInfo) -> Path:
+    path = _path(value, info)
+    read_file(str(path), surroundings(info))
+    return path
+
+
+def _json(value: object) -> Any:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _json(part)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("JSON has no infinite numbers and no NaN")
+    elif isinstance(value, date):
+        raise ValueError("JSON has no dates; write it in quotes")
+    return value
+
+
+def _body_fields(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("expected a mapping, e.g. {temperature: 0.7}")  # noqa: TRY004
+    if "model" in value:
+        raise ValueError("`model` is what the request asks for and cannot be set here")
+    _json(value)
+    return value
+
+
+def _option(value: str) -> str:
+    if value.startswith("-"):
+        raise ValueError("write the option without its dashes")
+    if not re.fullmatch(_OPTION_PATTERN, value):
+        raise ValueError("this is no name of an option")
+    if value.replace("_", "-") == "api-key":
+        raise ValueError("leave it out: a launched server gets a random key of its own")
+    return value
+
+
+def _option_value(value: object) -> Any:
+    if value is None:
+        raise ValueError("has no value; write true for an option that takes none")
+    return _json(value)
+
+
+def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return resolve(value, info)
+    raise ValueError("expected text: write the value in quotes")
+
+
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Flag = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
+Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
+"""An id, alias or pattern of one."""
+
+ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
+HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
+Origin = Annotated[str, Strict(), AfterValidator(_origin)]
+Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
+_HASH_SCHEMA = {"type": "string", "pattern": HASH_PATTERN}
+Hash = Annotated[str, PlainValidator(_hash), WithJsonSchema(_HASH_SCHEMA)]
+Hashes = Annotated[
+    tuple[Hash, ...],
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"oneOf": [_HASH_SCHEMA, {"type": "array", "items": _HASH_SCHEMA}]}),
+]
+Instant = Annotated[
+    datetime,
+    PlainValidator(_instant),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}),
+]
+"""An aware datetime. A date is the instant at which it begins; without a zone, in UTC."""
+
+Network = Annotated[IPv4Network | IPv6Network, PlainValidator(_network), WithJsonSchema({"type": "string", "examples": ["10.0.0.0/8"]})]
+NamedPort = Annotated[
+    int | str,
+    PlainValidator(_named_port),
+    WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": 65535}, {"type": "string", "pattern": _PORT_NAME_PATTERN}]}),
+]
+FilePath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
+"""An absolute path; a relative one starts from the folder of the configuration."""
+
+ReadableFile = Annotated[Path, PlainValidator(_readable_file), WithJsonSchema({"type": "string", "minLength": 1})]
+BodyFields = Annotated[dict[str, Any], PlainValidator(_body_fields), WithJsonSchema({"type": "object", "not": {"required": ["model"]}})]
+"""Members of a request's body."""
+
+Options = dict[
+    Annotated[str, AfterValidator(_option)],
+    Annotated[Any, PlainValidator(_option_value), WithJsonSchema({"type": ["string", "number", "boolean", "array", "object"]})],
+]
+"""Options of a command by name without dashes; true and false for a flag, a list to repeat, a mapping for JSON."""
+
+Variables = dict[
+    Annotated[str, Field(pattern=_VARIABLE_PATTERN)],
+    Annotated[str | SecretStr, PlainValidator(_variable), WithJsonSchema({"oneOf": [{"type": "string"}, *REFERENCE_SCHEMA["oneOf"]]})],
+]
+"""Environment variables; one that is a secret is written as one."""

@@ -1,0 +1,293 @@
+"""The control process: reads the configuration, starts what is needed, watches it, and stops it in order.
+
+It never touches a client's bytes. The rules: what was started is ended by the ``async with`` that started it, so
+every way out leaves no process and no port; relays learn of servers from here alone; on the way down, clients
+are served to their end before a server is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from gateway import __version__, plan
+from gateway.admin import application
+from gateway.announce import Announcer
+from gateway.config import Config, load
+from gateway.link import Health
+from gateway.metrics import Series, summed
+from gateway.relays import Relays, relays
+from upstream.health import Probe, Prober
+from upstream.launcher import Launcher, Snapshot
+from upstream.launcher import State as Stage
+from upstream.server import Condition
+
+_BACKLOG = 4096
+_STOP_GRACE = 10.0  # seconds that a launched server has to end by itself once nothing is in flight on it
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class StartError(Exception):
+    """The gateway could not start; the text says why, in one line."""
+
+
+def serve(path: Path, announcer: Announcer | None = None) -> int:
+    """Run the gateway of this configuration until SIGTERM or SIGINT; returns the exit code.
+
+    Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
+    """
+    config = load(path)
+    logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(message)s")
+    for chatty in ("httpx2", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    return asyncio.run(run(config, announcer or Announcer()))
+
+
+async def run(config: Config, announcer: Announcer) -> int:
+    """Start everything, wait for the word to stop, stop everything."""
+    asked = _stop_signals()
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
+        admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
+        control = Control(config, announcer)
+        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=os.environ)
+        control.launcher = await stack.enter_async_context(launcher)
+        control.prober = await stack.enter_async_context(Prober(on_change=control.probed))
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
+        await stack.enter_async_context(_admin_port(control, admin))
+        announcer.summary(config, data, admin)
+        control.start()
+        waiting = await stack.enter_async_context(_background(control.report_progress()))
+        await asked.get()
+        waiting.cancel()
+        await _stop(control, asked)
+    return 0
+
+
+async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
+    """Clients first, then servers; a second signal ends the patience."""
+    control.announcer.stopping(control.config.server.drain)
+    stopping = asyncio.create_task(control.stop())
+    impatient = asyncio.create_task(asked.get())
+    await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, impatient):
+        task.cancel()
+    await asyncio.gather(stopping, impatient, return_exceptions=True)
+
+
+def _stop_signals() -> asyncio.Queue[int]:
+    """SIGTERM and SIGINT as a queue."""
+    asked: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.put_nowait, number)
+    return asked
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def log_folder() -> Path:
+    """Where launched servers' logs go: the user's state folder (XDG base directories)."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "vllm-gateway" / "logs"
+
+
+@asynccontextmanager
+async def _admin_port(control: Control, listener: socket.socket) -> AsyncIterator[None]:
+    config = uvicorn.Config(application(control), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+    server = uvicorn.Server(config)
+    async with _background(server._serve([listener])):
+        yield
+        server.should_exit = True
+        server.force_exit = True
+
+
+@asynccontextmanager
+async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that does not outlive the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class Control:
+    """What control knows, and whom it tells. The admin port's ``Overview``."""
+
+    launcher: Launcher
+    prober: Prober
+    relays: Relays
+
+    def __init__(self, config: Config, announcer: Announcer) -> None:
+        self.config = config
+        self.announcer = announcer
+        self._started = time.time()
+        self._draining = False
+        self._generation = 0
+        self._launches: dict[tuple[str, str], int] = {
+            (model.id, outcome): 0 for model in config.models if model.launch for outcome in ("ready", "failed")
+        }
+        self._stages: dict[str, Stage] = {}
+
+    # Starting and stopping
+
+    def start(self) -> None:
+        """Launch, probe, and have the relays serve."""
+        for spec in plan.launches(self.config):
+            self.launcher.start(spec)
+        self._configure()
+        self._watch_servers()
+
+    async def stop(self) -> None:
+        """Let clients finish, then end the servers."""
+        self._draining = True
+        await self.relays.drain(self.config.server.drain)
+        names = [snapshot.name for snapshot in self.launcher.snapshots()]
+        await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
+
+    async def report_progress(self) -> None:
+        """Tell the operator how the servers come up, until all have."""
+        while waiting := plan.unconcluded(self.config, self.known):
+            self.announcer.waiting(waiting, time.time() - self._started, self._last_line)
+            await asyncio.sleep(self.announcer.interval)
+        self.announcer.serving(self._up(), len(plan.places(self.config)))
+
+    def _last_line(self, name: str) -> str:
+        if name not in self.known.snapshots:
+            return ""
+        lines = self.launcher.log_tail(name).splitlines()
+        return lines[-1] if lines else ""
+
+    def _up(self) -> int:
+        return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
+
+    # What is known
+
+    @property
+    def known(self) -> plan.Knowledge:
+        snapshots = plan.by_name(self.launcher.snapshots())
+        probes = {probe.name: probe for probe in self.prober.probes()}
+        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots})
+
+    def launched(self, snapshot: Snapshot) -> None:
+        """The launcher tells of a change."""
+        before = self._stages.get(snapshot.name)
+        self._stages[snapshot.name] = snapshot.state
+        if before is snapshot.state:
+            return
+        self._count_launch(snapshot)
+        self.announcer.launched(snapshot)
+        if self._generation and snapshot.state is not Stage.STOPPED:
+            self._configure()
+            self._watch_servers()
+
+    def _count_launch(self, snapshot: Snapshot) -> None:
+        outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)
+        if outcome is not None:
+            self._launches[snapshot.name.rpartition("#")[0], outcome] += 1
+
+    def probed(self, probe: Probe) -> None:
+        """The prober tells of a change."""
+        if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
+            self.announcer.probed(probe)
+        self._tell_health()
+
+    def taken(self) -> None:
+        """A relay serves by a new generation."""
+
+    def _configure(self) -> None:
+        self._generation += 1
+        self.relays.configure(plan.state(self.config, self.known, self._generation))
+        self._tell_health()
+
+    def _watch_servers(self) -> None:
+        self.prober.set_targets(plan.targets(self.config, self.known))
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        known = self.known
+        self.relays.tell(Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known)))
+
+    # What the admin port shows
+
+    def not_ready(self) -> str | None:
+        if self._draining:
+            return "draining"
+        if not any(status.up for status in self.relays.statuses):
+            return "no relay is up"
+        waiting = plan.unconcluded(self.config, self.known)
+        return f"waiting for {', '.join(waiting)}" if waiting else None
+
+    def series(self) -> Mapping[Series, Sequence[float]]:
+        series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
+        known = self.known
+        for place in plan.places(self.config):
+            up = plan.condition(place.name, known) is Condition.UP
+            series[Series("server_up", (place.model.id, place.name))] = (float(up),)
+        for labels, count in self._launches.items():
+            series[Series("launches_total", labels)] = (count,)
+        series[Series("config_reloads_total", ("success",))] = (0,)
+        series[Series("config_reloads_total", ("failure",))] = (0,)
+        series[Series("config_last_reload_successful", ())] = (1,)
+        series[Series("build_info", (__version__,))] = (1,)
+        return series
+
+    def status(self) -> dict[str, Any]:
+        known, series = self.known, summed(self.relays.boards)
+        return {
+            "version": __version__,
+            "started": self._started,
+            "ready": self.not_ready() is None,
+            "reason": self.not_ready(),
+            "generation": self._generation,
+            "relays": [
+                {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
+                for relay in self.relays.statuses
+            ],
+            "models": [self._model_status(model.id, known, series) for model in self.config.models],
+        }
+
+    def _model_status(self, model: str, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        return {
+            "id": model,
+            "in_flight": int(series.get(Series("inflight_requests", (model,)), (0,))[0]),
+            "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model.id == model],
+        }
+
+    def _server_status(self, place: plan.Place, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
+        shown: dict[str, Any] = {
+            "name": place.name,
+            "condition": plan.condition(place.name, known).value,
+            "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
+        }
+        if snapshot is not None:
+            shown |= {
+                "state": snapshot.state.value,
+                "since": snapshot.since,
+                "pid": snapshot.pid,
+                "restarts": snapshot.restarts,
+                "log": str(snapshot.log),
+                "last_log_lines": self.launcher.log_tail(place.name).splitlines()[-20:],
+            }
+        return shown

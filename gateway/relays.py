@@ -1,0 +1,192 @@
+"""The relay processes, as control keeps them: started, told, watched, replaced.
+
+The rules: a relay's number, listening socket and scoreboard outlive its process, so its successor takes over its
+counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
+dies again and again is replaced more slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from gateway.link import Configure, Drain, Drained, Health, Link, LinkBrokenError, Message, Taken
+from gateway.scoreboard import Board
+from gateway.state import State
+
+_EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
+_SHORT_LIFE = 5.0  # a relay that dies younger than this waits before it is replaced
+_PAUSE = 1.0
+_FRAME_BUFFER = 1024 * 1024
+_log = logging.getLogger("vllm_gateway.control")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it was replaced."""
+
+    number: int
+    pid: int | None
+    up: bool
+    generation: int
+    restarts: int
+
+
+class _Relay:
+    """One relay: its place, and the process that fills it at the moment."""
+
+    def __init__(self, number: int, listener: socket.socket, board: Board, on_taken: Callable[[], None]) -> None:
+        self.number = number
+        self.board = board
+        self._listener = listener
+        self._on_taken = on_taken
+        self._link: Link | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self.generation = 0
+        self.restarts = 0
+        self.drained = asyncio.Event()
+
+    @property
+    def status(self) -> RelayStatus:
+        pid = self._process.pid if self._process is not None and self._process.returncode is None else None
+        return RelayStatus(self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts)
+
+    def send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
+        """Keep a process in this place until cancelled or drained."""
+        while not self.drained.is_set():
+            born = time.monotonic()
+            await self._one_life(greeting)
+            if self.drained.is_set():
+                return
+            self.restarts += 1
+            _log.error("relay %d ended unexpectedly; starting it again", self.number)
+            if time.monotonic() - born < _SHORT_LIFE:
+                await asyncio.sleep(_PAUSE)
+
+    async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
+        async with self._running() as link:
+            self._link = link
+            try:
+                for message in greeting():
+                    link.send(message)
+                await self._listen(link)
+            except LinkBrokenError as error:
+                _log.error("relay %d: %s", self.number, error)
+            finally:
+                self._link, self.generation = None, 0
+
+    async def _listen(self, link: Link) -> None:
+        async for message in link.messages():
+            match message:
+                case Taken(generation=generation):
+                    self.generation = generation
+                    self._on_taken()
+                case Drained():
+                    self.drained.set()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[Link]:
+        """A process and the link to it. In the end it is gone: by itself when its link closes, by SIGKILL otherwise."""
+        ours, theirs = socket.socketpair()
+        fds = {"--listen-fd": self._listener.fileno(), "--control-fd": theirs.fileno(), "--board-fd": self.board.fd}
+        words = [word for flag, fd in fds.items() for word in (flag, str(fd))]
+        with theirs:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
+            )  # fmt: skip
+        link = Link(*await asyncio.open_connection(sock=ours, limit=_FRAME_BUFFER))
+        try:
+            yield link
+        finally:
+            link.close()
+            await _gone(process)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(_EXIT_GRACE):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+class Relays:
+    """All relays. ``on_taken`` is called when one has taken a generation."""
+
+    def __init__(self, listener: socket.socket, count: int, on_taken: Callable[[], None]) -> None:
+        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_taken) for number in range(count))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._state: State | None = None
+        self._health = Health({}, {})
+
+    @property
+    def boards(self) -> tuple[Board, ...]:
+        """The scoreboards; they stay the same for the whole life of control."""
+        return tuple(relay.board for relay in self._relays)
+
+    @property
+    def statuses(self) -> tuple[RelayStatus, ...]:
+        return tuple(relay.status for relay in self._relays)
+
+    @property
+    def generation(self) -> int:
+        """The oldest generation that a living relay serves by; 0 while none is up."""
+        return min((status.generation for status in self.statuses if status.up), default=0)
+
+    def configure(self, state: State) -> None:
+        """Have every relay serve by this generation; the first one starts them."""
+        self._state = state
+        for relay in self._relays:
+            relay.send(Configure(state))
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(relay.live(self._greeting)) for relay in self._relays]
+
+    def tell(self, health: Health) -> None:
+        """Tell every relay what is known of the servers."""
+        self._health = health
+        for relay in self._relays:
+            relay.send(health)
+
+    def _greeting(self) -> Sequence[Message]:
+        assert self._state is not None
+        return Configure(self._state), self._health
+
+    async def drain(self, seconds: float) -> None:
+        """Let what is in flight finish within ``seconds`` and the relays exit."""
+        for relay in self._relays:
+            if relay.status.up:
+                relay.send(Drain(seconds))
+            else:
+                relay.drained.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
+
+    async def close(self) -> None:
+        """End every relay, drained or not."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for relay in self._relays:
+            relay.board.close()
+
+
+@asynccontextmanager
+async def relays(listener: socket.socket, count: int, on_taken: Callable[[], None]) -> AsyncIterator[Relays]:
+    """The relays, all of which are gone when the block ends."""
+    kept = Relays(listener, count, on_taken)
+    try:
+        yield kept
+    finally:
+        await kept.close()

@@ -1,0 +1,129 @@
+"""A client whose every byte a test decides, and answers as vLLM 0.32 words them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import orjson
+
+from tests.support.running import KEY, MODEL
+
+USAGE = b'"usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":1}}'
+COMPLETION = (
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1760000000,"model":"tiny","choices":[{"index":0,"message":'
+    b'{"role":"assistant","content":"say \\"usage\\":{\\"prompt_tokens\\":99} \xe4\xbd\xa0\xf0\x9f\x8c\x8d"},"logprobs":null,'
+    b'"finish_reason":"stop"}],"service_tier":null,' + USAGE + b',"prompt_logprobs":null,"kv_transfer_params":null}'
+)
+ROLE = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+HELLO = 'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"你好 \\r\\n data: [DONE]"},"finish_reason":null}]}\n\n'.encode()
+STOP = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}\n\n'
+)
+COUNT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[],' + USAGE + b"}\n\n"
+DONE = b"data: [DONE]\n\n"
+EVENTS = (ROLE, HELLO, STOP, COUNT, DONE)
+SHOWN = (ROLE, HELLO, STOP, DONE)
+"""What a client gets who did not ask for usage."""
+
+
+def chat(**fields: object) -> dict[str, object]:
+    """A chat request."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **fields}
+
+
+def request(
+    body: object = None, path: str = "/v1/chat/completions", *, method: str = "POST", token: str | None = KEY, extra: tuple[str, ...] = ()
+) -> bytes:
+    """A request's bytes; ``body`` is JSON or, as bytes, itself."""
+    data = body if isinstance(body, bytes) else orjson.dumps(chat() if body is None else body)
+    lines = [f"{method} {path} HTTP/1.1", "host: test", "content-type: application/json", f"content-length: {len(data)}"]
+    if token is not None:
+        lines.append(f"authorization: Bearer {token}")
+    return "\r\n".join([*lines, *extra, "", ""]).encode() + data
+
+
+@dataclass
+class Reply:
+    """An answer as it came over the wire."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    whole: bool = True
+    pieces: list[bytes] = field(default_factory=list)
+
+    @property
+    def error(self) -> dict[str, object]:
+        document = orjson.loads(self.body)
+        error = document["error"]
+        assert isinstance(error, dict)
+        return error
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def ask(self, data: bytes) -> Reply:
+        self.send(data)
+        return await self.reply()
+
+    async def reply(self) -> Reply:
+        """The next answer. ``whole`` is False when the connection ended before the answer did."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        if head[0].split()[1] == "100":
+            return await self.reply()
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        reply = Reply(int(head[0].split()[1]), headers, b"")
+        try:
+            if headers.get("transfer-encoding") == "chunked":
+                await self._chunks(reply)
+            elif "content-length" in headers:
+                reply.body = await self.reader.readexactly(int(headers["content-length"]))
+            else:
+                reply.body = await self.reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            reply.whole = False
+        return reply
+
+    async def _chunks(self, reply: Reply) -> None:
+        while size := int((await self.reader.readuntil(b"\r\n")).strip(), 16):
+            piece = await self.reader.readexactly(size)
+            reply.pieces.append(piece)
+            reply.body += piece
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+
+    async def closed(self) -> bool:
+        """Has the other side closed, with nothing more to say?"""
+        try:
+            return await self.reader.read(1) == b""
+        except ConnectionError:
+            return True
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def client(port: int) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def ask(port: int, data: bytes) -> Reply:
+    """One request on a connection of its own."""
+    async with client(port) as one:
+        return await one.ask(data)

@@ -1,0 +1,284 @@
+"""Probes: the hysteresis as a pure function, and the prober against small servers of its own."""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from upstream.address import Address
+from upstream.health import BODY_LIMIT, ModelCard, Probe, Prober, Sighting, Standing, Target, doctor, judge, read_models
+
+CARDS = (ModelCard("m", 2048),)
+LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
+UP = Standing(Probe("s", True, "", CARDS))
+FAILED = Sighting(False, "GET /health: status 503")
+REFUSED = Sighting(False, "refused", conclusive=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "after"),
+    [
+        (None, Sighting(True), Standing(Probe("s", True))),
+        (None, Sighting(True, models=CARDS), UP),
+        (None, FAILED, Standing(Probe("s", False, FAILED.reason), 1)),
+        (UP, Sighting(True), UP),
+        (UP, FAILED, Standing(UP.probe, 1)),
+        (Standing(UP.probe, 1), Sighting(True), UP),
+        (Standing(UP.probe, 1), FAILED, Standing(Probe("s", False, FAILED.reason, CARDS), 2)),
+        (UP, REFUSED, Standing(Probe("s", False, "refused", CARDS), 1)),
+        (Standing(Probe("s", False, "x"), 7), FAILED, Standing(Probe("s", False, FAILED.reason), 8)),
+        (Standing(Probe("s", False, "x", CARDS), 7), Sighting(True), UP),
+        (UP, Sighting(True, models=()), Standing(Probe("s", True))),
+        (UP, Sighting(True, "GET /v1/models: status 401"), Standing(Probe("s", True, "GET /v1/models: status 401", CARDS))),
+    ],
+)
+def test_the_hysteresis(before: Standing | None, seen: Sighting, after: Standing) -> None:
+    assert judge(before, "s", seen) == after
+
+
+def test_of_a_model_only_the_id_and_the_length_are_kept() -> None:
+    assert read_models(json.dumps(LISTED).encode()) == CARDS
+    assert read_models(b'{"data": [{"id": "x"}, {"id": "y", "max_model_len": "long"}]}') == (ModelCard("x"), ModelCard("y"))
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}', b"\xff", b"[" * 100_000])
+def test_what_is_no_list_of_models_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever the words
+        read_models(body)
+
+
+@dataclass
+class FakeServer:
+    """Answers by a table that the test changes. ``None`` as status: it takes the request and says nothing."""
+
+    routes: dict[str, tuple[int | None, bytes]] = field(
+        default_factory=lambda: {"/health": (200, b""), "/v1/models": (200, json.dumps(LISTED).encode())}
+    )
+    asked: list[str] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    address: Address = field(default_factory=Address)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = head.split()[1]
+            self.asked.append(path)
+            self.keys.update(line.split(": ", 1)[1] for line in head.split("\r\n") if line.lower().startswith("authorization"))
+            status, body = self.routes.get(path, (404, b'{"detail":"Not Found"}'))
+            if status is None:
+                await reader.read()
+            else:
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def listening(server: FakeServer, uds: Path | None = None, port: int = 0) -> AsyncIterator[FakeServer]:
+    if uds:
+        listener = await asyncio.start_unix_server(server.serve, uds)
+        server.address = Address(host="localhost", uds=str(uds))
+    else:
+        listener = await asyncio.start_server(server.serve, "127.0.0.1", port)
+        server.address = Address(port=listener.sockets[0].getsockname()[1])
+    try:
+        yield server
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the prober tells by callback, the fake by its list
+            await asyncio.sleep(0.005)
+
+
+class Told(list[Probe]):
+    async def up(self, up: bool) -> Probe:
+        await until(lambda: bool(self) and self[-1].up is up)
+        return self[-1]
+
+
+@asynccontextmanager
+async def probing(
+    told: Told, *targets: Target, interval: float = 0.02, deadline: float = 5.0, every: float = 60.0
+) -> AsyncIterator[Prober]:
+    async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
+        prober.set_targets(targets)
+        async with asyncio.timeout(10):
+            await prober.first_round()
+        yield prober
+
+
+async def test_a_server_that_answers_is_up_with_its_models() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address, "the-key")) as prober:
+            assert told == [Probe("s", True, "", CARDS)]
+            assert prober.probes() == tuple(told)
+        assert server.keys == {"Bearer the-key"}
+    assert "the-key" not in repr(Target("s", server.address, "the-key"))
+
+
+async def test_a_unix_socket_is_probed_too(tmp_path: Path) -> None:
+    told = Told()
+    target = Target("s", Address(host="localhost", uds=str(tmp_path / "s")))
+    async with probing(told, target):
+        assert not (await told.up(False)).up
+        async with listening(FakeServer(), uds=tmp_path / "s"):
+            assert (await told.up(True)).models == CARDS
+        os.unlink(tmp_path / "s")
+        assert "No such file" in (await told.up(False)).reason
+
+
+async def test_only_changes_are_told() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            await until(lambda: len(server.asked) > 6)
+        assert len(told) == 1
+        assert server.asked.count("/v1/models") == 1, "models are looked at now and then, health each time"
+
+
+async def test_one_bad_answer_is_forgiven_two_are_not() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)) as prober:
+            before = len(server.asked)
+            server.routes["/health"] = (503, b"")
+            down = await told.up(False)
+            assert down == Probe("s", False, "GET /health: status 503", CARDS)
+            assert server.asked[before:].count("/health") >= 2
+            server.routes["/health"] = (200, b"")
+            await told.up(True)
+            assert prober.probes() == (Probe("s", True, "", CARDS),)
+        assert server.asked.count("/v1/models") >= 2, "a server that comes back may have other models"
+
+
+async def test_a_server_that_goes_and_comes_back() -> None:
+    told = Told()
+    async with AsyncExitStack() as listener:
+        server = await listener.enter_async_context(listening(FakeServer()))
+        async with probing(told, Target("s", server.address)):
+            await listener.aclose()
+            assert (await told.up(False)).reason
+            async with listening(server, port=server.address.port):
+                await told.up(True)
+
+
+async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    nobody = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
+    unknown = Address(host="no-such-host.invalid", port=80)
+    async with listening(FakeServer({"/health": (503, b"")})) as server:
+        expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
+        for address, conclusive in expected.items():
+            async with doctor(Target("s", address), 5) as by:
+                seen = await by.look()
+                assert (seen.up, seen.conclusive) == (False, conclusive), address
+
+
+async def test_silence_is_a_failure_at_the_deadline() -> None:
+    async with listening(FakeServer({"/health": (None, b"")})) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address), deadline=0.1):
+            assert told == [Probe("s", False, "no answer within 0.1 s")]
+
+
+async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
+    told = Told()
+    async with probing(told, Target("s", Address(host="no-such-host.invalid", port=80))):
+        assert not told[0].up and told[0].reason
+
+
+async def test_a_server_without_health_is_judged_by_its_models() -> None:
+    routes: dict[str, tuple[int | None, bytes]] = {"/v1/models": (200, json.dumps(LISTED).encode())}
+    async with listening(FakeServer(routes)) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            assert told == [Probe("s", True, "", CARDS)]
+            server.routes["/v1/models"] = (500, b"")
+            assert (await told.up(False)).reason == "GET /v1/models: status 500"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((401, b'{"error":"Unauthorized"}'), "GET /v1/models: status 401"),
+        ((200, b"<html>"), "GET /v1/models: not a list of models"),
+        ((200, b'{"data": [' + b" " * 2 * BODY_LIMIT + b"]}"), "GET /v1/models: not a list of models"),
+    ],
+)
+async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tuple[int, bytes], reason: str) -> None:
+    async with listening(FakeServer({"/health": (200, b""), "/v1/models": answer})) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            assert told == [Probe("s", True, reason)]
+
+
+async def test_models_are_looked_at_again_now_and_then() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address), every=0.05):
+            server.routes["/v1/models"] = (200, b'{"data": [{"id": "m"}, {"id": "lora"}]}')
+            await until(lambda: told[-1].models == (ModelCard("m"), ModelCard("lora")))
+        assert len(told) == 2
+
+
+async def test_bytes_that_are_not_http_are_a_failure() -> None:
+    async def rude(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(rude, "127.0.0.1", 0) as listener:
+        told = Told()
+        async with probing(told, Target("s", Address(port=listener.sockets[0].getsockname()[1]))):
+            assert not told[0].up and told[0].reason
+
+
+async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent() -> None:
+    async with listening(FakeServer()) as one, listening(FakeServer()) as two, listening(FakeServer()) as three:
+        told = Told()
+        first, second, third = (Target(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
+        async with probing(told, first, second) as prober:
+            prober.set_targets([second, third])
+            assert [probe.name for probe in prober.probes()] == ["two"]
+            await prober.first_round()
+            one.routes["/health"] = (503, b"")
+            two_asked = len(two.asked)
+            await until(lambda: len(two.asked) > two_asked + 4)
+            assert [probe.name for probe in prober.probes()] == ["two", "three"]
+        assert sorted(probe.name for probe in told) == ["one", "three", "two"]
+
+
+async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(probe: Probe) -> None:
+        raise RuntimeError(probe.name)
+
+    async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
+        prober.set_targets([Target("s", server.address)])
+        await prober.first_round()
+        await until(lambda: len(server.asked) > 4)
+    assert "probe of s" in caplog.text
+
+
+async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        async with listening(FakeServer()) as server:
+            told = Told()
+            async with probing(told, Target("s", server.address)):
+                assert told[0].up

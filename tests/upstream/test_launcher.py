@@ -1,0 +1,373 @@
+"""Launched servers, with real processes: started, watched, restarted, stopped, and never left behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from upstream.health import Target, doctor
+from upstream.keeper import processes, read
+from upstream.launcher import Backoff, Launcher, ServerSpec, Snapshot, State
+from upstream.launcher.kept import KEEPER_LOST, Order, kept_process
+from upstream.vllm import LaunchSettings, Value
+
+SERVER = Path(__file__).with_name("launched_server.py")
+QUICK = Backoff(first=0.05, cap=0.1)
+PATIENT = Backoff(first=600, cap=600)
+
+
+def alive(pid: int) -> bool:
+    return any(row.pid == pid and row.state not in "ZX" for row in processes())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
+            await asyncio.sleep(0.01)
+
+
+class Case:
+    """A launcher's folders, and what it has told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runtime = folder / "run"
+        self.runtime.mkdir()
+        self.logs = folder / "logs"
+        self.told: list[Snapshot] = []
+
+    @asynccontextmanager
+    async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
+        parent = str(self.runtime)
+        async with Launcher(
+            on_change=self.told.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
+        ) as launcher:
+            yield launcher
+        assert list(self.runtime.iterdir()) == []
+
+    def spec(self, name: str = "org/m#0", startup_timeout: float = 30.0, **args: Value) -> ServerSpec:
+        flags = {"pids": str(self.pids_file(name))} | {key.replace("_", "-"): value for key, value in args.items()}
+        settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, str(SERVER)), args=flags)
+        return ServerSpec(name, settings, startup_timeout)
+
+    def pids_file(self, name: str) -> Path:
+        return self.folder / f"pids-{name.replace('/', '-')}"
+
+    def pids(self, name: str = "org/m#0") -> dict[str, int]:
+        """The last process of each role."""
+        file = self.pids_file(name)
+        lines = file.read_text().splitlines() if file.exists() else []
+        return {role: int(pid) for role, pid in (line.split() for line in lines)}
+
+    def states(self, name: str = "org/m#0") -> list[State]:
+        """Each state that was entered, in order."""
+        seen = [snapshot.state for snapshot in self.told if snapshot.name == name]
+        return [state for before, state in zip([None, *seen], seen, strict=False) if state is not before]
+
+    async def reached(self, state: State, name: str = "org/m#0", restarts: int = 0) -> Snapshot:
+        def found() -> list[Snapshot]:
+            return [told for told in self.told if (told.name, told.state, told.restarts) == (name, state, restarts)]
+
+        await until(lambda: bool(found()))
+        return found()[0]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    case = Case(tmp_path)
+    yield case
+    left = [int(line.split()[1]) for file in tmp_path.glob("pids-*") for line in file.read_text().splitlines()]
+    still_alive = [pid for pid in left if alive(pid)]
+    for pid in still_alive:
+        os.kill(pid, signal.SIGKILL)
+    assert still_alive == []
+
+
+async def models(snapshot: Snapshot, key: str) -> list[str] | str:
+    async with doctor(Target("m", snapshot.address, key), 5) as by:
+        seen = await by.look(models=True)
+    return [card.id for card in seen.models] if seen.models else seen.reason
+
+
+def keeper_of(pid: int) -> int:
+    return os.getsid(pid)
+
+
+async def test_start_ready_stop(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(engine_core=True))
+        ready = await case.reached(State.READY)
+        pids = case.pids()
+        assert ready.pid == pids["main"]
+        assert ready.concluded and ready.restarts == 0 and ready.reason == ""
+        assert launcher.snapshots() == (ready,)
+        await launcher.stop("org/m#0", grace=10)
+        assert launcher.snapshots() == ()
+        assert not any(map(alive, pids.values()))
+    assert case.states() == [State.STARTING, State.READY, State.STOPPING, State.STOPPED]
+
+
+async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        ready = await case.reached(State.READY)
+        key = launcher.api_key(ready.name)
+        assert await models(ready, key) == ["org/m", "m"]
+        assert await models(ready, "another") == "GET /v1/models: status 401"
+        assert ready.pid is not None
+        words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, keeper_of(ready.pid))]
+        assert b"launched_server.py" in words[1], "the keeper's command line carries the server's"
+        assert not any(key.encode() in line for line in words)
+        assert key not in repr(case.told) + repr(vars(launcher))
+
+
+async def test_what_is_private_is_private(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        ready = await case.reached(State.READY)
+        assert ready.address.uds is not None
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (Path(ready.address.uds).parent, case.logs, ready.log)]
+        assert modes == [0o700, 0o700, 0o600]
+
+
+async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(no_such_flag=1))
+        failed = await case.reached(State.FAILED)
+        assert failed.reason.startswith("org/m#0 could not start: exit code 2. Last lines of its log:\nusage: ")
+        assert failed.reason.endswith("unrecognized arguments: --no-such-flag 1")
+        assert failed.concluded
+        waiting = await case.reached(State.BACKING_OFF)
+        assert waiting.reason == failed.reason and waiting.pid is None
+        assert launcher.log_tail("org/m#0").endswith("--no-such-flag 1")
+
+
+async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(no_such_flag=1))
+        again = await case.reached(State.FAILED, restarts=2)
+        assert again.reason.count("unrecognized arguments") == 1
+    assert case.states()[:5] == [State.STARTING, State.FAILED, State.BACKING_OFF, State.STARTING, State.FAILED]
+    assert again.log.read_text().count("unrecognized arguments") >= 3
+
+
+async def test_a_command_that_is_not_there_is_a_failure_that_names_it(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(ServerSpec("m#0", LaunchSettings("m", ("m",), command=("no-such-vllm", "serve")), 30))
+        failed = await case.reached(State.FAILED, "m#0")
+        assert "exit code 127" in failed.reason and "no-such-vllm: No such file or directory" in failed.reason
+
+
+async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(never_ready=True, engine_core=True, startup_timeout=1.0))
+        failed = await case.reached(State.FAILED)
+        assert "no answer to GET /health within 1 s" in failed.reason
+        await case.reached(State.BACKING_OFF)
+        assert case.pids() and not any(map(alive, case.pids().values()))
+
+
+async def test_a_killed_server_is_told_at_once_leaves_nothing_and_is_started_again(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(engine_core=True))
+        first = await case.reached(State.READY)
+        pids, key = case.pids(), launcher.api_key(first.name)
+        os.kill(pids["main"], signal.SIGKILL)
+        crashed = await case.reached(State.CRASHED)
+        assert crashed.reason.startswith("org/m#0 ended: signal SIGKILL. Last lines of its log:\nloading org/m\nready")
+        await case.reached(State.BACKING_OFF)
+        assert not any(map(alive, pids.values()))
+        second = await case.reached(State.READY, restarts=1)
+        assert second.pid == case.pids()["main"] != first.pid
+        assert second.reason == ""
+        assert await models(second, key) == ["org/m", "m"]
+    assert case.states()[:6] == [State.STARTING, State.READY, State.CRASHED, State.BACKING_OFF, State.STARTING, State.READY]
+
+
+async def test_an_end_with_exit_code_0_is_a_crash_too(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        ready = await case.reached(State.READY)
+        assert ready.pid
+        os.kill(ready.pid, signal.SIGTERM)
+        assert "ended: exit code 0" in (await case.reached(State.CRASHED)).reason
+
+
+async def test_a_server_that_ignores_sigterm_is_killed_at_the_deadline(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(engine_core=True, ignore_term=True))
+        await case.reached(State.READY)
+        began = time.monotonic()
+        await launcher.stop("org/m#0", grace=0.3)
+        assert time.monotonic() - began >= 0.3
+        assert not any(map(alive, case.pids().values()))
+    assert case.states()[-1] is State.STOPPED
+
+
+@pytest.mark.parametrize("flag", ["never_ready", "no_such_flag"], ids=["starting", "backing off"])
+async def test_stop_before_it_was_ever_ready(case: Case, flag: str) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec("org/m#0", 30.0, **{flag: True}))
+        await until(lambda: bool(case.pids()) or State.BACKING_OFF in case.states())
+        await launcher.stop("org/m#0", grace=10)
+        assert case.states()[-2:] == [State.STOPPING, State.STOPPED]
+        assert not any(map(alive, case.pids().values()))
+
+
+async def test_stop_right_after_start_and_a_second_stop(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        await asyncio.gather(launcher.stop("org/m#0", grace=10), launcher.stop("org/m#0", grace=10))
+        assert case.states() == [State.STARTING, State.STOPPING, State.STOPPED]
+        with pytest.raises(KeyError):
+            await launcher.stop("org/m#0", grace=0)
+        launcher.start(case.spec())
+        await case.reached(State.READY)
+
+
+async def test_leaving_the_launcher_ends_even_a_patient_stop(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(ignore_term=True, engine_core=True))
+        await case.reached(State.READY)
+        stopping = asyncio.create_task(launcher.stop("org/m#0", grace=600))
+        await case.reached(State.STOPPING)
+    async with asyncio.timeout(5):
+        await stopping
+    assert not any(map(alive, case.pids().values()))
+
+
+async def test_a_killed_keeper_is_noticed_and_nothing_of_its_server_is_left(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(engine_core=True))
+        ready = await case.reached(State.READY)
+        pids = case.pids()
+        assert ready.pid
+        os.kill(keeper_of(ready.pid), signal.SIGKILL)
+        assert KEEPER_LOST in (await case.reached(State.CRASHED)).reason
+        await case.reached(State.BACKING_OFF)
+        assert not any(map(alive, pids.values()))
+        await case.reached(State.READY, restarts=1)
+
+
+async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
+    pids_file = case.pids_file("m")
+    argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
+    with (case.folder / "out").open("wb") as output:
+        async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), ""), output.fileno(), patience=0.2) as process:
+            await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
+            os.kill(process.keeper_pid, signal.SIGSTOP)
+    assert not any(map(alive, [process.keeper_pid, *case.pids("m").values()]))
+
+
+CONTROL = """
+import asyncio, json, os, sys
+from pathlib import Path
+from upstream.launcher import Launcher, ServerSpec
+from upstream.vllm import LaunchSettings
+
+async def main(folder, command, args):
+    settings = LaunchSettings("m", ("m",), command=tuple(command), args=args)
+    told = lambda snapshot: print(snapshot.state, flush=True)
+    async with Launcher(on_change=told, log_folder=folder / "logs", environ=os.environ, runtime_parent=str(folder / "run")) as launcher:
+        launcher.start(ServerSpec("org/m#0", settings, 30))
+        await asyncio.sleep(600)
+
+asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[2:])))
+"""
+
+
+async def test_after_kill_9_of_control_everything_is_gone_within_5_seconds(case: Case) -> None:
+    settings = case.spec(engine_core=True, ignore_term=True).settings
+    words = [json.dumps(part) for part in (settings.command, settings.args)]
+    control = await asyncio.create_subprocess_exec(sys.executable, "-c", CONTROL, str(case.folder), *words, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert control.stdout
+        assert (await control.stdout.readuntil(b"ready\n")).startswith(b"starting\n")
+        pids = case.pids()
+        keeper = keeper_of(pids["main"])
+        control.kill()
+        await until(lambda: not any(map(alive, [keeper, *pids.values()])), 5)
+        assert list(case.runtime.iterdir()) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            control.kill()
+        await control.communicate()
+
+
+async def test_a_stale_socket_is_no_obstacle(case: Case) -> None:
+    path = case.folder / "own.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(uds=str(path)))
+        assert (await case.reached(State.READY)).address.uds == str(path)
+        await launcher.stop("org/m#0", grace=10)
+    assert not path.exists()
+
+
+async def test_two_servers_live_and_die_apart_one_of_them_on_tcp(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec("a#0"))
+        launcher.start(case.spec("b#0", host="127.0.0.1"))
+        a, b = await case.reached(State.READY, "a#0"), await case.reached(State.READY, "b#0")
+        assert a.address.uds and b.address.port and a.log != b.log
+        assert launcher.api_key("a#0") != launcher.api_key("b#0")
+        assert await models(b, launcher.api_key("b#0")) == ["org/m", "m"]
+        await launcher.stop("a#0", grace=10)
+        assert [left.name for left in launcher.snapshots()] == ["b#0"]
+        assert b.pid and alive(b.pid)
+
+
+async def test_a_name_is_launched_once_and_bad_settings_never(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        with pytest.raises(ValueError, match="org/m#0 is launched already"):
+            launcher.start(case.spec())
+        with pytest.raises(ValueError, match="api-key: the gateway gives"):
+            launcher.start(case.spec("other#0", api_key="x"))
+        assert [told.name for told in launcher.snapshots()] == ["org/m#0"]
+
+
+async def test_a_log_that_cannot_be_written_is_a_failure_with_its_reason(case: Case) -> None:
+    async with case.launcher() as launcher:
+        (case.logs / "org%2Fm#0.log").mkdir()
+        launcher.start(case.spec())
+        assert "Is a directory" in (await case.reached(State.FAILED)).reason
+
+
+async def test_a_runtime_folder_too_deep_for_a_socket_is_refused(case: Case) -> None:
+    deep = case.runtime / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(OSError, match="too long for unix sockets"):
+        async with Launcher(on_change=case.told.append, log_folder=case.logs, environ={}, runtime_parent=str(deep)):
+            pass
+    assert list(deep.iterdir()) == []
+
+
+async def test_leaving_by_an_error_ends_the_servers_too(case: Case) -> None:
+    with contextlib.suppress(RuntimeError):
+        async with case.launcher() as launcher:
+            launcher.start(case.spec(engine_core=True))
+            await case.reached(State.READY)
+            raise RuntimeError
+    assert list(case.runtime.iterdir()) == []
+    assert case.pids() and not any(map(alive, case.pids().values()))
+
+
+async def test_the_simulator_is_launched_like_vllm(case: Case) -> None:
+    settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, "-P", "-m", "upstream.simulator"))
+    async with case.launcher() as launcher:
+        launcher.start(ServerSpec("org/m#0", settings, 30))
+        ready = await case.reached(State.READY)
+        assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
+        await launcher.stop("org/m#0", grace=10)

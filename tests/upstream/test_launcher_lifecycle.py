@@ -1,0 +1,83 @@
+"""The launcher's pure parts, and its log file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from upstream.launcher import Backoff, State
+from upstream.launcher.lifecycle import TRANSITIONS, exit_words
+from upstream.launcher.logfile import TAIL_BYTES, TAIL_LINES, LogFile
+
+
+def test_pauses_double_up_to_the_cap() -> None:
+    backoff = Backoff(first=1, cap=10)
+    assert [backoff.pause(failures) for failures in (1, 2, 3, 4, 5, 6, 10**6)] == [1, 2, 4, 8, 10, 10, 10]
+
+
+def test_a_good_while_of_readiness_forgives_the_past() -> None:
+    backoff = Backoff(settled=300)
+    assert backoff.failures(0, 0.0) == 1
+    assert backoff.failures(4, 299.0) == 5
+    assert backoff.failures(4, 300.0) == 1
+
+
+@pytest.mark.parametrize(("status", "words"), [(0, "exit code 0"), (2, "exit code 2"), (-9, "signal SIGKILL"), (-63, "signal 63")])
+def test_an_exit_in_words(status: int, words: str) -> None:
+    assert exit_words(status) == words
+
+
+def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:
+    assert TRANSITIONS.keys() == set(State)
+    assert all(State.STOPPING in after for state, after in TRANSITIONS.items() if state not in (State.STOPPING, State.STOPPED))
+    assert TRANSITIONS[State.STOPPED] == frozenset()
+
+
+def write(log: LogFile, text: bytes) -> None:
+    with log.appending() as fd:
+        os.write(fd, text)
+
+
+def test_the_tail_is_of_the_present_process(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "m#0")
+    write(log, b"old\n")
+    write(log, b"one\ntwo\n")
+    assert log.tail() == "one\ntwo"
+    assert log.path.read_bytes() == b"old\none\ntwo\n"
+
+
+def test_the_tail_is_bounded_and_printable(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "m#0")
+    write(log, b"".join(b"line %d\n" % number for number in range(100)))
+    assert log.tail().splitlines() == [f"line {number}" for number in range(100 - TAIL_LINES, 100)]
+    write(log, b"x" * 10 * TAIL_BYTES)
+    assert len(log.tail()) == TAIL_BYTES
+    write(log, b"\x1b[31mred\x1b[0m \xff \x07 gr\xc3\xbcn")
+    assert log.tail() == "[31mred[0m \ufffd  grün"
+
+
+def test_no_log_has_an_empty_tail(tmp_path: Path) -> None:
+    assert LogFile(tmp_path, "m#0").tail() == ""
+
+
+def test_names_that_look_alike_have_logs_of_their_own(tmp_path: Path) -> None:
+    names = ("a/b#0", "a--b#0", "a_b#0", "a%2Fb#0", "../a#0", "..")
+    paths = {LogFile(tmp_path, name).path for name in names}
+    assert len(paths) == len(names)
+    assert {path.parent for path in paths} == {tmp_path}
+
+
+def test_a_flood_is_cut_and_the_writer_goes_on(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "m#0", limit=1000)
+    with log.appending() as fd:
+        os.write(fd, b"a" * 1000)
+        log.keep_bounded()
+        assert log.path.stat().st_size == 1000
+        os.write(fd, b"bc")
+        log.keep_bounded()
+        os.write(fd, b"next\n")
+    assert log.path.read_bytes() == b"next\n"
+    assert log.tail() == "next"
+    older = tmp_path / "m#0.log.1"
+    assert older.read_bytes() == b"a" * 998 + b"bc"
+    assert older.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,100 @@
+"""The states of a launched server, the values that describe it, and how long to pause before it is started again.
+
+Pure. The rule: a state follows another only where ``TRANSITIONS`` says so.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from upstream.address import Address
+from upstream.vllm import LaunchSettings
+
+
+class State(StrEnum):
+    """Where a launched server is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    CRASHED = "crashed"
+    FAILED = "failed"
+    BACKING_OFF = "backing_off"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    # Its process is being started and does not answer /health yet.
+    State.STARTING: frozenset({State.READY, State.FAILED, State.STOPPING}),
+    # /health has answered 200 once; from here on the prober says whether it is well.
+    State.READY: frozenset({State.CRASHED, State.STOPPING}),
+    # A ready one's process has died, or a starting one's died or was too slow: what is left of it is being ended.
+    State.CRASHED: frozenset({State.BACKING_OFF, State.STOPPING}),
+    State.FAILED: frozenset({State.BACKING_OFF, State.STOPPING}),
+    # Nothing of it is left; after a pause it is started again.
+    State.BACKING_OFF: frozenset({State.STARTING, State.STOPPING}),
+    # It was asked to end.
+    State.STOPPING: frozenset({State.STOPPED}),
+    State.STOPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One replica to launch. ``name``: unique and for people, e.g. ``MODEL#0``. ``startup_timeout``: seconds until /health answers."""
+
+    name: str
+    settings: LaunchSettings
+    startup_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is known of a launched server at a moment.
+
+    ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
+    ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
+    first one. ``concluded``: the first start has ended, well or badly. ``reason``: why it crashed, failed or is
+    backing off, with the last lines of its log; for operators, never for clients.
+    """
+
+    name: str
+    state: State
+    since: float
+    address: Address
+    log: Path
+    pid: int | None = None
+    restarts: int = 0
+    concluded: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``settled`` begins anew."""
+
+    first: float = 1.0
+    cap: float = 60.0
+    settled: float = 300.0
+
+    def failures(self, before: int, ready_for: float) -> int:
+        """The failures in a row, with the one that ended ``ready_for`` seconds of readiness."""
+        return 1 if ready_for >= self.settled else before + 1
+
+    def pause(self, failures: int) -> float:
+        """The pause after so many failures in a row (1 or more)."""
+        # The exponent is bounded: a server may fail for years.
+        return min(self.cap, self.first * 2.0 ** min(failures - 1, 32))
+
+
+def exit_words(status: int) -> str:
+    """``exit code 2`` or ``signal SIGKILL``, of a status as ``subprocess`` has it."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,68 @@
+"""A launched server's log: everything it writes, appended to one file.
+
+Owns the file, its bound and its tail. The server writes to the file itself (no pipe that could fill up or die
+with control). The rule: every reader takes a bounded piece, and what goes on to people's terminals is printable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+LIMIT = 64 << 20
+"""Bytes at which the log is cut; the end of it is kept beside it, as ``….log.1``."""
+KEPT = 4 << 20
+TAIL_BYTES = 8192
+TAIL_LINES = 20
+
+
+class LogFile:
+    """The log of the server ``name`` in ``folder`` (which exists and is private)."""
+
+    def __init__(self, folder: Path, name: str, limit: int = LIMIT) -> None:
+        # Quoting, unlike replacing, gives each name a file of its own.
+        self.path = folder / f"{quote(name, safe='#@+=,')}.log"
+        self._limit = limit
+        self._begin = 0
+
+    @contextmanager
+    def appending(self) -> Iterator[int]:
+        """A file descriptor to append to, for a new process; ``tail`` speaks of what comes from now on. Raises OSError."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._begin = os.fstat(fd).st_size
+            yield fd
+        finally:
+            os.close(fd)
+
+    def tail(self) -> str:
+        """The last lines of the present process, at most TAIL_LINES and TAIL_BYTES, joined by newlines; empty if there are none."""
+        try:
+            return "\n".join(_printable(self._end(TAIL_BYTES)).splitlines()[-TAIL_LINES:])
+        except OSError:
+            return ""
+
+    def keep_bounded(self) -> None:
+        """Cut the log if it has outgrown its limit, keeping the end. Raises OSError.
+
+        Truncating in place works because the server appends: its next line goes to the new end.
+        """
+        if self.path.stat().st_size > self._limit:
+            end = self._end(min(KEPT, self._limit))
+            with open(os.open(self.path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as older:
+                older.write(end)
+            os.truncate(self.path, 0)
+            self._begin = 0
+
+    def _end(self, most: int) -> bytes:
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._begin, size - most))
+            return file.read(most)
+
+
+def _printable(text: bytes) -> str:
+    return "".join(char for char in text.decode(errors="replace").strip() if char.isprintable() or char in "\n\t")

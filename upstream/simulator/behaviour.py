@@ -1,0 +1,53 @@
+"""How a request is answered, and how it fails: one table, for the server by ``--sim-…`` and for one request.
+
+Owns the settings. Each is declared once, below, and is both a flag (``--sim-hang-after 5``) and a member of a
+request's top-level ``"simulate"`` object (``{"hang_after": 5}``), which vLLM would ignore as an unknown field.
+The request's word wins over the server's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+
+
+def _setting(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """The settings of one answer. Times are in seconds, tokens are completion tokens of the whole request."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    tokens: int | None = _setting(None, "completion tokens of an answer, its end token included (default: 24 to 72, by the prompt)")
+    reasoning_tokens: int | None = _setting(None, "how many of them are reasoning, when there is any (default: a third, at most 16)")
+    tool_calls: int = _setting(1, "tools called where the request lets the model choose; 0 answers with text")
+    tokens_per_second: float = _setting(200.0, "speed of each choice; 0 is as fast as it goes")
+    time_to_first_token: float = _setting(0.0, "wait before the first token")
+    status: int | None = _setting(None, "refuse with this HTTP status, e.g. 503")
+    error_first: bool = _setting(False, "an error as the first event of a stream (not streamed: status 500)")
+    error_after: int | None = _setting(None, "the engine fails after this many tokens")
+    abort_after: int | None = _setting(None, "end with finish_reason abort after this many tokens")
+    hang_before_headers: bool = _setting(False, "take the request and never answer")
+    hang_after: int | None = _setting(None, "fall silent after this many tokens; 0: after the headers of a stream")
+    cut_before_headers: bool = _setting(False, "close the connection with nothing answered")
+    cut_after: int | None = _setting(None, "close the connection after this many events; 0: after the headers")
+    cut_bytes: int | None = _setting(None, "close the connection after this many bytes of the body")
+    die_after: int | None = _setting(None, "the process exits after this many tokens of the request")
+    chunk_bytes: int | None = _setting(None, "cut the body into HTTP chunks of this many bytes, wherever events end")
+
+
+_ADAPTER = TypeAdapter(Behaviour)
+
+
+def for_request(server: Behaviour, given: Mapping[str, Any] | None) -> Behaviour:
+    """The server's settings under a request's own. Raises pydantic.ValidationError for a misspelt member."""
+    if not given:
+        return server
+    return _ADAPTER.validate_python({**dataclasses.asdict(server), **given})

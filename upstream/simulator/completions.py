@@ -1,0 +1,167 @@
+"""POST /v1/completions: the request's rules and the answer's shapes (openai/completion in vLLM 0.32)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from upstream.simulator import fields, refusals, usage
+from upstream.simulator.chat import DONE
+from upstream.simulator.engine import Emission
+from upstream.simulator.fields import Sampling
+from upstream.simulator.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
+from upstream.simulator.plan import Ask, Prompt, prompts_of
+from upstream.simulator.probabilities import completion_logprobs
+from upstream.simulator.refusals import Refusal
+from upstream.simulator.tokens import number, piece_of
+
+DEFAULT_TOKENS = 16
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class CompletionRequest(Sampling):
+    prompt: TokenIds | list[TokenIds] | str | list[str] | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
+    n: int = 1
+    max_tokens: int | None = DEFAULT_TOKENS
+    return_tokens_as_token_ids: bool | None = None
+
+
+def job(call: Call) -> Job:
+    """Understand a request. Raises Refusal."""
+    body = call.body
+    fields.check_body(body)
+    fields.check_logprobs(body, "logprobs")
+    if body.get("prompt") in (None, ""):
+        raise refusals.bad("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    request = fields.read(
+        CompletionRequest, {**body, "max_tokens": DEFAULT_TOKENS if body.get("max_tokens") is None else body["max_tokens"]}
+    )
+    model = call.model()
+    planned, refusal = call.planned(_ask(call, request))
+    transcript = Transcript(planned)
+    answer = CompletionAnswer(call, request, model, transcript)
+    return Job(transcript, answer, bool(request.stream), call.behaviour, fields.engine_refusal(request, request.logprobs) or refusal)
+
+
+def _ask(call: Call, request: CompletionRequest) -> Ask:
+    settings = call.settings
+    output_checked(request.max_tokens, "max_tokens", settings)
+    prompts = tuple(prompts_of(request.prompt))
+    for prompt in prompts:
+        context_checked(prompt.text, len(prompt.ids), settings)
+    room = settings.max_model_len - max((len(prompt.ids) for prompt in prompts), default=0)
+    limit = min(room, DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens)
+    fields.check_sampling(request, max(limit, 1) if request.echo else limit)
+    return Ask(
+        prompts,
+        limit,
+        n=request.n,
+        seed=request.seed,
+        stops=request.stops,
+        minimum=request.min_tokens,
+        ignore_end=request.ignore_eos,
+        forced=fields.constraint(request),
+        cache_salt=request.cache_salt or "",
+    )
+
+
+class CompletionAnswer:
+    """A completion's shapes. Choices are numbered prompt by prompt."""
+
+    def __init__(self, call: Call, request: CompletionRequest, model: str, transcript: Transcript) -> None:
+        self._settings = call.settings
+        self._request = request
+        self._transcript = transcript
+        self._head = {"id": f"cmpl-{call.request_id()}", "object": "text_completion", "created": now(), "model": model}
+        self._usage = usage.Wanted.of(request.stream_options, call.settings)
+        self._offsets = [0] * len(transcript.choices)
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def step(self, emissions: list[Emission]) -> Iterator[bytes]:
+        for emission in emissions:
+            yield self._event(emission)
+
+    def closing(self) -> Iterator[bytes]:
+        if self._usage.at_end:
+            totals = usage.present(usage.completion(self._transcript, self._settings))
+            yield _frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
+        yield DONE
+
+    def failure(self, refusal: Refusal) -> Iterable[bytes]:
+        return refusal.event(), DONE
+
+    def error_body(self, refusal: Refusal) -> Any:
+        return refusal.body()
+
+    def _event(self, emission: Emission) -> bytes:
+        at, said = emission.choice, self._transcript.choices[emission.choice]
+        first = len(said.tokens) <= 1
+        text = emission.token.text if emission.token else ""
+        pieces = [emission.token.piece] if emission.token else []
+        if first and self._request.echo:
+            prompt = self._prompt(at)
+            text, pieces = prompt.text + text, [*map(piece_of, prompt.ids), *pieces]
+        choice = {
+            "index": at,
+            "text": text,
+            "logprobs": self._logprobs(at, pieces, len(said.tokens) - 1),
+            "finish_reason": emission.finish,
+            "stop_reason": emission.stop,
+            "prompt_token_ids": self._prompt(at).ids if first and self._request.return_token_ids else None,
+            "token_ids": [number(emission.token.piece)] if emission.token and self._request.return_token_ids else None,
+        }
+        event = {**self._head, "choices": [choice]}
+        if self._usage.running:
+            event["usage"] = usage.counts(len(self._prompt(at).ids), len(said.tokens))
+        if emission.finish is not None and not self._usage.at_end:
+            event["system_fingerprint"] = fingerprint(self._settings)
+        return _frame(event)
+
+    def _prompt(self, at: int) -> Prompt:
+        return self._transcript.plan.prompts[at // self._request.n]
+
+    def _logprobs(self, at: int, pieces: list[str], place: int) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        offset = self._offsets[at]
+        self._offsets[at] += sum(map(len, pieces))
+        return completion_logprobs(pieces, place, offset, self._request.logprobs)
+
+    def body(self) -> dict[str, Any]:
+        return {
+            **self._head,
+            "choices": [self._choice(at, said) for at, said in enumerate(self._transcript.choices)],
+            "service_tier": None,
+            "system_fingerprint": fingerprint(self._settings),
+            "usage": usage.completion(self._transcript, self._settings),
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
+
+    def _choice(self, at: int, said: Said) -> dict[str, Any]:
+        prompt = self._prompt(at)
+        echoed = list(map(piece_of, prompt.ids)) if self._request.echo else []
+        return {
+            "index": at,
+            "text": (prompt.text if self._request.echo else "") + said.content,
+            "logprobs": self._logprobs(at, [*echoed, *(token.piece for token in said.tokens)], 0),
+            "finish_reason": said.finish,
+            "stop_reason": said.stop,
+            "token_ids": [number(token.piece) for token in said.tokens] if self._request.return_token_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": prompt.ids if self._request.return_token_ids else None,
+            "routed_experts": None,
+        }
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(event) + b"\n\n"

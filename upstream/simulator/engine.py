@@ -1,0 +1,182 @@
+"""Makes the planned tokens at the planned speed, and counts them.
+
+Owns what is in flight. The rule: whoever generates does so inside ``slot``, which gives the place back on every
+way out, and a wait is always ended by the client's leaving (a cancellation) or by the server's (``abort_all``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from upstream.simulator import refusals
+from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.flags import Start
+from upstream.simulator.meters import Meters
+from upstream.simulator.plan import Choice, Plan, Token
+from upstream.simulator.prefix_cache import PrefixCache
+
+DIED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One token of one choice, or none where a choice is ended from outside; ``finish`` is on the last."""
+
+    choice: int
+    token: Token | None
+    finish: str | None = None
+    stop: str | None = None
+
+
+class Slot:
+    """One request in flight: what it has made so far, and the wait that it is in."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.made = 0
+        self.cached = 0
+        self.finish: str | None = None
+        self.aborted = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    async def wait(self, seconds: float | None) -> None:
+        """Wait, for ever if ``seconds`` is None, or until ``abort``."""
+        if self.aborted:
+            return
+        loop = asyncio.get_running_loop()
+        self._waiting = loop.create_future()
+        timer = loop.call_later(seconds, _release, self._waiting) if seconds is not None else None
+        try:
+            await self._waiting
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self._waiting is not None:
+            _release(self._waiting)
+
+
+def _release(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+class Engine:
+    """All requests of one server."""
+
+    def __init__(self, start: Start) -> None:
+        self.meters = Meters()
+        self.draining = False
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._start = start
+        self._answered = 0
+        self._slots: set[Slot] = set()
+        self._cache = PrefixCache()
+
+    @contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """A place in the batch. Raises Refusal once the server is shutting down."""
+        if self.draining:
+            raise refusals.shut_down()
+        slot, began = Slot(), time.monotonic()
+        self._slots.add(slot)
+        self.idle.clear()
+        self.meters.running += 1
+        try:
+            yield slot
+        finally:
+            self._slots.discard(slot)
+            if not self._slots:
+                self.idle.set()
+            self.meters.running -= 1
+            self._settle(slot, time.monotonic() - began)
+
+    def _settle(self, slot: Slot, seconds: float) -> None:
+        self.meters.finished[slot.finish or "abort"] += 1
+        self.meters.whole.observe(seconds)
+        self.meters.generation_lengths.observe(slot.made)
+
+    def answered(self) -> None:
+        """A request has its answer, in full; some servers are told to die of it."""
+        self._answered += 1
+        if self._start.die_after_requests is not None and self._answered >= self._start.die_after_requests:
+            os._exit(DIED)
+
+    def abort_all(self) -> None:
+        """End every request where it stands: their choices finish with ``abort``."""
+        self.draining = True
+        self.awake.set()
+        for slot in self._slots:
+            slot.abort()
+
+    async def steps(self, slot: Slot, plan: Plan, behaviour: Behaviour) -> AsyncIterator[list[Emission]]:
+        """The answer, a step at a time: one token of each choice that has not ended. The first step may be empty.
+
+        Raises Refusal where the engine is told to fail.
+        """
+        began = time.monotonic()
+        await self.awake.wait()
+        await slot.wait(behaviour.time_to_first_token if behaviour.hang_after != 0 else None)
+        if not slot.aborted:
+            self._prefill(slot, plan, time.monotonic() - began)
+        yield []
+        for number in range(max((len(choice.tokens) for choice in plan.choices), default=0)):
+            await self._pace(slot, behaviour, number)
+            if slot.aborted or _reached(behaviour.abort_after, slot.made):
+                slot.finish = "abort"
+                yield [Emission(at, None, "abort") for at, choice in enumerate(plan.choices) if len(choice.tokens) > number]
+                return
+            if _reached(behaviour.error_after, slot.made):
+                slot.finish = "error"
+                raise refusals.engine_dead()
+            yield self._step(slot, plan.choices, number, behaviour)
+        slot.finish = slot.finish or "stop"
+
+    def _prefill(self, slot: Slot, plan: Plan, seconds: float) -> None:
+        slot.prompt_tokens = plan.prompt_tokens
+        slot.cached = sum(self._cache.admit(prompt.ids, plan.cache_salt) for prompt in plan.prompts)
+        self.meters.prompt_tokens += slot.prompt_tokens
+        self.meters.cache_queries += slot.prompt_tokens
+        self.meters.cache_hits += slot.cached
+        self.meters.queue.observe(0.0)
+        self.meters.prompt_lengths.observe(slot.prompt_tokens)
+        self.meters.first_token.observe(seconds)
+
+    async def _pace(self, slot: Slot, behaviour: Behaviour, number: int) -> None:
+        if _reached(behaviour.hang_after, slot.made):
+            await slot.wait(None)
+        elif number and behaviour.tokens_per_second:
+            await slot.wait(1 / behaviour.tokens_per_second)
+            self.meters.between_tokens.observe(1 / behaviour.tokens_per_second)
+        elif number:
+            await asyncio.sleep(0)
+
+    def _step(self, slot: Slot, choices: tuple[Choice, ...], number: int, behaviour: Behaviour) -> list[Emission]:
+        emissions = []
+        for at, choice in enumerate(choices):
+            if number < len(choice.tokens):
+                last = number == len(choice.tokens) - 1
+                emissions.append(Emission(at, choice.tokens[number], choice.finish if last else None, choice.stop if last else None))
+                self._made(slot, behaviour)
+                slot.finish = choice.finish if last else slot.finish
+        return emissions
+
+    def _made(self, slot: Slot, behaviour: Behaviour) -> None:
+        slot.made += 1
+        self.meters.generation_tokens += 1
+        if _reached(behaviour.die_after, slot.made) or _reached(self._start.die_after_tokens, self.meters.generation_tokens):
+            os._exit(DIED)
+
+
+def _reached(limit: int | None, made: int) -> bool:
+    return limit is not None and made >= limit

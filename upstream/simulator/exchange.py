@@ -1,0 +1,123 @@
+"""The story of one generation: headers, tokens, events, the end, or whatever the behaviour puts in its place.
+
+The rule: the client's leaving ends the work at once, in any state; it is learnt from the connection's loss, not
+by asking for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from upstream.simulator import refusals
+from upstream.simulator.engine import Engine, Slot
+from upstream.simulator.job import Job
+from upstream.simulator.journal import Entry
+from upstream.simulator.refusals import Refusal
+from upstream.simulator.wire import Cut, Wire
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@dataclass(slots=True)
+class Generation:
+    """An answer that is being made; an ASGI application for one request, which Starlette takes for a response."""
+
+    engine: Engine
+    job: Job
+    entry: Entry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._run(Wire(scope, send, self.job.behaviour, self.entry)))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        leaving.add_done_callback(lambda _: work.cancel())
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not leaving.done():
+                raise
+            self.entry.end("disconnected")
+        except Cut:
+            self.entry.end("cut")
+            await leaving
+        finally:
+            leaving.cancel()
+
+    async def _run(self, wire: Wire) -> None:
+        try:
+            with self.engine.slot() as slot:
+                await self._answer(slot, wire)
+        except Refusal as refusal:
+            await self._refuse(refusal, wire)
+        self.engine.answered()
+
+    async def _answer(self, slot: Slot, wire: Wire) -> None:
+        if self.job.behaviour.hang_before_headers:
+            await slot.wait(None)
+        if self.job.stream:
+            await self._stream(slot, wire)
+        else:
+            await self._whole(slot, wire)
+
+    async def _stream(self, slot: Slot, wire: Wire) -> None:
+        answer = self.job.answer
+        await wire.head(200, EVENT_STREAM)
+        try:
+            for event in answer.opening():
+                await wire.event(event)
+            self._check()
+            async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behaviour):
+                self.job.transcript.add(emissions, slot)
+                self._count(slot)
+                for event in answer.step(emissions):
+                    await wire.event(event)
+            for event in answer.closing():
+                await wire.event(event)
+        except Refusal as refusal:
+            slot.finish = "error"
+            await self._fail(refusal, wire)
+        await wire.end()
+        self.entry.end("finished")
+
+    async def _fail(self, refusal: Refusal, wire: Wire) -> None:
+        events = self.job.answer.failure(refusal)
+        if events is None:
+            wire.break_off()
+        for event in events or ():
+            await wire.event(event)
+
+    async def _whole(self, slot: Slot, wire: Wire) -> None:
+        self._check()
+        async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behaviour):
+            self.job.transcript.add(emissions, slot)
+            self._count(slot)
+        body = orjson.dumps(self.job.answer.body())
+        await self._send(200, body, wire)
+        self.entry.end("finished")
+
+    def _check(self) -> None:
+        """Raise what the engine says to the request, once it has begun."""
+        if self.job.behaviour.error_first:
+            raise refusals.engine_dead()
+        if self.job.refusal is not None:
+            raise self.job.refusal
+
+    def _count(self, slot: Slot) -> None:
+        self.entry.prompt_tokens, self.entry.completion_tokens = slot.prompt_tokens, slot.made
+
+    async def _refuse(self, refusal: Refusal, wire: Wire) -> None:
+        await self._send(refusal.status, orjson.dumps(self.job.answer.error_body(refusal)), wire)
+        self.entry.end("refused")
+
+    async def _send(self, status: int, body: bytes, wire: Wire) -> None:
+        await wire.head(status, "application/json", len(body))
+        await wire.event(body)
+        await wire.end()

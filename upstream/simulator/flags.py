@@ -1,0 +1,245 @@
+"""The command line: vLLM's own flags and the simulator's, read into one frozen value.
+
+Owns the parsing. vLLM's flags are accepted from its own table (``vllm_flags``); those that mean something here
+are in ``_MEANT``, the others are left aside. A flag that vLLM does not have fails with argparse's words, status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_args, get_type_hints
+
+import yaml
+
+from upstream.simulator import vllm_flags
+from upstream.simulator.behaviour import Behaviour
+
+REASONING_PARSERS: Final = tuple(
+    """
+    cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47 granite
+    granite_thinking_parser hf holo2 hunyuan_a13b hy_v3 hy_v4 inkling k2_horizon kimi_k2 kimi_k3 ling3 mimo minicpmv minimax_m2
+    minimax_m2_append_think minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 openai_gptoss plamo3 poolside_v1 qwen3 seed_oss
+    step3 step3p5
+    """.split()  # noqa: SIM905
+)
+TOOL_PARSERS: Final = tuple(
+    """
+    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
+    functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b hy_v3 hy_v4 inkling
+    internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5
+    minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder qwen3_json
+    qwen3_xml seed_oss step3 step3p5 xlam
+    """.split()  # noqa: SIM905
+)
+DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
+DEFAULT_CONTEXT: Final = 40960
+
+_SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class BadArguments(Exception):
+    """Arguments that vLLM takes apart and then refuses, with status 1: the text is vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter that is served under a name of its own."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How the process begins and ends: seconds, and counts over all requests."""
+
+    listen_after: float = 0.0
+    healthy_after: float = 0.0
+    failure: bool = False
+    die_after_tokens: int | None = None
+    die_after_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that the command line and the environment say."""
+
+    model: str
+    served: tuple[str, ...]
+    host: str
+    port: int
+    uds: str | None
+    api_keys: tuple[str, ...]
+    max_model_len: int
+    reasoning_parser: str | None
+    tool_parser: str | None
+    auto_tools: bool
+    prompt_tokens_details: bool
+    force_include_usage: bool
+    request_id_headers: bool
+    trust_chat_template: bool
+    thinks_by_default: bool
+    loras: tuple[Lora, ...]
+    sleeps: bool
+    shutdown_timeout: float
+    keep_alive: float
+    seed: int
+    start: Start
+    behaviour: Behaviour
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Read the arguments after ``vllm serve``.
+
+    Raises SystemExit(2) as argparse does for a flag that does not exist, and BadArguments where vLLM parses
+    the flags and then refuses them.
+    """
+    given = _parser().parse_args(_normalised(_with_config_file(argv)))
+    _check_parsers(given)
+    model = given.model_tag or given.model or DEFAULT_MODEL
+    keys = tuple(given.api_key or ([environ["VLLM_API_KEY"]] if environ.get("VLLM_API_KEY") else []))
+    template_defaults = json.loads(given.default_chat_template_kwargs or "{}")
+    return Settings(
+        model=model,
+        served=tuple(given.served_model_name or [model]),
+        host=given.host or "",
+        port=int(given.port or 8000),
+        uds=given.uds,
+        api_keys=keys,
+        max_model_len=_size(given.max_model_len),
+        reasoning_parser=given.reasoning_parser or None,
+        tool_parser=given.tool_call_parser,
+        auto_tools=bool(given.enable_auto_tool_choice),
+        prompt_tokens_details=bool(given.enable_prompt_tokens_details),
+        force_include_usage=bool(given.enable_force_include_usage),
+        request_id_headers=bool(given.enable_request_id_headers),
+        trust_chat_template=bool(given.trust_request_chat_template),
+        thinks_by_default=template_defaults.get("enable_thinking", True) is not False,
+        loras=tuple(_lora(text) for text in given.lora_modules or []),
+        sleeps=bool(given.enable_sleep_mode) and environ.get("VLLM_SERVER_DEV_MODE") == "1",
+        shutdown_timeout=float(given.shutdown_timeout or 0),
+        keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
+        seed=given.sim_seed,
+        start=_collected(Start, given),
+        behaviour=_collected(Behaviour, given),
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what vLLM's parser says, under the name that users typed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="vllm serve", allow_abbrev=False, description="A stand-in for `vllm serve`.", usage=argparse.SUPPRESS)
+    parser.add_argument("model_tag", nargs="?", help="the model's name; it is served under it unless --served-model-name says otherwise")
+    accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
+    for names, options in _VLLM_FORMS:
+        for name in sorted(names):
+            shorts = [short for short, long in vllm_flags.SHORT.items() if long == name]
+            accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
+    own = parser.add_argument_group("the simulator's settings")
+    own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
+    for kind in (Start, Behaviour):
+        _add_settings(own, kind)
+    return parser
+
+
+_VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
+    (vllm_flags.VALUES, {}),
+    (vllm_flags.LISTS, {"nargs": "+"}),
+    (vllm_flags.OPTIONAL, {"nargs": "?"}),
+    (vllm_flags.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
+    (vllm_flags.SWITCHES, {"action": "store_true"}),
+)
+
+
+def _add_settings(group: argparse._ArgumentGroup, kind: type[Any]) -> None:
+    """A flag for each field, by its type; its help is the field's."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        simple = next(part for part in get_args(hint) if part is not type(None)) if isinstance(hint, types.UnionType) else hint
+        form: dict[str, Any] = {"action": "store_true"} if simple is bool else {"type": simple}
+        group.add_argument(f"--sim-{field.name.replace('_', '-')}", default=field.default, help=field.metadata.get("help"), **form)
+
+
+def _collected(kind: type[Any], given: argparse.Namespace) -> Any:
+    return kind(**{field.name: getattr(given, f"sim_{field.name}") for field in dataclasses.fields(kind)})
+
+
+def _normalised(argv: Sequence[str]) -> list[str]:
+    """Underscores as dashes, ``-O3`` aside, and ``--some-config.key value`` as ``--some-config value`` (vLLM's forms)."""
+    return [_normal_flag(argument) for argument in argv if not re.fullmatch(r"-O[0-3]", argument)]
+
+
+def _normal_flag(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.split(".")[0].rstrip("+").replace("_", "-") + equals + value
+
+
+def _with_config_file(argv: Sequence[str]) -> list[str]:
+    """The flags of ``--config FILE`` (YAML) before those of the command line, which win."""
+    arguments = list(argv)
+    if "--config" not in arguments[:-1]:
+        return arguments
+    at = arguments.index("--config")
+    said = yaml.safe_load(Path(arguments[at + 1]).read_text()) or {}
+    rest = arguments[:at] + arguments[at + 2 :]
+    model = rest[:1] if rest and not rest[0].startswith("-") else [str(said.pop("model"))] if "model" in said else []
+    return [
+        *model,
+        *(part for name, value in said.items() for part in _as_arguments(name, value)),
+        *rest[len(model) if rest[:1] == model else 0 :],
+    ]
+
+
+def _as_arguments(name: str, value: object) -> list[str]:
+    flag = f"--{name}"
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _check_parsers(given: argparse.Namespace) -> None:
+    if given.enable_auto_tool_choice and not given.tool_call_parser:
+        raise BadArguments("TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser")
+    if given.enable_auto_tool_choice and given.tool_call_parser not in TOOL_PARSERS:
+        raise BadArguments(_unknown("tool call", given.tool_call_parser, TOOL_PARSERS))
+    if given.reasoning_parser and given.reasoning_parser not in REASONING_PARSERS:
+        raise BadArguments(_unknown("reasoning", given.reasoning_parser, REASONING_PARSERS))
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+    return f"KeyError: 'invalid {what} parser: {name} (chose from {{ {','.join(known)} }})'"
+
+
+def _size(text: str | None) -> int:
+    """vLLM's human-readable integers: 32k is 32,000 and 32K is 32,768; auto and -1 are the model's own."""
+    if text in (None, "auto", "-1"):
+        return DEFAULT_CONTEXT
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(text))
+    if found is None:
+        raise BadArguments(f"argument --max-model-len: invalid value: {text!r}")
+    return int(float(found[1]) * _SIZES.get(found[2], 1))
+
+
+def _lora(text: str) -> Lora:
+    if text.startswith("{"):
+        said = json.loads(text)
+        return Lora(said["name"], said["path"])
+    name, _, path = text.partition("=")
+    return Lora(name, path)

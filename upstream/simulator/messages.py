@@ -1,0 +1,305 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's shapes over a chat request (anthropic/ in vLLM 0.32).
+
+As in vLLM the request is turned into a chat request and then follows its rules; errors found by those rules are
+in Anthropic's shape, errors of the fields' types in OpenAI's.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field, field_validator
+
+from upstream.simulator import chat, fields
+from upstream.simulator.chat import Prepared
+from upstream.simulator.engine import Emission
+from upstream.simulator.fields import MOST_STOPS, Fields
+from upstream.simulator.job import Call, Job, Said, Transcript
+from upstream.simulator.plan import Kind, Token
+from upstream.simulator.refusals import Refusal
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class Turn(Fields):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessageTool(Fields):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Fields):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1024)
+
+
+class CountRequest(Fields):
+    model: str
+    messages: list[Turn]
+    system: str | list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _some_model(cls, model: str) -> str:
+        if not model:
+            raise ValueError("Model is required")
+        return model
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int
+    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: str | None = None
+    output_config: dict[str, Any] | None = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _positive(cls, count: int) -> int:
+        if count <= 0:
+            raise ValueError("max_tokens must be positive")
+        return count
+
+
+class MessagesRefusal(Refusal):
+    """A refusal that is shown in Anthropic's shape."""
+
+    def body(self) -> dict[str, Any]:
+        return self.messages_body()
+
+
+def job(call: Call) -> Job:
+    """Understand a request. Raises Refusal."""
+    request = fields.read(MessagesRequest, call.body)
+    prepared = _prepared(call, _as_chat(request))
+    planned, refusal = call.planned(prepared.ask)
+    transcript = Transcript(planned)
+    return Job(transcript, MessagesAnswer(prepared, transcript), bool(request.stream), call.behaviour, prepared.refusal or refusal)
+
+
+def count(call: Call) -> dict[str, Any]:
+    """The answer of count_tokens. Raises Refusal."""
+    request = fields.read(CountRequest, call.body)
+    tokens = len(_prepared(call, _as_chat(request)).ask.prompts[0].ids)
+    return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+
+
+def _prepared(call: Call, body: dict[str, Any]) -> Prepared:
+    inner = replace(call, body=body)
+    try:
+        return chat.prepare(inner, chat.read(inner))
+    except Refusal as refusal:
+        raise MessagesRefusal(refusal.message, refusal.status, refusal.kind, refusal.param) from refusal
+
+
+def _as_chat(request: CountRequest) -> dict[str, Any]:
+    """The chat request that vLLM makes of it."""
+    turns = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    turns += [turn for message in request.messages for turn in _turns(message)]
+    body: dict[str, Any] = {"model": request.model, "messages": turns, "chat_template_kwargs": request.chat_template_kwargs}
+    if request.tools is not None:
+        body["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools] or None
+        body["tool_choice"] = _choice(request.tool_choice)
+        body["parallel_tool_calls"] = not (request.tool_choice and request.tool_choice.disable_parallel_tool_use)
+    if request.thinking is not None and request.thinking.type == "disabled":
+        body["reasoning_effort"] = "none"
+    if isinstance(request, MessagesRequest):
+        body |= {"max_tokens": request.max_tokens, "max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+        body |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "cache_salt": request.cache_salt}
+        body |= _format((request.output_config or {}).get("format"))
+    return body
+
+
+def _format(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict) or not given.get("schema"):
+        return {}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": given["schema"]}}}
+
+
+def _function(tool: MessageTool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": {"type": "object", **tool.input_schema}}
+
+
+def _choice(choice: ToolChoice | None) -> Any:
+    if choice is None:
+        return "auto"
+    return _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
+
+
+def _turns(turn: Turn) -> list[dict[str, Any]]:
+    """A turn's tool results as messages of their own, then what else it says."""
+    blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    others = [block for block in blocks if block.get("type") != "tool_result"]
+    said = [{"role": "tool", "content": _text(block.get("content") or "")} for block in results]
+    return said + ([{"role": turn.role, "content": _text(others)}] if others else [])
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(_block_text(block) for block in content)
+
+
+def _block_text(block: dict[str, Any]) -> str:
+    if block.get("type") == "tool_use":
+        return f"{block.get('name')}({json.dumps(block.get('input'))})"
+    return str(block.get("text") or block.get("thinking") or f"<{block.get('type')}>")
+
+
+class MessagesAnswer:
+    """A message's shapes: named events, one content block open at a time."""
+
+    def __init__(self, prepared: Prepared, transcript: Transcript) -> None:
+        self._prepared = prepared
+        self._transcript = transcript
+        self._open: str | None = None
+        self._index = 0
+
+    @property
+    def _said(self) -> Said:
+        return self._transcript.choices[0]
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def step(self, emissions: list[Emission]) -> Iterator[bytes]:
+        if not emissions:
+            yield self._start()
+        for emission in emissions:
+            if emission.token is not None and emission.token.kind is not Kind.SILENT:
+                yield from self._shown(emission.token)
+
+    def closing(self) -> Iterator[bytes]:
+        yield from self._close()
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield _event({"type": "message_delta", "delta": delta, "usage": self._usage(self._transcript.completion_tokens)})
+        yield _event({"type": "message_stop"})
+
+    def failure(self, refusal: Refusal) -> Iterable[bytes]:
+        """vLLM fails to read its own error event here and says so, in pydantic's words, then ends."""
+        given = str(refusal.body())
+        shown = given if len(given) <= 78 else f"{given[:39]}...{given[-36:]}"
+        missing = "".join(
+            f"\n{name}\n  Field required [type=missing, input_value={shown}, input_type=dict]" for name in ("model", "choices")
+        )
+        message = f"2 validation errors for ChatCompletionStreamResponse{missing}"
+        return (_event({"type": "error", "error": {"type": "internal_error", "message": message}}),)
+
+    def error_body(self, refusal: Refusal) -> Any:
+        return refusal.messages_body()
+
+    def _start(self) -> bytes:
+        message: dict[str, Any] = {
+            "id": self._prepared.id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": self._prepared.model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(0),
+        }
+        return _event({"type": "message_start", "message": message})
+
+    def _usage(self, output: int) -> dict[str, int]:
+        return {"input_tokens": self._transcript.prompt_tokens, "output_tokens": output}
+
+    def _shown(self, token: Token) -> Iterator[bytes]:
+        if token.kind is Kind.CALL:
+            called = self._said.calls[-1]
+            yield from self._begin({"type": "tool_use", "id": called.id, "name": called.name, "input": {}})
+        elif token.kind is Kind.ARGUMENTS:
+            yield self._delta({"type": "input_json_delta", "partial_json": token.text})
+        elif token.kind is Kind.REASONING:
+            if self._open != "thinking":
+                yield from self._begin({"type": "thinking", "thinking": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": token.text})
+        else:
+            if self._open != "text":
+                yield from self._begin({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": token.text})
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._open = block["type"]
+        yield _event({"type": "content_block_start", "content_block": block, "index": self._index})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "delta": delta, "index": self._index})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": uuid.uuid4().hex})
+        yield _event({"type": "content_block_stop", "index": self._index})
+        self._open = None
+        self._index += 1
+
+    def _stop(self) -> tuple[str | None, str | None]:
+        said = self._said
+        if said.finish == "length":
+            return "max_tokens", None
+        if said.finish != "stop":
+            return None, None
+        if said.calls:
+            return "tool_use", None
+        return ("stop_sequence", said.stop) if said.stop is not None else ("end_turn", None)
+
+    def body(self) -> dict[str, Any]:
+        reason, sequence = self._stop()
+        answer = {
+            "id": self._prepared.id,
+            "type": "message",
+            "role": "assistant",
+            "content": list(self._blocks()) or [{"type": "text", "text": ""}],
+            "model": self._prepared.model,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._usage(self._transcript.completion_tokens),
+        }
+        return {name: member for name, member in answer.items() if member is not None}
+
+    def _blocks(self) -> Iterator[dict[str, Any]]:
+        said = self._said
+        if said.reasoning:
+            yield {"type": "thinking", "thinking": said.reasoning, "signature": uuid.uuid4().hex}
+        if said.content:
+            yield {"type": "text", "text": said.content}
+        for called in said.calls:
+            yield {"type": "tool_use", "id": called.id, "name": called.name, "input": _arguments(called.arguments)}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments as an object; those that the token limit cut short are none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

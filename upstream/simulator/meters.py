@@ -1,0 +1,128 @@
+"""What the simulator counts, and how /metrics shows it.
+
+Owns the counters. The rule: a prompt is counted when its first token is due, a generated token when it is made,
+so that the counters are the sum of the usage that was reported and of what broken-off requests had by then.
+Names and labels are vLLM's (v1/metrics/loggers.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+CONTENT_TYPE: Final = "text/plain; version=1.0.0; charset=utf-8"
+
+_SECONDS: Final = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+_TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Histogram:
+    """Counts by upper bound, cumulative when shown."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Meters:
+    """The counters of one server."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.cache_queries = 0
+        self.cache_hits = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0))
+        self.first_token = Histogram(_SECONDS)
+        self.between_tokens = Histogram(_SECONDS)
+        self.whole = Histogram(_SECONDS)
+        self.queue = Histogram(_SECONDS)
+        self.prompt_lengths = Histogram(_TOKENS)
+        self.generation_lengths = Histogram(_TOKENS)
+
+    def text(self, model: str) -> str:
+        """The Prometheus text format 1.0.0; ``model`` is the first served name."""
+        return "\n".join(self._lines('engine="0",model_name="' + _escaped(model) + '"')) + "\n"
+
+    def _lines(self, labels: str) -> Iterator[str]:
+        for name, kind, meaning, value in self._singles():
+            shown = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
+            yield from _headed(shown, kind, meaning)
+            yield f"{shown}{{{labels}}} {float(value)}"
+        yield from _headed("vllm:request_success_total", "counter", "Count of successfully processed requests.")
+        for reason, count in self.finished.items():
+            yield f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(count)}'
+        for name, meaning, histogram in self._histograms():
+            yield from _headed(f"vllm:{name}", "histogram", meaning)
+            yield from _histogram(f"vllm:{name}", labels, histogram)
+
+    def _singles(self) -> tuple[tuple[str, str, str, float], ...]:
+        return (
+            ("num_requests_running", "gauge", "Number of requests in model execution batches.", self.running),
+            ("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", 0),
+            ("kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", min(1.0, self.running / 1024)),
+            ("prefix_cache_queries", "counter", "Prefix cache queries, in terms of number of queried tokens.", self.cache_queries),
+            ("prefix_cache_hits", "counter", "Prefix cache hits, in terms of number of cached tokens.", self.cache_hits),
+            ("num_preemptions", "counter", "Cumulative number of preemption from the engine.", 0),
+            ("prompt_tokens", "counter", "Number of prefill tokens processed.", self.prompt_tokens),
+            ("generation_tokens", "counter", "Number of generation tokens processed.", self.generation_tokens),
+        )
+
+    def _histograms(self) -> tuple[tuple[str, str, Histogram], ...]:
+        return (
+            ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", self.first_token),
+            ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", self.between_tokens),
+            ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", self.whole),
+            ("request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", self.queue),
+            ("request_prompt_tokens", "Number of prefill tokens processed.", self.prompt_lengths),
+            ("request_generation_tokens", "Number of generation tokens processed.", self.generation_lengths),
+        )
+
+
+def _headed(name: str, kind: str, meaning: str) -> tuple[str, str]:
+    return f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"
+
+
+def _histogram(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
+    cumulative = 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        cumulative += count
+        shown = "+Inf" if bound == float("inf") else str(float(bound))
+        yield f'{name}_bucket{{{labels},le="{shown}"}} {float(cumulative)}'
+    yield f"{name}_count{{{labels}}} {float(cumulative)}"
+    yield f"{name}_sum{{{labels}}} {histogram.total}"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

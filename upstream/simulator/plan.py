@@ -1,0 +1,193 @@
+"""What a request will be answered with, decided in full before the first token is sent.
+
+Owns the reading of limits, stops and constraints into tokens. The rule: a pure function of the server's seed
+and of the request (``Ask``), so that the same request has the same answer, streamed or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from upstream.simulator import schema, tokens
+from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.words import Speaker, seed_of
+
+
+class Kind(Enum):
+    """What a token is part of. SILENT ones are counted and never shown."""
+
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    ARGUMENTS = auto()
+    SILENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token: ``text`` is what a client sees of it, ``piece`` is what the tokenizer calls it."""
+
+    kind: Kind
+    text: str
+    piece: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of ``n`` answers."""
+
+    tokens: tuple[Token, ...]
+    finish: str
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt."""
+
+    text: str
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of_text(cls, text: str) -> Prompt:
+        return cls(text, tuple(tokens.encode(text)))
+
+    @classmethod
+    def of_ids(cls, ids: list[int]) -> Prompt:
+        return cls(tokens.decode(ids), tuple(ids))
+
+
+def prompts_of(given: str | list[Any] | None) -> list[Prompt]:
+    """The prompts of a field that takes a text, texts, token ids, or lists of token ids."""
+    if not isinstance(given, list) or (given and isinstance(given[0], int)):
+        given = [] if given is None else [given]
+    return [Prompt.of_text(one) if isinstance(one, str) else Prompt.of_ids(one) for one in given]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called; ``parameters`` is a JSON schema."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request wants, whichever API it came by. ``limit`` is the most tokens of one choice."""
+
+    prompts: tuple[Prompt, ...]
+    limit: int
+    n: int = 1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    minimum: int = 0
+    ignore_end: bool = False
+    thinking: bool = False
+    forced: Callable[[Speaker], str] | None = None
+    calls: tuple[Tool, ...] = ()
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The prompts and, prompt by prompt, their choices."""
+
+    prompts: tuple[Prompt, ...]
+    choices: tuple[Choice, ...]
+    cache_salt: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+def plan(ask: Ask, behaviour: Behaviour, seed: int) -> Plan:
+    """Decide every token. Raises schema.Unmeetable where a constraint cannot be met."""
+    choices = (
+        _choice(ask, behaviour, Speaker(seed_of(seed, prompt.text, ask.seed, number))) for prompt in ask.prompts for number in range(ask.n)
+    )
+    return Plan(ask.prompts, tuple(choices), ask.cache_salt)
+
+
+def nothing(prompts: tuple[Prompt, ...]) -> Plan:
+    """The plan of a request that reads its prompts and generates nothing (embeddings, scores)."""
+    return Plan(prompts, ())
+
+
+def _choice(ask: Ask, behaviour: Behaviour, speaker: Speaker) -> Choice:
+    total = max(behaviour.tokens if behaviour.tokens is not None else speaker.between(24, 72), ask.minimum, 1)
+    if ask.ignore_end:
+        total = ask.limit + 1
+    thoughts = _thoughts(total, behaviour, speaker) if ask.thinking else []
+    return _limited(_stopped([*thoughts, *_said(ask, speaker, total - len(thoughts) - 1), _END], ask.stops), ask.limit)
+
+
+_END = Token(Kind.SILENT, "", tokens.END)
+
+
+def _thoughts(total: int, behaviour: Behaviour, speaker: Speaker) -> list[Token]:
+    count = behaviour.reasoning_tokens if behaviour.reasoning_tokens is not None else max(1, min(16, total // 3))
+    return [*_shown(Kind.REASONING, speaker.pieces(count)), Token(Kind.SILENT, "", tokens.THOUGHT)]
+
+
+def _said(ask: Ask, speaker: Speaker, count: int) -> list[Token]:
+    if ask.calls:
+        return [token for tool in ask.calls for token in _call(tool, speaker)]
+    if ask.forced is not None:
+        return _shown(Kind.CONTENT, tokens.pieces(ask.forced(speaker)))
+    return _shown(Kind.CONTENT, speaker.pieces(max(count, 0)))
+
+
+def _shown(kind: Kind, pieces: list[str]) -> list[Token]:
+    return [Token(kind, piece, piece) for piece in pieces]
+
+
+def _call(tool: Tool, speaker: Speaker) -> list[Token]:
+    """A call as a model writes it: markup that nobody sees, the name, the arguments in Python's JSON spacing."""
+    arguments = json.dumps(schema.instance(tool.parameters, speaker), ensure_ascii=False)
+    return [
+        Token(Kind.SILENT, "", "<tool_call>"),
+        Token(Kind.CALL, tool.name, tool.name),
+        *_shown(Kind.ARGUMENTS, tokens.pieces(arguments)),
+        Token(Kind.SILENT, "", "</tool_call>"),
+    ]
+
+
+def _limited(choice: Choice, limit: int) -> Choice:
+    return choice if len(choice.tokens) <= limit else Choice(choice.tokens[:limit], "length")
+
+
+def _stopped(said: list[Token], stops: tuple[str, ...]) -> Choice:
+    """End at the stop string that is complete first; the tokens up to its last are counted."""
+    content = "".join(token.text for token in said if token.kind is Kind.CONTENT)
+    found = [(content.find(stop) + len(stop), stop) for stop in stops if stop in content]
+    if not found:
+        return Choice(tuple(said), "stop")
+    end, stop = min(found)
+    return Choice(tuple(_shortened(said[: _tokens_until(said, end)], end - len(stop))), "stop", stop)
+
+
+def _tokens_until(said: list[Token], end: int) -> int:
+    """How many tokens it takes to say ``end`` characters of content."""
+    length = 0
+    for at, token in enumerate(said):
+        length += len(token.text) if token.kind is Kind.CONTENT else 0
+        if length >= end:
+            return at + 1
+    return len(said)
+
+
+def _shortened(said: list[Token], keep: int) -> list[Token]:
+    """Show only the first ``keep`` characters of the content."""
+    kept: list[Token] = []
+    for token in said:
+        if token.kind is Kind.CONTENT:
+            shown, keep = token.text[:keep], max(0, keep - len(token.text))
+            token = Token(Kind.CONTENT if shown else Kind.SILENT, shown, token.piece)
+        kept.append(token)
+    return kept

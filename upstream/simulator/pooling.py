@@ -1,0 +1,188 @@
+"""The routes of pooling models: embeddings, scores, ranks, classes (entrypoints/pooling in vLLM 0.32).
+
+Vectors and scores are drawn from the seed and the texts, so that the same text has the same vector.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import random
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from upstream.simulator import fields, refusals, usage
+from upstream.simulator.engine import Emission
+from upstream.simulator.fields import Fields
+from upstream.simulator.job import Call, Job, Transcript, context_checked, now
+from upstream.simulator.plan import Prompt, nothing, prompts_of
+from upstream.simulator.refusals import Refusal
+from upstream.simulator.words import seed_of
+
+DIMENSIONS = 16
+LABELS = ("negative", "positive")
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+Scored = str | dict[str, Any]
+
+
+class TextRequest(Fields):
+    input: TokenIds | list[TokenIds] | str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    dimensions: int | None = None
+
+
+class RerankRequest(Fields):
+    query: Scored
+    documents: Scored | list[Scored]
+    top_n: int = Field(0, ge=0)
+
+
+class ScoreRequest(Fields):
+    text_1: Scored | list[Scored] | None = None
+    text_2: Scored | list[Scored] | None = None
+    queries: Scored | list[Scored] | None = None
+    documents: Scored | list[Scored] | None = None
+    items: Scored | list[Scored] | None = None
+
+
+@dataclass(slots=True)
+class Ready:
+    """An answer that needs no tokens: it is whole as soon as the prompt has been read."""
+
+    answer: dict[str, Any]
+
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def step(self, _emissions: list[Emission]) -> Iterable[bytes]:
+        return ()
+
+    def closing(self) -> Iterable[bytes]:
+        return ()
+
+    def failure(self, _refusal: Refusal) -> None:
+        return None
+
+    def body(self) -> dict[str, Any]:
+        return self.answer
+
+    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+        return refusal.body()
+
+
+def embeddings(call: Call) -> Job:
+    request, prompts = _texts(call)
+    size = request.dimensions or DIMENSIONS
+    shown = [
+        {"index": at, "object": "embedding", "embedding": _shown(_vector(call, prompt, size), request)} for at, prompt in enumerate(prompts)
+    ]
+    return _job(call, prompts, {**_head(call, "embd"), "data": shown})
+
+
+def pooling(call: Call) -> Job:
+    request, prompts = _texts(call)
+    shown = [
+        {"index": at, "object": "pooling", "data": _shown(_vector(call, prompt, DIMENSIONS), request)} for at, prompt in enumerate(prompts)
+    ]
+    return _job(call, prompts, {**_head(call, "pooling"), "data": shown})
+
+
+def classify(call: Call) -> Job:
+    _, prompts = _texts(call)
+    return _job(
+        call, prompts, {**_head(call, "classify"), "data": [_classified(at, _draw(call, prompt.text)) for at, prompt in enumerate(prompts)]}
+    )
+
+
+def _classified(at: int, positive: float) -> dict[str, Any]:
+    return {"index": at, "label": LABELS[positive >= 0.5], "probs": [1 - positive, positive], "num_classes": len(LABELS)}
+
+
+def score(call: Call) -> Job:
+    request = fields.read(ScoreRequest, call.body)
+    first = _listed(request.text_1 if request.text_1 is not None else request.queries)
+    given = (option for option in (request.text_2, request.documents, request.items) if option is not None)
+    second = _listed(next(given, None))
+    if not first or not second:
+        raise refusals.plain("At least one text element must be given" if first else "At least one text_pair element must be given")
+    if len(first) not in (1, len(second)):
+        raise refusals.plain("Input lengths must be either 1:1, 1:N or N:N")
+    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    shown = [{"index": at, "object": "score", "score": _draw(call, *pair)} for at, pair in enumerate(pairs)]
+    return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_head(call, "score"), "data": shown})
+
+
+def rerank(call: Call) -> Job:
+    request = fields.read(RerankRequest, call.body)
+    query, documents = _text(request.query), _listed(request.documents)
+    prompts = [Prompt.of_text(query + document) for document in documents]
+    results = [
+        {"index": at, "document": {"text": document, "multi_modal": None}, "relevance_score": _draw(call, query, document)}
+        for at, document in enumerate(documents)
+    ]
+    results.sort(key=_relevance, reverse=True)
+    tokens = sum(len(prompt.ids) for prompt in prompts)
+    head = {"id": f"rerank-{call.request_id()}", "model": call.model()}
+    answer = {**head, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}, "results": results[: request.top_n or None]}
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+
+
+def _relevance(result: dict[str, Any]) -> float:
+    return float(result["relevance_score"])
+
+
+def _texts(call: Call) -> tuple[TextRequest, list[Prompt]]:
+    request = fields.read(TextRequest, call.body)
+    if request.input is None and request.messages is None:
+        missing = {"type": "missing", "loc": ("input",), "msg": "Field required", "input": call.body}
+        raise refusals.malformed([missing], ("body",))
+    if request.messages is not None:
+        return request, [Prompt.of_text("\n".join(_text(message.get("content") or "") for message in request.messages))]
+    return request, prompts_of(request.input)
+
+
+def _listed(given: Scored | list[Scored] | None) -> list[str]:
+    return [_text(one) for one in given] if isinstance(given, list) else [] if given is None else [_text(given)]
+
+
+def _text(given: Any) -> str:
+    if isinstance(given, dict):
+        return "\n".join(str(part.get("text", "")) for part in given.get("content", []))
+    return given if isinstance(given, str) else "\n".join(str(part.get("text", "")) for part in given)
+
+
+def _head(call: Call, prefix: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{call.request_id()}", "object": "list", "created": now(), "model": call.model()}
+
+
+def _job(call: Call, prompts: list[Prompt], answer: dict[str, Any]) -> Job:
+    answer["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+
+
+def _transcript(call: Call, prompts: list[Prompt]) -> Transcript:
+    for prompt in prompts:
+        context_checked(prompt.text, len(prompt.ids), call.settings)
+    return Transcript(nothing(tuple(prompts)))
+
+
+def _draw(call: Call, *texts: str) -> float:
+    return seed_of(call.settings.seed, *texts) % 10**6 / 10**6
+
+
+def _vector(call: Call, prompt: Prompt, size: int) -> list[float]:
+    """A vector of length one."""
+    draw = random.Random(seed_of(call.settings.seed, prompt.text))  # noqa: S311  determinism is the point
+    raw = [draw.gauss(0, 1) for _ in range(size)]
+    length = math.hypot(*raw)
+    return [value / length for value in raw]
+
+
+def _shown(vector: list[float], request: TextRequest) -> list[float] | str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if request.encoding_format == "base64" else vector

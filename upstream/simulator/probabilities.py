@@ -1,0 +1,43 @@
+"""Log probabilities: invented, the same for the same token at the same place, and ordered as they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from upstream.simulator.tokens import number
+from upstream.simulator.words import WORDS, seed_of
+
+Ranked = list[tuple[str, float]]
+
+
+def ranked(piece: str, at: int, count: int) -> Ranked:
+    """The token itself, then ``count - 1`` others with falling probability; at least the token itself."""
+    draw = seed_of(piece, at)
+    logprob = -(draw % 997) / 1000
+    others = ((" " + WORDS[(draw + rank) % len(WORDS)], logprob - rank - 0.25) for rank in range(1, count))
+    return [(piece, logprob), *others]
+
+
+def chat_entry(piece: str, at: int, count: int, *, as_ids: bool = False) -> dict[str, Any]:
+    """One element of a chat choice's ``logprobs.content``."""
+    entries = [_entry(f"token_id:{number(name)}" if as_ids else name, logprob) for name, logprob in ranked(piece, at, count)]
+    return {**entries[0], "top_logprobs": entries[:count]}
+
+
+def _entry(name: str, logprob: float) -> dict[str, Any]:
+    return {"token": name, "logprob": logprob, "bytes": list(name.encode("utf-8", "replace"))}
+
+
+def completion_logprobs(pieces: list[str], at: int, offset: int, count: int) -> dict[str, Any]:
+    """A completion choice's ``logprobs`` for some tokens; ``at`` and ``offset`` are where the first of them stands."""
+    each = [ranked(piece, at + number, max(count, 1)) for number, piece in enumerate(pieces)]
+    offsets = []
+    for piece in pieces:
+        offsets.append(offset)
+        offset += len(piece)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [entries[0][1] for entries in each],
+        "tokens": pieces,
+        "top_logprobs": [dict(entries) for entries in each],
+    }

@@ -1,0 +1,102 @@
+"""What vLLM says when it does not do as asked: statuses, shapes and words.
+
+Owns the error bodies (serve/exception_handling and the request models of vLLM 0.32). A ``Refusal`` is raised
+where the fault is seen and rendered once, by whoever holds the answer: as a status, or as an event of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from pydantic_core import ErrorDetails
+
+ENGINE_DEAD: Final = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+OVERLOADED: Final = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+
+_MOST_ERRORS = 10
+_MOST_CHARACTERS = 200
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: ``status``, and what the error object holds."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "BadRequestError", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+    def event(self) -> bytes:
+        """As a chat or completions stream shows it; vLLM's ``json.dumps`` leaves spaces here and nowhere else."""
+        return b"data: " + json.dumps(self.body()).encode() + b"\n\n"
+
+    def messages_body(self) -> dict[str, Any]:
+        """As /v1/messages shows it."""
+        return {"type": "error", "error": {"type": self.kind, "message": self.message}}
+
+
+def bad(message: str, param: str | None = None, value: object = None) -> Refusal:
+    """vLLM's VLLMValidationError, which writes its parameter and value behind the message."""
+    extras = [f"{name}={given}" for name, given in (("parameter", param), ("value", value)) if given is not None]
+    return Refusal(f"{message} ({', '.join(extras)})" if extras else message, param=param)
+
+
+def plain(message: str, param: str | None = None) -> Refusal:
+    """A BadRequestError whose message has nothing behind it."""
+    return Refusal(message, param=param)
+
+
+def status(code: int) -> Refusal:
+    """A refusal by status alone, in vLLM's words for an HTTP error."""
+    phrase = HTTPStatus(code).phrase
+    return Refusal(OVERLOADED if code == 503 else phrase, code, phrase)
+
+
+def engine_dead() -> Refusal:
+    return Refusal(ENGINE_DEAD, 500, "InternalServerError")
+
+
+def shut_down() -> Refusal:
+    return Refusal("cannot schedule new futures after shutdown", 500, "InternalServerError")
+
+
+def unknown_model(name: object, served: Iterable[str]) -> Refusal:
+    return Refusal(f"The model `{name}` does not exist. Valid aliases: {', '.join(served)}.", 404, "NotFoundError", "model")
+
+
+def wrong_content_type() -> Refusal:
+    return Refusal("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, "Bad Request")
+
+
+def bad_json(error: json.JSONDecodeError) -> Refusal:
+    detail = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}, "ctx": {"error": error.msg}}
+    return malformed([detail])
+
+
+def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str, ...] = ()) -> Refusal:
+    """Wrong types and missing fields: pydantic's errors, listed as vLLM lists them (handlers/validation.py)."""
+    listed = [_readable(error, prefix) for error in errors[:_MOST_ERRORS]]
+    label = "error" if len(errors) == 1 else "errors"
+    lines = [f"{len(errors)} validation {label}:", *(f"  {error}" for error in listed)]
+    if len(errors) > len(listed):
+        lines.append(f"  ...and {len(errors) - len(listed)} more {label}")
+    return Refusal("\n".join(lines), 400, "Bad Request", listed[0]["loc"])
+
+
+def _readable(error: ErrorDetails | dict[str, Any], prefix: tuple[str, ...]) -> dict[str, Any]:
+    return {**error, "loc": ".".join(map(str, (*prefix, *error["loc"]))), "input": _summary(error.get("input"))}
+
+
+def _summary(value: object) -> object:
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_CHARACTERS else value[:_MOST_CHARACTERS] + "...[truncated]"
+    if isinstance(value, list | dict):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    return str(value)[:_MOST_CHARACTERS]

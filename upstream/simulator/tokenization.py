@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize (entrypoints/serve/tokenize in vLLM 0.32)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from upstream.simulator import chat, fields, tokens
+from upstream.simulator.fields import Fields
+from upstream.simulator.job import Call
+
+
+class TokenizeRequest(Fields):
+    prompt: str
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(chat.ChatRequest):
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(Fields):
+    tokens: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
+
+
+def tokenize(call: Call) -> dict[str, Any]:
+    """The ids of a prompt, or of messages as the chat template renders them. Raises Refusal."""
+    call.model()
+    text, wants_strings = _chat_text(call) if "messages" in call.body else _text(call)
+    pieces = tokens.pieces(text)
+    return {
+        "count": len(pieces),
+        "max_model_len": call.settings.max_model_len,
+        "tokens": [tokens.number(piece) for piece in pieces],
+        "token_strs": pieces if wants_strings else None,
+    }
+
+
+def _text(call: Call) -> tuple[str, bool]:
+    request = fields.read(TokenizeRequest, call.body)
+    return request.prompt, bool(request.return_token_strs)
+
+
+def _chat_text(call: Call) -> tuple[str, bool]:
+    request = fields.read(TokenizeChatRequest, call.body)
+    return chat.rendered(call, request), bool(request.return_token_strs)
+
+
+def detokenize(call: Call) -> dict[str, Any]:
+    """The text of ids. Raises Refusal."""
+    request = fields.read(DetokenizeRequest, call.body)
+    call.model()
+    return {"prompt": tokens.decode(request.tokens)}

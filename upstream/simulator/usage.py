@@ -1,0 +1,74 @@
+"""The usage objects, and when a stream carries them.
+
+Owns vLLM's semantics: a usage event at the end with ``include_usage``, on every event with
+``continuous_usage_stats`` or ``--enable-force-include-usage``; details only behind their flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from upstream.simulator.fields import StreamOptions
+from upstream.simulator.flags import Settings
+from upstream.simulator.job import Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where a stream carries usage."""
+
+    at_end: bool
+    running: bool
+
+    @classmethod
+    def of(cls, options: StreamOptions | None, settings: Settings) -> Wanted:
+        if settings.force_include_usage:
+            return cls(at_end=True, running=True)
+        at_end = options is not None and bool(options.include_usage)
+        return cls(at_end=at_end, running=at_end and options is not None and bool(options.continuous_usage_stats))
+
+
+def counts(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+def chat(transcript: Transcript, settings: Settings) -> dict[str, Any]:
+    """The totals of a chat answer, every member present."""
+    details = {"cached_tokens": transcript.cached, "created_cache_tokens": 0, "multimodal_tokens": None}
+    return {
+        **counts(transcript.prompt_tokens, transcript.completion_tokens),
+        "prompt_tokens_details": details if settings.prompt_tokens_details else None,
+        "completion_tokens_details": _completion_details(transcript.reasoning_tokens, settings),
+    }
+
+
+def running_chat(transcript: Transcript, at: int, settings: Settings) -> dict[str, Any]:
+    """One choice's usage so far."""
+    said = transcript.choices[at]
+    details = _completion_details(said.reasoning_tokens, settings)
+    return {**counts(transcript.prompt_tokens, len(said.tokens)), "completion_tokens_details": details}
+
+
+def completion(transcript: Transcript, settings: Settings) -> dict[str, Any]:
+    """The totals of a completion, every member present."""
+    details = {"cached_tokens": transcript.cached, "created_cache_tokens": None, "multimodal_tokens": None}
+    return {
+        **counts(transcript.prompt_tokens, transcript.completion_tokens),
+        "prompt_tokens_details": details if settings.prompt_tokens_details else None,
+        "completion_tokens_details": None,
+    }
+
+
+def pooled(prompt: int) -> dict[str, Any]:
+    """The usage of a request that generates nothing."""
+    return {**counts(prompt, 0), "prompt_tokens_details": None, "completion_tokens_details": None}
+
+
+def present(value: dict[str, Any]) -> dict[str, Any]:
+    """Without the members that are null, at any depth (pydantic's exclude_none)."""
+    return {name: present(member) if isinstance(member, dict) else member for name, member in value.items() if member is not None}
+
+
+def _completion_details(reasoning: int, settings: Settings) -> dict[str, int] | None:
+    return {"reasoning_tokens": reasoning} if settings.reasoning_parser is not None else None

@@ -1,0 +1,85 @@
+"""The way out: an answer's bytes, cut, chunked and broken off as the behaviour says.
+
+Owns what is sent. The rule: after a cut nothing is sent any more, and the connection is closed without the end
+of the body, as a process that dies leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import Scope, Send
+
+from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.journal import Entry
+
+
+class Cut(Exception):
+    """The connection is closed on purpose; the answer ends here."""
+
+
+class Wire:
+    """One answer on its way to one client."""
+
+    def __init__(self, scope: Scope, send: Send, behaviour: Behaviour, entry: Entry) -> None:
+        self._transport: asyncio.Transport = scope["state"]["transport"]
+        self._send = send
+        self._behaviour = behaviour
+        self._entry = entry
+        self._held = b""
+
+    async def head(self, status: int, content_type: str, length: int | None = None) -> None:
+        """Send the status and the headers; without a length the body is chunked. Raises Cut."""
+        if self._behaviour.cut_before_headers:
+            self._cut()
+        headers = [(b"content-type", content_type.encode())]
+        if length is not None:
+            headers.insert(0, (b"content-length", str(length).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if self._behaviour.cut_after == 0 or self._behaviour.cut_bytes == 0:
+            await self._body(b"")
+            self._cut()
+
+    async def event(self, event: bytes) -> None:
+        """Send one event (or a whole body). Raises Cut."""
+        limit = self._behaviour.cut_bytes
+        sent = self._entry.bytes_sent + len(self._held)
+        if limit is not None and sent + len(event) >= limit:
+            await self._out(event[: limit - sent], flush=True)
+            self._cut()
+        self._entry.events_sent += 1
+        last = self._behaviour.cut_after is not None and self._entry.events_sent >= self._behaviour.cut_after
+        await self._out(event, flush=last)
+        if last:
+            self._cut()
+
+    async def end(self) -> None:
+        """Send the end of the body."""
+        await self._out(b"", flush=True)
+        await self._body(b"", more=False)
+
+    async def _out(self, data: bytes, *, flush: bool) -> None:
+        """Send at once, or in pieces of ``chunk_bytes`` across the events' ends; what fills no piece waits."""
+        size = self._behaviour.chunk_bytes
+        if not size:
+            await self._body(data)
+            return
+        self._held += data
+        while len(self._held) >= size or (flush and self._held):
+            piece, self._held = self._held[:size], self._held[size:]
+            await self._body(piece)
+            await asyncio.sleep(0)
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        if data or not more:
+            self._entry.bytes_sent += len(data)
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def break_off(self) -> None:
+        """Close the connection in the middle. What was written still goes out."""
+        self._cut()
+
+    def _cut(self) -> Any:
+        self._transport.close()
+        raise Cut
