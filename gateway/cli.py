@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -60,12 +60,12 @@ def _application() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_root)
-    for command in (serve, check, schema, demo):
-        app.command()(command)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
     keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
-    for name, made in {"new": keys_new, "hash": keys_hash, "verify": keys_verify}.items():
-        keys.command(name)(made)
+    for name, command in _KEYS_COMMANDS.items():
+        keys.command(name)(command)
     app.add_typer(keys, name="keys")
     return app
 
@@ -124,7 +124,8 @@ def simulate(context: typer.Context) -> int:
 def check(file: ConfigFile) -> int:
     """Say what is wrong with a configuration.
 
-    Every problem is one line, `file:line: path: message`; so is every setting that has no effect yet. Secrets it refers to are looked up as `serve` would. Exits with 2 when there are problems.
+    Every problem is one line, `file:line: path: message`; so is every setting that has no effect yet.
+    Secrets it refers to are looked up as `serve` would. Exits with 2 when there are problems.
     """
     from gateway.config import ConfigurationError, load, notes
 
@@ -138,11 +139,12 @@ def check(file: ConfigFile) -> int:
     return 0
 
 
-def schema() -> None:
+def schema() -> int:
     """Print the configuration's JSON Schema, for editors."""
     from gateway.config import schema as json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+    return 0
 
 
 def keys_new(
@@ -277,3 +279,7 @@ def _print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
 def _say_error(message: str, code: int) -> int:
     typer.echo(f"{_NAME}: {' '.join(message.split())}", err=True)
     return code
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {"serve": serve, "check": check, "schema": schema, "demo": demo}
+_KEYS_COMMANDS: dict[str, Callable[..., int]] = {"new": keys_new, "hash": keys_hash, "verify": keys_verify}

@@ -15,6 +15,7 @@ from typing import Any
 from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
 from gateway.config.source import Source
+from upstream import vllm
 
 _ORIGINS = ("launch", "servers", "discover")
 _WILDCARD_HOSTS = {"0.0.0.0", "::", ""}  # noqa: S104  compared, not bound
@@ -162,6 +163,20 @@ def _replica(replica: Place) -> Iterator[Problem]:
         yield replica.problem("expected the numbers of this replica's GPUs, each once")
 
 
+def _launch_settings(draft: Draft) -> Iterator[Problem]:
+    """What the builder of the server's command line would refuse."""
+    for model in draft.models:
+        launch = model.get("launch")
+        args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
+        gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
+        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus))
+        for wrong in vllm.problems(settings):
+            place, message = wrong.split(": ", 1)
+            section, _, name = place.partition(".")
+            written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)
+            yield launch.get(*((section, written) if written else (section,))).problem(message)
+
+
 def _launched_loras(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         for lora in model.each("loras"):
@@ -284,6 +299,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _one_origin,
     _one_discovery,
     _gpus,
+    _launch_settings,
     _launched_loras,
     _body_fields,
     _fallbacks,

@@ -48,7 +48,8 @@ CASES: dict[str, tuple[bytes, int, str, str | None]] = {
     "a model out of scope": (request(chat(model="secret"), token=NARROW), 404, "model_not_found", "model"),
     "its alias": (request(chat(model="hush"), token=NARROW), 404, "model_not_found", "model"),
     "extra_body out of scope": (request(chat(extra_body={"model": "secret"}), token=NARROW), 404, "model_not_found", "model"),
-    "?model= decides nothing": (request(chat(model="secret"), "/v1/chat/completions?model=tiny", token=NARROW), 404, "model_not_found", "model"),
+    "?model= decides nothing": (
+        request(chat(model="secret"), "/v1/chat/completions?model=tiny", token=NARROW), 404, "model_not_found", "model"),
     "a duplicate model": (request(b'{"model":"tiny","\\u006dodel":"secret"}', token=NARROW), 404, "model_not_found", "model"),
     "no JSON": (request(b"hello"), 400, "invalid_json", None),
     "an empty body": (request(b""), 400, "invalid_json", None),

@@ -74,11 +74,20 @@ def board() -> Iterator[Board]:
         made.close()
 
 
+@contextmanager
+def _nowhere() -> Iterator[int]:
+    fd = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 @asynccontextmanager
 async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, **state: Any) -> AsyncIterator[Served]:
     """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
-    with board() as counts, fleet() as servers, open(os.devnull, "wb") as nowhere:
-        log = AccessLog(nowhere.fileno())
+    with board() as counts, fleet() as servers, _nowhere() as nowhere:
+        log = AccessLog(nowhere)
         relay = Relay(State(1, tuple(keys or [key()]), tuple(models), **state), fleet=servers, metrics=RelayMetrics(counts), log=log)
         if up:
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
@@ -109,5 +118,5 @@ async def _ticking(relay: Relay) -> None:
 async def until(condition: Any, seconds: float = 10.0) -> None:
     """Wait for a condition. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # anything may be waited for
             await asyncio.sleep(0.002)

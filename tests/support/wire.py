@@ -17,12 +17,23 @@ COMPLETION = (
     b'{"role":"assistant","content":"say \\"usage\\":{\\"prompt_tokens\\":99} \xe4\xbd\xa0\xf0\x9f\x8c\x8d"},"logprobs":null,'
     b'"finish_reason":"stop"}],"service_tier":null,' + USAGE + b',"prompt_logprobs":null,"kv_transfer_params":null}'
 )
-ROLE = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
-HELLO = 'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"你好 \\r\\n data: [DONE]"},"finish_reason":null}]}\n\n'.encode()
-STOP = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}\n\n'
-)
-COUNT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[],' + USAGE + b"}\n\n"
+_CHUNK = '{"id":"chatcmpl-1","object":"chat.completion.chunk","choices":'
+
+
+def event(choices: str, rest: str = "") -> bytes:
+    """A chunk as an event."""
+    return f"data: {_CHUNK}{choices}{rest}}}\n\n".encode()
+
+
+def delta(text: str, finish: str = "null") -> bytes:
+    """A chunk with one choice's delta."""
+    return event(f'[{{"index":0,"delta":{text},"finish_reason":{finish}}}]')
+
+
+ROLE = delta('{"role":"assistant","content":""}')
+HELLO = delta('{"content":"你好 \\r\\n data: [DONE]"}')
+STOP = delta('{"content":""}', '"stop"')
+COUNT = event("[]", "," + USAGE.decode())
 DONE = b"data: [DONE]\n\n"
 EVENTS = (ROLE, HELLO, STOP, COUNT, DONE)
 SHOWN = (ROLE, HELLO, STOP, DONE)

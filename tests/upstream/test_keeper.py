@@ -187,8 +187,7 @@ def test_the_server_is_not_told_to_ignore_signals(keep: Callable[..., Kept]) -> 
 def test_the_server_holds_no_end_of_the_socket(keep: Callable[..., Kept]) -> None:
     kept = keep("sleep", "600")
     pid = kept.begin()
-    until(lambda: is_called("sleep", pid))
-    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    until(lambda: is_called("sleep", pid) and sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"])
 
 
 def test_the_server_dies_with_a_killed_keeper(keep: Callable[..., Kept]) -> None:

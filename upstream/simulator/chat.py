@@ -317,7 +317,7 @@ class ChatAnswer:
         if token is None or token.kind is Kind.SILENT:
             return None if self._parses else {"content": ""}
         if token.kind is Kind.CONTENT:
-            return {"content": token.text}
+            return {"content": token.text, "reasoning": None} if self._hides else {"content": token.text}
         if token.kind is Kind.REASONING:
             return {"reasoning": token.text} if self._request.include_reasoning else None
         place = len(said.calls) - 1

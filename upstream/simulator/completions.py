@@ -109,13 +109,14 @@ class CompletionAnswer:
         if first and self._request.echo:
             prompt = self._prompt(at)
             text, pieces = prompt.text + text, [*map(piece_of, prompt.ids), *pieces]
+        shows_prompt = first and (self._request.echo or self._request.return_token_ids)
         choice = {
             "index": at,
             "text": text,
             "logprobs": self._logprobs(at, pieces, len(said.tokens) - 1),
             "finish_reason": emission.finish,
             "stop_reason": emission.stop,
-            "prompt_token_ids": self._prompt(at).ids if first and self._request.return_token_ids else None,
+            "prompt_token_ids": self._prompt(at).ids if shows_prompt else None,
             "token_ids": [number(emission.token.piece)] if emission.token and self._request.return_token_ids else None,
         }
         event = {**self._head, "choices": [choice]}

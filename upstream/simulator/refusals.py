@@ -7,6 +7,7 @@ where the fault is seen and rendered once, by whoever holds the answer: as a sta
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -16,6 +17,8 @@ from pydantic_core import ErrorDetails
 ENGINE_DEAD: Final = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 OVERLOADED: Final = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 
+# pydantic's names for the branches of a union, which are no part of a field's place.
+_INTERNAL = re.compile(r"[\[\]{}()]|^(?:str|int|float|bool|list|dict|none|constrained-.*)$", re.IGNORECASE)
 _MOST_ERRORS = 10
 _MOST_CHARACTERS = 200
 
@@ -91,7 +94,8 @@ def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str
 
 
 def _readable(error: ErrorDetails | dict[str, Any], prefix: tuple[str, ...]) -> dict[str, Any]:
-    return {**error, "loc": ".".join(map(str, (*prefix, *error["loc"]))), "input": _summary(error.get("input"))}
+    place = [str(step) for step in (*prefix, *error["loc"]) if not _INTERNAL.search(str(step))]
+    return {**error, "loc": ".".join(place), "input": _summary(error.get("input"))}
 
 
 def _summary(value: object) -> object:

@@ -17,7 +17,7 @@ from upstream.simulator import chat, fields, refusals
 from upstream.simulator.chat import Prepared
 from upstream.simulator.engine import Emission
 from upstream.simulator.fields import Fields, OrZero
-from upstream.simulator.job import Call, Job, Said, Transcript, now, random_id
+from upstream.simulator.job import Call, Job, Said, Transcript, now, output_checked, random_id
 from upstream.simulator.plan import Kind, Token
 from upstream.simulator.refusals import Refusal
 
@@ -56,6 +56,7 @@ def job(call: Call) -> Job:
     call.model()
     if request.previous_response_id is not None:
         raise not_found(request.previous_response_id)
+    output_checked(request.max_output_tokens, "max_output_tokens", call.settings)
     inner = replace(call, body=_as_chat(call.body, request))
     prepared = chat.prepare(inner, chat.read(inner))
     planned, refusal = call.planned(prepared.ask)
@@ -302,7 +303,7 @@ class ResponsesAnswer:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "tool_choice": request.tool_choice if request.tools else "none",
-            "tools": request.tools,
+            "tools": [_shown_tool(tool) for tool in request.tools],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "background": bool(request.background),
             "max_output_tokens": self._prepared.ask.limit,
@@ -333,6 +334,14 @@ _PARTS: dict[Kind, tuple[str, dict[str, Any] | None]] = {
 }
 
 
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as openai's own model of it has it, every member present."""
+    if tool.get("type") != "function":
+        return tool
+    members = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")
+    return {name: tool.get(name) for name in members}
+
+
 def _reasoning(item: str, content: list[dict[str, Any]] | None, status: str | None) -> dict[str, Any]:
     return {"id": item, "summary": [], "type": "reasoning", "content": content, "encrypted_content": None, "status": status}
 
@@ -342,4 +351,5 @@ def _message_item(item: str, content: list[dict[str, Any]], status: str) -> dict
 
 
 def _call_item(item: str, call: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    return {"arguments": arguments, "call_id": call, "name": name, "type": "function_call", "id": item, "namespace": None, "status": status}
+    said = {"arguments": arguments, "call_id": call, "name": name, "type": "function_call", "id": item}
+    return {**said, "async": None, "caller": None, "namespace": None, "status": status}

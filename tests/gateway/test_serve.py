@@ -1,0 +1,201 @@
+"""The gateway as a whole: its processes, what it says, what it leaves behind, and what it does when some of it dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import orjson
+import psutil
+import pytest
+
+from gateway.metrics import FAMILIES, PREFIX
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched())) as one:
+        yield one
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_it_serves_counts_and_logs(running: Gateway) -> None:
+    tokens = 'vllm_gateway_tokens_total{key="team-a",model="sim/one",type="prompt"}'
+    requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}'
+    before = running.metric(tokens), running.metric(requests)
+    plain = running.ask()
+    assert plain.status_code == 200 and plain.json()["model"] == "sim/one"
+    streamed = running.ask(stream=True)
+    assert streamed.text.endswith("data: [DONE]\n\n") and '"usage"' not in streamed.text
+    used = running.ask(stream=True, stream_options={"include_usage": True})
+    usage = orjson.loads(used.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
+    prompt = plain.json()["usage"]["prompt_tokens"] + 2 * usage["prompt_tokens"]
+    assert (running.metric(tokens), running.metric(requests)) == (before[0] + prompt, before[1] + 3)
+    ids = {each.headers["x-request-id"] for each in (plain, streamed, used)}
+    wait_for(lambda: all(identity in running.log for identity in ids))
+    lines = [line for line in map(orjson.loads, running.log.splitlines()) if line["request_id"] in ids]
+    assert len(lines) == 3
+    assert all((line["key"], line["status"], line["server"]) == ("team-a", 200, "sim/one#0") for line in lines)
+    assert KEY not in running.log + running.said and "Hello" not in running.log + running.said
+
+
+def test_the_admin_port(running: Gateway) -> None:
+    assert (running.get("/livez").status_code, running.get("/readyz").status_code) == (200, 200)
+    status = running.get("/status").json()
+    server = status["models"][0]["servers"][0]
+    assert (status["ready"], server["condition"], server["state"], server["in_flight"]) == (True, "up", "ready", 0)
+    assert psutil.Process(server["pid"]).is_running()
+    models = httpx2.get(running.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}).json()["data"]
+    assert models[0]["id"] == "sim/one" and models[0]["max_model_len"] > 0 and "root" not in models[0]
+    assert httpx2.get(running.url + "/health").status_code == 200
+    assert httpx2.get(running.url + "/metrics").status_code == 404
+
+
+def test_the_metrics_are_well_formed(running: Gateway) -> None:
+    running.ask()
+    running.ask(model="nobody/knows")
+    text = running.get("/metrics").text
+    for name, family in FAMILIES.items():
+        assert f"# TYPE {PREFIX}{name} {family.kind}" in text
+    assert "nobody" not in text
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+        tree, ports = one.tree(), (one.data, one.admin)
+        assert len(one.relays()) == 2 and len(one.named("upstream.keeper")) == 1
+        assert one.stop(number) == 0
+        assert alive(tree) == []
+        assert all(port_is_free(port) for port in ports)
+        assert "Traceback" not in one.said
+
+
+def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as one:
+        tree = one.tree()
+        os.killpg(one.process.pid, signal.SIGINT)
+        assert one.process.wait(30) == 0
+        assert alive(tree) == [] and "Traceback" not in one.said
+
+
+def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
+        replies: list[httpx2.Response] = []
+        slow = {"stream": True, "simulate": {"tokens": 40, "tokens_per_second": 40}}
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        one.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        thread.join(30)
+        assert one.process.wait(30) == 0
+        assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
+
+
+def test_what_outlasts_the_drain_is_told(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="300ms")) as one:
+        replies: list[httpx2.Response] = []
+        endless = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**endless)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        assert one.stop() == 0
+        thread.join(30)
+        assert replies[0].text.endswith("data: [DONE]\n\n")
+        assert '"code":"draining"' in replies[0].text
+        assert '"incomplete":"drain"' in one.log
+
+
+def test_a_relay_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+        for _ in range(8):
+            assert one.ask().status_code == 200
+        counted = one.metric('vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}')
+        before, vllm = one.relays(), [each.pid for each in one.named("upstream.simulator")]
+        os.kill(before[0], signal.SIGKILL)
+        wait_for(lambda: one.relays().get(0) not in (None, before[0]))
+        wait_for(lambda: one.get("/status").json()["relays"][0]["up"])
+        assert one.relays()[1] == before[1]
+        assert [each.pid for each in one.named("upstream.simulator")] == vllm
+        assert counted == 8
+        assert one.metric('vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}') == 8
+        assert one.ask().status_code == 200
+        assert one.get("/status").json()["relays"][0]["restarts"] == 1
+
+
+def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+        tree, ports = one.tree(), (one.data, one.admin)
+        os.kill(one.process.pid, signal.SIGKILL)
+        one.process.wait(5)
+        wait_for(lambda: alive(tree) == [], 5.0, why=lambda: str(alive(tree)))
+        assert all(port_is_free(port) for port in ports)
+
+
+def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> None:
+    config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}))
+    with gateway(tmp_path, config) as one:
+        assert one.ask().status_code == 200
+        refused = one.ask(model="sim/bad")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
+        assert refused.headers["retry-after"].isdigit()
+        assert "sim/bad#0" in one.said and "no_such_parser" in one.said
+        bad = next(each for each in one.get("/status").json()["models"] if each["id"] == "sim/bad")["servers"][0]
+        assert bad["condition"] == "down" and "no_such_parser" in bad["reason"]
+        assert one.metric('vllm_gateway_launches_total{model="sim/bad",outcome="failed"}') >= 1
+        assert one.metric('vllm_gateway_server_up{model="sim/bad",server="sim/bad#0"}') == 0
+        assert one.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 1
+
+
+def test_a_model_that_is_loading_is_refused_with_words(tmp_path: Path) -> None:
+    config = configuration(launched(), launched("sim/slow", **{"sim-healthy-after": 60}))
+    with gateway(tmp_path, config, ready=False) as one:
+        wait_for(lambda: one.get("/metrics").status_code == 200 and one.ask().status_code == 200, why=lambda: one.said)
+        assert one.get("/readyz").status_code == 503
+        refused = one.ask(model="sim/slow")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+        wait_for(lambda: re.search(r"waiting for sim/slow#0 \(\d+ s\)", one.said))
+
+
+def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as one:
+        psutil.Process(one.get("/status").json()["models"][0]["servers"][0]["pid"]).kill()
+        wait_for(lambda: one.get("/status").json()["models"][0]["servers"][0]["restarts"] == 1)
+        wait_for(lambda: one.ask().status_code == 200)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
+            assert one.process.wait(10) == 1
+            assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said

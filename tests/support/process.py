@@ -1,0 +1,131 @@
+"""The whole gateway as an operator runs it: a process, its terminal output, and every process behind it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import yaml
+
+from gateway import keys
+from tests.support.running import KEY
+
+SIMULATOR = [sys.executable, "-P", "-m", "upstream.simulator"]
+_ADDRESS = re.compile(r"^(requests|metrics)\s+http://([^:/]+):(\d+)", re.MULTILINE)
+
+
+def launched(identity: str = "sim/one", **args: Any) -> dict[str, Any]:
+    """A model that the gateway launches as a simulator."""
+    return {"id": identity, "launch": {"command": SIMULATOR, "args": args}}
+
+
+def configuration(*models: dict[str, Any], **server: Any) -> dict[str, Any]:
+    """A configuration on ephemeral ports with one key for all models."""
+    ports = {"host": "127.0.0.1", "port": 0, "admin": {"port": 0}, "drain": "5s"}
+    return {"server": {**ports, **server}, "models": list(models), "keys": [{"id": "team-a", "hash": keys.hash_of(KEY)}]}
+
+
+@dataclass
+class Gateway:
+    """A running gateway."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    data: int = 0
+    admin: int = 0
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.data}"
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process behind it, without itself."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def relays(self) -> dict[int, int]:
+        """Process ids by relay number."""
+        found = {}
+        for each in psutil.Process(self.process.pid).children():
+            words = each.cmdline()
+            if "relay" in words:
+                found[int(words[words.index("relay") + 1])] = each.pid
+        return found
+
+    def named(self, word: str) -> list[psutil.Process]:
+        """The processes whose command line has this word in it."""
+        return [each for each in self.tree() if any(word in argument for argument in each.cmdline())]
+
+    def get(self, path: str) -> httpx2.Response:
+        """From the admin port."""
+        return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=10)
+
+    def ask(self, path: str = "/v1/chat/completions", **body: Any) -> httpx2.Response:
+        """A request with the key."""
+        document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
+        return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def metric(self, text: str) -> float:
+        """The value of one sample, 0 when it is not there."""
+        line = next((line for line in self.get("/metrics").text.splitlines() if line.startswith(text + " ")), None)
+        return float(line.rsplit(" ", 1)[1]) if line else 0.0
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal it and wait for its end."""
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[[], str] = str) -> Any:
+    """Poll for a condition. Raises AssertionError, with ``why``, when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"it did not happen within {seconds} s {why()}"
+        time.sleep(0.02)
+    return value
+
+
+@contextmanager
+def gateway(folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0) -> Iterator[Gateway]:
+    """Run ``vllm-gateway serve``; in the end nothing of it is left."""
+    file = folder / "gateway.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": "/tmp", "PYTHONUNBUFFERED": "1"}
+    command = [str(Path(sys.executable).parent / "vllm-gateway"), "serve", str(file)]
+    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, start_new_session=True)
+    running = Gateway(process, folder)
+    tree: list[psutil.Process] = []
+    try:
+        wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, why=lambda: running.said)
+        ports = [int(port) for _, _, port in _ADDRESS.findall(running.said)]
+        running.data, running.admin = ports or (0, 0)
+        if ready:
+            wait_for(lambda: running.get("/readyz").status_code == 200, seconds, why=lambda: running.said)
+        yield running
+    finally:
+        if process.poll() is None:
+            tree = running.tree()
+            running.stop()
+        left = [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        for each in left:
+            each.kill()
+        assert not left, f"left behind: {left}"

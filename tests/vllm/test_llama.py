@@ -1,0 +1,31 @@
+"""The real vLLM with the llama model, whose template and tool calls (JSON) are of another kind, says its dialogues word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from tests.vllm.chat import ask
+from tests.vllm.dialogues import ENDLESS, Exchange, exchanges
+from tests.vllm.server import NOT_INSTALLED, installed, running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+# Of several calls at once, Llama 3's template and parser know only the first.
+ANSWERABLE = [each for each in exchanges("llama") if len(each.expected().calls) < 2]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx2.Client]:
+    with running("llama") as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("exchange", ANSWERABLE, ids=str)
+def test_a_dialogue(client: httpx2.Client, exchange: Exchange, streamed: bool) -> None:
+    got, want = ask(client, exchange.body(), streamed=streamed), exchange.expected()
+    assert (got.calls, got.finish_reason) == (want.calls, want.finish_reason)
+    assert got.content == want.content if exchange.dialogue.ends else got.content.startswith(ENDLESS[:1000])
