@@ -93,12 +93,15 @@ def _root(
 def serve(file: ConfigFile) -> int:
     """Run the gateway until it is told to stop."""
     from gateway.config import ConfigurationError
+    from gateway.control import StartError
     from gateway.control import serve as control
 
     try:
         return control(file)
     except ConfigurationError as error:
         return _print_problems(error, err=True)
+    except StartError as error:
+        return _say_error(str(error), FAILED)
 
 
 def demo() -> int:

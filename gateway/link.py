@@ -45,11 +45,7 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-class Drained(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: nothing is in flight any more."""
-
-
-Message = Configure | Health | Drain | Taken | Drained
+Message = Configure | Health | Drain | Taken
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

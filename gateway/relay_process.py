@@ -23,7 +23,7 @@ import uvloop
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import EdgeProtocol
-from gateway.link import Configure, Drain, Drained, Health, Link, Message, Taken
+from gateway.link import Configure, Drain, Health, Link, Message, Taken
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
 from upstream.deadlines import TICK
@@ -81,15 +81,13 @@ class _Process:
 
     async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""
-        self._server = server = self.relay.server()
+        self._server = await started(self.relay, listener)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(_quietly(server, listener))
-            ticking = group.create_task(self._tick())
-            listening = group.create_task(self._listen(messages))
-            await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
-            for task in (serving, ticking, listening):
+            beside = [group.create_task(self._server.main_loop()), group.create_task(self._tick())]
+            await self._listen(messages)
+            for task in beside:
                 task.cancel()
 
     async def _listen(self, messages: AsyncIterator[Message]) -> None:
@@ -137,7 +135,6 @@ class _Process:
             task.cancel()
         await _settled(lambda: not tasks, _BREAK_OFF)
         await _settled(lambda: not self._connections(), _BREAK_OFF)
-        self.link.send(Drained())
 
 
 async def _settled(done: Callable[[], bool], seconds: float) -> None:
@@ -148,9 +145,18 @@ async def _settled(done: Callable[[], bool], seconds: float) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def _quietly(server: uvicorn.Server, listener: socket.socket) -> None:
-    """uvicorn's server without its signal handlers: this process ignores the signals that they are for."""
-    await server._serve([listener])
+async def started(relay: Relay, listener: socket.socket) -> uvicorn.Server:
+    """The data port's server, accepting connections.
+
+    These are the first steps of uvicorn's own ``serve``; its signal handlers and its way of shutting down are left
+    out, because this process ignores the signals and drains when control says so.
+    """
+    server = relay.server()
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[listener])
+    await server.on_tick(0)
+    return server
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.link import Configure, Drain, Drained, Health, Link, LinkBrokenError, Message, Taken
+from gateway.link import Configure, Drain, Health, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -50,7 +50,7 @@ class _Relay:
         self._process: asyncio.subprocess.Process | None = None
         self.generation = 0
         self.restarts = 0
-        self.drained = asyncio.Event()
+        self._ending = False
 
     @property
     def status(self) -> RelayStatus:
@@ -61,12 +61,17 @@ class _Relay:
         if self._link is not None:
             self._link.send(message)
 
+    def drain(self, seconds: float) -> None:
+        """Have the process drain and exit, and put no other in its place."""
+        self._ending = True
+        self.send(Drain(seconds))
+
     async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
-        """Keep a process in this place until cancelled or drained."""
-        while not self.drained.is_set():
+        """Keep a process in this place until it is drained, or this is cancelled."""
+        while not self._ending:
             born = time.monotonic()
             await self._one_life(greeting)
-            if self.drained.is_set():
+            if self._ending:
                 return
             self.restarts += 1
             _log.error("relay %d ended unexpectedly; starting it again", self.number)
@@ -87,12 +92,9 @@ class _Relay:
 
     async def _listen(self, link: Link) -> None:
         async for message in link.messages():
-            match message:
-                case Taken(generation=generation):
-                    self.generation = generation
-                    self._on_taken()
-                case Drained():
-                    self.drained.set()
+            if isinstance(message, Taken):
+                self.generation = message.generation
+                self._on_taken()
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[Link]:
@@ -166,10 +168,7 @@ class Relays:
     async def drain(self, seconds: float) -> None:
         """Let what is in flight finish within ``seconds`` and the relays exit."""
         for relay in self._relays:
-            if relay.status.up:
-                relay.send(Drain(seconds))
-            else:
-                relay.drained.set()
+            relay.drain(seconds)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
 

@@ -187,7 +187,7 @@ class Keeper:
         pause = 0.005
         while self._reap():
             for process in descendants(os.getpid()):
-                if time.monotonic() >= trackers_until or not _is_resource_tracker(process.pid):
+                if time.monotonic() >= trackers_until or not is_resource_tracker(process.pid):
                     kill(process.pid)
             time.sleep(pause)
             pause = min(pause * 2, 0.2)
@@ -244,7 +244,8 @@ def _become(command: tuple[str, ...], env: Mapping[str, str], keeper: int) -> No
         os._exit(127)
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
+    """Is it the process by which multiprocessing unlinks its shared memory when all who used it are gone?"""
     return b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline")
 
 

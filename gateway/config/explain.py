@@ -24,6 +24,8 @@ _WORD = re.compile(r"[A-Za-z0-9._-]{1,16}")
 def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding]:
     """What ``error``, raised by validating against ``model``, says about each place."""
     for detail in error.errors(include_url=False):
+        if detail["type"] == "too_short" and detail["input"]:
+            continue  # only what is good in a list is counted, and what is bad has been told
         path = tuple(part for part in detail["loc"] if part != "[key]")
         yield Finding(path, _message(detail, path, model))
 

@@ -18,7 +18,7 @@ from gateway.config.source import Source
 from upstream import vllm
 
 _ORIGINS = ("launch", "servers", "discover")
-_WILDCARD_HOSTS = {"0.0.0.0", "::", ""}  # noqa: S104  compared, not bound
+_WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _gpus(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         gpus, replicas = model.get("launch", "gpus"), model.get("launch", "replicas").value
         count = 1 if replicas is None else replicas
-        if isinstance(gpus.value, list) and isinstance(count, int) and len(gpus.value) != count:
+        if isinstance(gpus.value, list) and type(count) is int and len(gpus.value) != count:
             yield gpus.problem(
                 f"has GPUs for {len(gpus.value)} replicas, but replicas is {count}; write one list of GPUs for each, e.g. [[0, 1]]"
             )
@@ -273,8 +273,9 @@ def _ports(draft: Draft) -> Iterator[Problem]:
     server = draft.top.get("server")
     data, admin = server.get("port").value, server.get("admin", "port")
     data, other = 8000 if data is None else data, 9090 if admin.value is None else admin.value
-    hosts = {server.get("host").value or "0.0.0.0", server.get("admin", "host").value or "127.0.0.1"}  # noqa: S104  the default
-    if data == other and data != 0 and (len(hosts) == 1 or hosts & _WILDCARD_HOSTS):
+    hosts = [server.get("host").value or "0.0.0.0", server.get("admin", "host").value or "127.0.0.1"]  # noqa: S104  the default
+    together = hosts[0] == hosts[1] or any(host in _WILDCARD_HOSTS for host in hosts)
+    if isinstance(data, int) and data == other and data != 0 and together:
         yield admin.problem(f"the admin port and the data port are both {data}; they need one each")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
 
 from gateway.config.source import reason
 
@@ -91,10 +91,12 @@ def read_file(name: str, around: Surroundings) -> str:
         raise ValueError(f"the file {name} is not UTF-8 text") from None
 
 
+def _no_memory(value: object) -> object:
+    return None if value == "memory" else value
+
+
 def _store_url(schemes: tuple[str, ...], example: str) -> Any:
-    def check(value: object, info: ValidationInfo) -> SecretStr | None:
-        if value == "memory" and "redis" in schemes:
-            return None
+    def check(value: object, info: ValidationInfo) -> SecretStr:
         secret = SecretStr(value) if isinstance(value, str) else resolve(value, info)
         scheme, password = _scheme_and_password(secret.get_secret_value())
         if scheme not in schemes:
@@ -131,7 +133,9 @@ Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_
 
 _REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
-    SecretStr | None, PlainValidator(_store_url(("redis", "rediss"), _REDIS)), _url_schema("^(memory$|rediss?:)", _REDIS)
+    Annotated[SecretStr, PlainValidator(_store_url(("redis", "rediss"), _REDIS))] | None,
+    BeforeValidator(_no_memory),
+    _url_schema("^(memory$|rediss?:)", _REDIS),
 ]
 """Where counts are shared; None is the memory of each relay. A URL with a password in it comes from a secret's place."""
 

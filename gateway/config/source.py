@@ -53,7 +53,19 @@ class Source:
         return found
 
     def problem(self, finding: Finding) -> Problem:
-        return Problem(self.file, self.line(finding.path), spelled(finding.path), finding.message)
+        path = finding.path
+        if path and isinstance(path[-1], int) and not isinstance(self.at(path[:-1]), list):
+            path = path[:-1]  # one value where a list may stand, which validation takes for a list of one
+        return Problem(self.file, self.line(path), spelled(path), finding.message)
+
+    def at(self, path: Path) -> Any:
+        """What stands at ``path``, or None."""
+        value = self.value
+        for part in path:
+            if part not in (self.lines[id(value)] if isinstance(value, dict | list) else ()):
+                return None
+            value = value[part]
+        return value
 
     def wrap(self, key: str) -> None:
         """Make a bare list the value of ``key``, so that both ways of writing it are one afterwards."""
@@ -92,7 +104,9 @@ def parse(text: str, file: str) -> Source:
         reading.run(yaml.parse(text, Loader=_LOADER))
         reading.source.whole = True
     except yaml.MarkedYAMLError as error:
-        reading.say(_line_of(error), (), _what_is_wrong(error, text))
+        lines = text.splitlines() or [""]
+        line = min(_line_of(error), len(lines))
+        reading.say(line, (), _what_is_wrong(error, lines[line - 1]))
     except _Refused as error:
         reading.say(error.line, (), str(error))
     return reading.source
@@ -108,10 +122,8 @@ def _line_of(error: yaml.MarkedYAMLError) -> int:
     return mark.line + 1 if mark else 1
 
 
-def _what_is_wrong(error: yaml.MarkedYAMLError, text: str) -> str:
-    lines = text.splitlines()
-    line = _line_of(error)
-    if line <= len(lines) and re.match(r" *\t", lines[line - 1]):
+def _what_is_wrong(error: yaml.MarkedYAMLError, line: str) -> str:
+    if re.match(r" *\t", line):
         return "a tab is used for indentation; YAML wants spaces"
     if error.problem and "could not find expected ':'" in error.problem:
         return f"this is not YAML: {error.problem} (is a colon missing, or a quote not closed?)"

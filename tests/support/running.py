@@ -15,6 +15,7 @@ from gateway.access_log import AccessLog
 from gateway.app import Relay
 from gateway.link import Health
 from gateway.metrics import RelayMetrics, Series, summed
+from gateway.relay_process import started
 from gateway.scoreboard import Board
 from gateway.state import Key, Model, State
 from upstream.address import Address
@@ -92,11 +93,7 @@ async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool
         if up:
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
-        server = relay.server()
-        server.config.load()
-        server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup(sockets=[listener])
-        await server.on_tick(0)
+        server = await started(relay, listener)
         ticking = asyncio.create_task(_ticking(relay))
         try:
             yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections)

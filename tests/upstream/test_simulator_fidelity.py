@@ -64,12 +64,7 @@ MESSAGE: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens
 MESSAGE_TOOL: Final = {
     **MESSAGE,
     "messages": user("What is the weather in Hangzhou?"),
-    "tools": [
-        {
-            "name": "get_current_weather",
-            "input_schema": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
-        }
-    ],
+    "tools": [{"name": "get_current_weather", "input_schema": {**WEATHER["function"]["parameters"], "required": ["location", "days"]}}],  # type: ignore[index]
 }
 RESPONSE: Final = {"model": "tiny", "input": "Who are you?", "max_output_tokens": 300, "temperature": 0}
 STORY: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}

@@ -30,6 +30,7 @@ KILL_PATIENCE = 5.0
 PASSES = 100
 PASS_PAUSE = 0.02
 """How often, and after how many seconds, control looks again for what a lost keeper has left."""
+TRACKER_PASSES = round(keeper.TRACKER_GRACE / PASS_PAUSE)
 
 KEEPER_LOST = "its keeper was killed"
 
@@ -125,11 +126,12 @@ class KeptProcess:
 
     async def _do_the_keepers_work(self) -> None:
         """The first pass comes before any await: it is made even where this task is being cancelled again."""
-        for _ in range(PASSES):
+        for number in range(PASSES):
             if not (strays := _strays(self._keeper.pid, self._mark)):
                 break
             for pid in strays:
-                keeper.kill(pid)
+                if number >= TRACKER_PASSES or not keeper.is_resource_tracker(pid):
+                    keeper.kill(pid)
             await asyncio.sleep(PASS_PAUSE)
         else:
             log.error("these processes do not die: %s", strays)

@@ -57,8 +57,8 @@ class Snapshot:
 
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
     ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
-    first one. ``concluded``: the first start has ended, well or badly. ``reason``: why it crashed, failed or is
-    backing off, with the last lines of its log; for operators, never for clients.
+    first one. ``concluded``: the first start has ended, well or badly. ``reason``: why it crashed or failed, with the
+    last lines of its log, until it is ready again; for operators, never for clients.
     """
 
     name: str

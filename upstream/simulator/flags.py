@@ -140,7 +140,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="vllm serve", allow_abbrev=False, description="A stand-in for `vllm serve`.", usage=argparse.SUPPRESS)
+    parser = _Parser(
+        prog="vllm serve", allow_abbrev=False, description="A stand-in for `vllm serve`.", usage="%(prog)s [model_tag] [flags]"
+    )
     parser.add_argument("model_tag", nargs="?", help="the model's name; it is served under it unless --served-model-name says otherwise")
     accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
     for names, options in _VLLM_FORMS:
@@ -197,12 +199,10 @@ def _with_config_file(argv: Sequence[str]) -> list[str]:
     at = arguments.index("--config")
     said = yaml.safe_load(Path(arguments[at + 1]).read_text()) or {}
     rest = arguments[:at] + arguments[at + 2 :]
-    model = rest[:1] if rest and not rest[0].startswith("-") else [str(said.pop("model"))] if "model" in said else []
-    return [
-        *model,
-        *(part for name, value in said.items() for part in _as_arguments(name, value)),
-        *rest[len(model) if rest[:1] == model else 0 :],
-    ]
+    model = [] if "model" not in said else [str(said.pop("model"))]
+    if rest and not rest[0].startswith("-"):
+        model, rest = rest[:1], rest[1:]
+    return [*model, *(part for name, value in said.items() for part in _as_arguments(name, value)), *rest]
 
 
 def _as_arguments(name: str, value: object) -> list[str]:

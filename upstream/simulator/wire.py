@@ -7,7 +7,7 @@ of the body, as a process that dies leaves it.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import NoReturn
 
 from starlette.types import Scope, Send
 
@@ -32,14 +32,14 @@ class Wire:
     async def head(self, status: int, content_type: str, length: int | None = None) -> None:
         """Send the status and the headers; without a length the body is chunked. Raises Cut."""
         if self._behaviour.cut_before_headers:
-            self._cut()
+            self.break_off()
         headers = [(b"content-type", content_type.encode())]
         if length is not None:
             headers.insert(0, (b"content-length", str(length).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         if self._behaviour.cut_after == 0 or self._behaviour.cut_bytes == 0:
             await self._body(b"")
-            self._cut()
+            self.break_off()
 
     async def event(self, event: bytes) -> None:
         """Send one event (or a whole body). Raises Cut."""
@@ -47,12 +47,12 @@ class Wire:
         sent = self._entry.bytes_sent + len(self._held)
         if limit is not None and sent + len(event) >= limit:
             await self._out(event[: limit - sent], flush=True)
-            self._cut()
+            self.break_off()
         self._entry.events_sent += 1
         last = self._behaviour.cut_after is not None and self._entry.events_sent >= self._behaviour.cut_after
         await self._out(event, flush=last)
         if last:
-            self._cut()
+            self.break_off()
 
     async def end(self) -> None:
         """Send the end of the body."""
@@ -76,10 +76,7 @@ class Wire:
             self._entry.bytes_sent += len(data)
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def break_off(self) -> None:
-        """Close the connection in the middle. What was written still goes out."""
-        self._cut()
-
-    def _cut(self) -> Any:
+    def break_off(self) -> NoReturn:
+        """Close the connection in the middle. What was written still goes out. Raises Cut."""
         self._transport.close()
         raise Cut

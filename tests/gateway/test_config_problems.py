@@ -1,0 +1,377 @@
+"""The configuration that is wrong: every problem at once, each with its line, its path and what would be right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.config import ConfigurationError, Model, load
+
+HASH = "sha256:" + "9f" * 32
+CANARY = "canary-9f2c41"
+NO_KEYS = "no keys are configured, so nobody could use the gateway and it refuses to start; `vllm-gateway keys new --id NAME` makes one"
+NO_HASH = "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
+NO_MOUNT = "expected a path such as /team/model: no slash at its end, letters, digits and . _ ~ - only"
+TWICE = "; ids, aliases and LoRA ids are one set of names"
+
+
+def problems(folder: Path, text: str, **environ: str) -> list[str]:
+    """What ``load`` says about ``text``, without the folder."""
+    path = folder / "g.yaml"
+    path.write_text(text)
+    try:
+        load(path, environ)
+    except ConfigurationError as error:
+        return [str(problem).replace(f"{folder}/", "") for problem in error.problems]
+    return []
+
+
+def about_model(folder: Path, text: str) -> list[str]:
+    """What is said about a model whose further settings are ``text``, each on lines of its own from line 3."""
+    body = "".join(f"    {line}\n" for line in text.splitlines())
+    found = problems(folder, f"models:\n  - id: m\n{body}keys: [{{id: k, anonymous: true}}]\n")
+    return [problem.removeprefix("g.yaml:").replace("models[0].", "") for problem in found]
+
+
+def about_keys(folder: Path, text: str) -> list[str]:
+    found = problems(folder, f"models: [{{id: Qwen/Q, aliases: [qwen], launch: {{}}}}]\nkeys:\n{text}")
+    return [problem.removeprefix("g.yaml:") for problem in found]
+
+
+def about_server(folder: Path, text: str) -> list[str]:
+    found = problems(folder, f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: k, anonymous: true}}]\nserver: {text}\n")
+    return [problem.removeprefix("g.yaml:3: ") for problem in found]
+
+
+MANY = f"""\
+server:
+  prot: 8000
+  port: "abc"
+  relays: 1.5
+  drain: 30
+  body_limit: 20 MiB
+  drain: 10s
+models:
+  - id: Qwen/Qwen3
+    aliases: [qwen]
+    launch:
+      replicas: 2
+      gpus: [[0, 1]]
+      args: {{--max-model-len: 1, api_key: {CANARY}}}
+    balance: least_bussy
+  - id: qwen
+    servers:
+      - {{url: "10.0.0.5:8000", api_key: {CANARY}}}
+      - {{url: "http://10.0.0.6:8000", api_key: {{env: NOT_THERE}}}}
+      - {{url: "http://u:{CANARY}@10.0.0.6:8000"}}
+    fallbacks: [Qwen/Qwen4, qwen]
+  - id: empty
+keys:
+  - id: team-a
+    hash: {CANARY}
+    models: ["Qwne/*"]
+    team: blue
+    limits: {{request_per_minute: 5}}
+  - id: team-a
+    hash: {HASH}
+  - id: nobody
+teams: [{{id: blues}}]
+ledger: postgresql://u:{CANARY}@db/usage
+"""
+
+EXPECTED = """\
+g.yaml:2: server.prot: unknown key; did you mean `port`?
+g.yaml:3: server.port: expected a whole number, found 'abc'
+g.yaml:4: server.relays: expected a whole number, found 1.5
+g.yaml:5: server.drain: expected a duration with its unit, e.g. 30s (ms, s, m, h, d)
+g.yaml:6: server.body_limit: expected a size with its unit, e.g. 20MiB (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)
+g.yaml:7: server.drain: this key is already on line 5
+g.yaml:13: models[0].launch.gpus: has GPUs for 1 replicas, but replicas is 2; write one list of GPUs for each, e.g. [[0, 1]]
+g.yaml:14: models[0].launch.args.--max-model-len: write the option without its dashes
+g.yaml:14: models[0].launch.args.api_key: the gateway gives every launched server a key of its own
+g.yaml:15: models[0].balance: expected `least_busy`, `round_robin` or `prefix`; did you mean `least_busy`?
+g.yaml:16: models[1].id: this name of a model is already on line 10; ids, aliases and LoRA ids are one set of names
+g.yaml:18: models[1].servers[0].url: a server's URL starts with http://, https:// or unix:; expected e.g. http://10.0.0.5:8000
+g.yaml:18: models[1].servers[0].api_key: a secret is not written into this file: write {env: NAME} or {file: PATH}
+g.yaml:19: models[1].servers[1].api_key: the environment variable NOT_THERE is not set
+g.yaml:20: models[1].servers[2].url: a server's URL has no credentials, query or fragment; use api_key for its key; expected e.g. http://10.0.0.5:8000
+g.yaml:21: models[1].fallbacks[0]: names no model; did you mean `Qwen/Qwen3`?
+g.yaml:21: models[1].fallbacks[1]: a model cannot be its own fallback
+g.yaml:22: models[2]: has no servers: write one of launch ({} for the defaults), servers, discover
+g.yaml:25: keys[0].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself
+g.yaml:26: keys[0].models[0]: matches no model; did you mean `qwen`?
+g.yaml:27: keys[0].team: names no team; did you mean `blues`?
+g.yaml:28: keys[0].limits.request_per_minute: unknown key; did you mean `requests_per_minute`?
+g.yaml:29: keys[1].id: this key id is already on line 24
+g.yaml:31: keys[2].hash: is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key
+g.yaml:33: ledger: a password is not written into this file: write {env: NAME} or {file: PATH} for the whole URL
+""".splitlines()
+
+
+def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    found = problems(tmp_path, MANY)
+    assert found == EXPECTED
+    assert CANARY not in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1\nb: 2", "g.yaml:2: this is not YAML: did not find expected ',' or ']'"),
+        ("models:\n\t- id: a", "g.yaml:2: a tab is used for indentation; YAML wants spaces"),
+        ("a: \x01", "g.yaml:1: the character '\\x01' is not allowed in YAML"),
+        ("a: 1\n---\nb: 1", "g.yaml:2: a second YAML document begins here; a configuration is one document"),
+        ("[" * 100_000, "g.yaml:1: more than 64 levels of nesting"),
+        ("a: &a [*a]", "g.yaml:1: `*a` refers to itself"),
+        ("a: *b", "g.yaml:1: `*b` refers to no anchor before it"),
+        ("? [a]\n: b", "g.yaml:1: a key is text, not a list or mapping"),
+        ("", "g.yaml:1: expected a mapping such as models: … and keys: …"),
+        ("a: 'b", "g.yaml:1: this is not YAML: found unexpected end of stream"),
+    ],
+)
+def test_what_cannot_be_understood_is_one_problem(tmp_path: Path, text: str, said: str) -> None:
+    found = problems(tmp_path, text)
+    assert found[0] == said
+    assert len(found) == 1 or not text
+
+
+def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
+    layers = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]\n" for i in range(1, 30))
+    assert problems(tmp_path, f"x0: &x0 [{', '.join(['1'] * 10)}]\n{layers}") == ["g.yaml:5: aliases stand for more than 100000 values"]
+
+
+def test_tags_run_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    found = problems(tmp_path, f"server:\n  host: !!python/object/apply:os.mkdir [{target}]\n  port: !env PORT\n")
+    assert "g.yaml:2: server.host: the tag `!!python/object/apply:os.mkdir` is not allowed; write a plain value" in found
+    assert "g.yaml:3: server.port: the tag `!env` is not allowed; write a plain value" in found
+    assert not target.exists()
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none\.yaml: cannot be read: No such file or directory"):
+        load(tmp_path / "none.yaml", {})
+    (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe4\n")
+    with pytest.raises(ConfigurationError, match=r"latin\.yaml:2: this is not UTF-8 text"):
+        load(tmp_path / "latin.yaml", {})
+
+
+def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
+    assert problems(tmp_path, "models: []\n") == [
+        "g.yaml:1: models: no model is configured; write at least one, e.g. models: [{id: my-model, launch: {}}]",
+        f"g.yaml:1: keys: {NO_KEYS}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "launch: {}\nservers: [{url: 'http://a'}]",
+            ["4: servers: a model has one of launch, servers and discover; this one has launch already"],
+        ),
+        ("servers: []", ["3: servers: expected at least 1 in the list, found a list"]),
+        (
+            "servers: [{url: 'http://h:x'}]",
+            ["3: servers[0].url: the port is not a number from 0 to 65535; expected e.g. http://10.0.0.5:8000"],
+        ),
+        ("servers: [{url: 'http://a'}, {url: 'http://a'}]", ["3: servers[1].url: this server is already on line 3"]),
+        ("discover: {}", ["3: discover: expected one of kubernetes and dns"]),
+        ("launch: {}\nloras: [{id: l}]", ["4: loras[0]: path is missing: where the launched server loads the adapter from"]),
+        ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'"]),
+        ("launch: {}\naliases: [m]", [f"4: aliases[0]: this name of a model is already on line 2{TWICE}"]),
+        ("launch: {}\nmounts: [/a/]", [f"4: mounts[0]: {NO_MOUNT}"]),
+        ("launch: {}\nmounts: [/v1]", ["4: mounts[0]: the gateway's own routes are there; choose another first part"]),
+        ("launch: {}\nmounts: [/a, /a]", ["4: mounts[1]: this mount is already on line 4"]),
+        ("launch: {}\nmounts: [/a/../b]", [f"4: mounts[0]: {NO_MOUNT}"]),
+        ("launch: {}\nfallbacks: [m]", ["4: fallbacks[0]: a model cannot be its own fallback"]),
+        ("launch: {}\noverrides: {model: x}", ["4: overrides: `model` is what the request asks for and cannot be set here"]),
+        ("launch: {}\ndefaults: {a: [.inf]}", ["4: defaults: JSON has no infinite numbers and no NaN"]),
+        ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is in body.refuse too; a field is allowed or refused"]),
+        ("launch: {env: {A: 1}}", ["3: launch.env.A: expected text: write the value in quotes"]),
+        ("launch: {env: {'1 A': b}}", ["3: launch.env.1 A: expected a name such as HF_HOME, found text"]),
+        ("launch: {gpus: [[0, 0]]}", ["3: launch.gpus[0]: expected the numbers of this replica's GPUs, each once"]),
+        ("launch: {args: {x: }}", ["3: launch.args.x: has no value; write true for an option that takes none"]),
+        ("launch: {replicas: true}", ["3: launch.replicas: expected a whole number, found true"]),
+        ("launch: {replicas: '2'}", ["3: launch.replicas: expected a whole number, found '2'; write it without quotes"]),
+        ("launch: {model: 7}", ["3: launch.model: expected text, found 7; write it in quotes"]),
+        ("launch: {startup_timeout: 0s}", ["3: launch.startup_timeout: must be more than zero"]),
+        ("launch: 5", ["3: launch: expected a mapping, found 5"]),
+        ("launch: {}\nbad key: 1", [f"4: bad key: unknown key; known here: {', '.join(Model.model_fields)}"]),
+    ],
+)
+def test_models(tmp_path: Path, text: str, said: list[str]) -> None:
+    assert about_model(tmp_path, text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"- {{id: a, hash: {HASH}}}\n- {{id: b, hash: [{HASH.upper().replace('SHA', 'sha')}]}}\n",
+            ["4: keys[1].hash[0]: this hash is already on line 3; a key belongs to one id"],
+        ),
+        ("- {id: a, anonymous: true}\n- {id: b, anonymous: true}\n", ["4: keys[1].anonymous: only one entry can be anonymous; `a` is"]),
+        (
+            f"- {{id: a, anonymous: true, hash: {HASH}}}\n",
+            ["3: keys[0].hash: the anonymous entry has no hash: it is for requests with no key"],
+        ),
+        ("- {id: a, anonymous: yes please}\n", ["3: keys[0].anonymous: expected true or false, found text", f"3: keys[0].hash: {NO_HASH}"]),
+        ("- {anonymous: true}\n", ["3: keys[0].id: is missing: name of the principal, as metrics and usage records show it"]),
+        ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 in the list, found a list"]),
+        ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
+        ("- {id: a, anonymous: true, models: [qwen, 'Q*']}\n", []),
+        (
+            "- {id: a, anonymous: true, expires: soon}\n",
+            ["3: keys[0].expires: expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z"],
+        ),
+        ("- {id: a, anonymous: true, expires: 2027-02-30}\n", ["3: keys[0].expires: this is no timestamp; for text, write it in quotes"]),
+        ("- {id: a, anonymous: true, limits: {concurrent: 0}}\n", ["3: keys[0].limits.concurrent: expected 1 or more, found 0"]),
+        ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not hold spaces or control characters"]),
+        ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
+    ],
+)
+def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
+    # an impossible date is told by the YAML reader and leaves nothing to judge
+    assert about_keys(tmp_path, text)[: len(said) or None] == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{port: 9090}", ["server.admin.port: the admin port and the data port are both 9090; they need one each"]),
+        ("{host: 127.0.0.2, port: 9090}", []),
+        ("{port: 0, admin: {port: 0}}", []),
+        ("{port: 70000}", ["server.port: expected 65535 or less, found 70000"]),
+        (
+            "{tls: {cert: none.pem, key: 5}}",
+            ["server.tls.cert: the file none.pem cannot be read: No such file or directory", "server.tls.key: expected the path of a file"],
+        ),
+        ("{trusted_proxies: [10.0.0.1/8]}", ["server.trusted_proxies[0]: expected an address or network such as 10.0.0.0/8"]),
+        (
+            "{cors: {origins: ['https://a/b']}}",
+            ["server.cors.origins[0]: expected an origin such as https://app.example.com, with no path, or *"],
+        ),
+        (
+            "{admin: {token: {env: A, file: b}}}",
+            ["server.admin.token: a secret has exactly one of env and file: write {env: NAME} or {file: PATH}"],
+        ),
+        ("{admin: {token: {file: /}}}", ["server.admin.token: / is not a file"]),
+        ('{admin: {token: {file: "a\\0b"}}}', ["server.admin.token: embedded null byte"]),
+    ],
+)
+def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
+    assert about_server(tmp_path, text) == said
+
+
+def test_limits_in_memory_do_not_hold_over_relays(tmp_path: Path) -> None:
+    text = "server: {relays: 4}\nmodels: [{id: m, launch: {}}]\nkeys:\n  - {id: k, anonymous: true, limits: {concurrent: 1}}\n"
+    said = "g.yaml:4: keys[0].limits: 4 relays would count apart and let more than the limit pass: set limits_store, or server.relays to 1"
+    assert problems(tmp_path, text) == [said]
+    assert problems(tmp_path, text + "limits_store: memory\n") == [said]
+    assert problems(tmp_path, text + "limits_store: redis://localhost\n") == []
+    assert problems(tmp_path, text.replace("relays: 4", "relays: 1")) == []
+
+
+def test_the_file_of_keys_speaks_for_itself(tmp_path: Path) -> None:
+    text = f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {HASH}}}]\nkeys_file: k.yaml\n"
+    assert problems(tmp_path, text) == ["g.yaml:3: keys_file: k.yaml cannot be read: No such file or directory"]
+    (tmp_path / "k.yaml").write_text(f"keys:\n  - {{id: a, hash: {HASH}}}\n  - {{id: b, hahs: x}}\n")
+    assert problems(tmp_path, text) == [
+        "k.yaml:2: keys[0].id: this key id is already on g.yaml:2",
+        "k.yaml:2: keys[0].hash: this hash is already on g.yaml:2; a key belongs to one id",
+        "k.yaml:3: keys[1].hahs: unknown key; did you mean `hash`?",
+        f"k.yaml:3: keys[1].hash: {NO_HASH}",
+    ]
+    (tmp_path / "k.yaml").write_text("keys: [")
+    assert problems(tmp_path, text) == ["k.yaml:1: this is not YAML: did not find expected node content"]
+    (tmp_path / "k.yaml").write_text("")
+    assert problems(tmp_path, text) == []
+    assert problems(tmp_path, text.replace(f"keys: [{{id: a, hash: {HASH}}}]", "")) == [f"g.yaml:3: keys_file: {NO_KEYS}"]
+
+
+def test_a_secret_that_is_no_line_of_text(tmp_path: Path) -> None:
+    text = "models: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\nserver: {admin: {token: {file: t}}}\n"
+    contents = {
+        b"": "the file t is empty",
+        b"a\nb": "the secret holds line breaks or other control characters",
+        b"\xff": "the file t is not UTF-8 text",
+    }
+    for content, said in contents.items():
+        (tmp_path / "t").write_bytes(content)
+        assert problems(tmp_path, text) == [f"g.yaml:3: server.admin.token: {said}"]
+    (tmp_path / "t").write_bytes(b"x" * 70_000)
+    assert problems(tmp_path, text) == ["g.yaml:3: server.admin.token: the file t is larger than 65536 bytes"]
+
+
+def test_many_keys_load(tmp_path: Path) -> None:
+    entries = "".join(f"  - {{id: k{i}, hash: 'sha256:{i:064x}', models: ['Qwen/*']}}\n" for i in range(5_000))
+    path = tmp_path / "g.yaml"
+    path.write_text(f"models: [{{id: Qwen/Q, launch: {{}}}}]\nkeys:\n{entries}")
+    assert len(load(path, {}).keys) == 5_000
+
+
+_WORDS = st.sampled_from(
+    [
+        "models",
+        "keys",
+        "id",
+        "launch",
+        "servers",
+        "url",
+        "hash",
+        "server",
+        "port",
+        "gpus",
+        "args",
+        "env",
+        "limits",
+        "<<",
+        "&a",
+        "*a",
+        "null",
+        "!!x",
+    ]
+)
+_TEXTS = st.lists(st.one_of(_WORDS, st.text(max_size=5), st.sampled_from(": -[]{},\n \t'\"#|>%&*!")), max_size=40).map("".join)
+_TREES = st.recursive(
+    st.one_of(_WORDS, st.integers(-5, 10**6), st.booleans(), st.none(), st.floats(allow_nan=True), st.text(max_size=8)),
+    lambda below: st.one_of(st.lists(below, max_size=3), st.dictionaries(_WORDS, below, max_size=5)),
+    max_leaves=25,
+)
+
+
+@pytest.mark.parametrize("kind", ["text", "bytes"])
+def test_whatever_is_in_the_file_it_loads_or_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "g.yaml"
+    contents = st.binary(max_size=200) if kind == "bytes" else _TEXTS.map(lambda text: text.encode("utf-8", "replace"))
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(contents)
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        with pytest.raises(ConfigurationError) as caught:
+            load(path, {})
+        assert all("\n" not in str(problem) for problem in caught.value.problems)
+
+    check()
+
+
+def test_whatever_shape_the_document_has_it_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "g.yaml"
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.dictionaries(st.sampled_from(["models", "keys", "server", "teams", "keys_file", "limits"]), _TREES, max_size=6))
+    def check(tree: object) -> None:
+        path.write_text(yaml.safe_dump(tree), "utf-8")
+        with pytest.raises(ConfigurationError) as caught:
+            load(path, {})
+        assert caught.value.problems
+
+    check()
+    assert os.listdir(tmp_path) == ["g.yaml"]

@@ -1,0 +1,126 @@
+"""The simulator's pure parts: tokens, words, schemas, and which tokens a request is answered with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from upstream.simulator import schema, tokens
+from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.plan import Ask, Kind, Prompt, plan
+from upstream.simulator.prefix_cache import PrefixCache
+from upstream.simulator.words import Speaker
+
+
+@given(some.text())
+def test_every_text_survives_its_tokens(text: str) -> None:
+    ids = tokens.encode(text)
+    assert tokens.decode(ids) == text
+    assert all(0 <= number < 2**49 for number in ids)
+
+
+@given(some.lists(some.integers(0, 2**63 - 1)))
+def test_any_ids_have_a_text(ids: list[int]) -> None:
+    assert isinstance(tokens.decode(ids), str)
+
+
+@given(some.integers(0, 2**64), some.integers(0, 300))
+def test_a_speaker_says_exactly_as_many_pieces_as_asked(seed: int, count: int) -> None:
+    said = Speaker(seed).pieces(count)
+    assert len(said) == count
+    assert said == Speaker(seed).pieces(count)
+
+
+SCHEMAS: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "required": ["a"]}, {"a": True}),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, [0, 0]),
+    ({"type": "integer", "minimum": 5, "multipleOf": 4}, 8),
+    ({"type": "integer", "exclusiveMinimum": 5}, 6),
+    ({"type": "integer", "maximum": -3}, -3),
+    ({"enum": ["x", "y"]}, "x"),
+    ({"const": 7}, 7),
+    ({"anyOf": [{"type": "null"}, {"type": "string"}]}, None),
+    ({"type": ["boolean", "null"]}, True),
+    ({"$defs": {"d": {"const": 1}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/d"}}, "required": ["a"]}, {"a": 1}),
+    (
+        {"allOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"const": 2}}, "required": ["b"]}]},
+        {"a": 1, "b": 2},
+    ),
+    ({"type": "string", "pattern": "^a{2}b$"}, "aab"),
+]
+
+
+@pytest.mark.parametrize(("given_schema", "wanted"), SCHEMAS)
+def test_a_schema_has_a_small_instance(given_schema: dict[str, Any], wanted: Any) -> None:
+    assert schema.instance(given_schema, Speaker(0)) == wanted
+
+
+def test_lengths_bound_a_string() -> None:
+    assert len(schema.instance({"type": "string", "minLength": 40, "maxLength": 40}, Speaker(0))) == 40
+    assert len(schema.instance({"type": "string", "maxLength": 2}, Speaker(0))) <= 2
+
+
+@pytest.mark.parametrize("bad", [{"type": "nothing"}, {"$ref": "#/no"}, {"type": "object", "properties": {"a": 5}, "required": ["a"]}])
+def test_a_schema_that_is_none_is_told(bad: dict[str, Any]) -> None:
+    with pytest.raises(schema.Unmeetable):
+        schema.instance(bad, Speaker(0))
+
+
+def test_a_schema_without_end_is_told() -> None:
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
+    with pytest.raises(schema.Unmeetable):
+        schema.instance(endless, Speaker(0))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[ab]{3}", r"\d{3}-\d{2}", "(yes|no)", "^a+b*c?$", "x{2,5}", "[^a]", r"\w+@\w+\.(com|org)", "(?:ab){2}"]
+)
+def test_a_simple_expression_is_matched_whole(pattern: str) -> None:
+    assert re.fullmatch(pattern, schema.matching(pattern, Speaker(0)))
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "(?=a)b(?=c)c{3}"])
+def test_an_expression_that_cannot_be_met_is_told(pattern: str) -> None:
+    with pytest.raises(schema.Unmeetable):
+        schema.matching(pattern, Speaker(0))
+
+
+def ask(**more: Any) -> Ask:
+    return Ask((Prompt.of_text("Hello"),), **{"limit": 1000, **more})
+
+
+@given(some.integers(1, 200), some.integers(1, 200), some.booleans())
+def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking: bool) -> None:
+    (choice,) = plan(ask(limit=limit, thinking=thinking), Behaviour(tokens=wanted, reasoning_tokens=1 if thinking else None), 0).choices
+    assert len(choice.tokens) <= limit
+    assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokens.END)
+
+
+def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:
+    (choice,) = plan(ask(thinking=True), Behaviour(tokens=20, reasoning_tokens=5), 0).choices
+    kinds = [token.kind for token in choice.tokens]
+    assert kinds == [Kind.REASONING] * 5 + [Kind.SILENT] + [Kind.CONTENT] * 13 + [Kind.SILENT]
+
+
+@given(some.text(min_size=1, max_size=3), some.integers(0, 50))
+def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
+    (free,) = plan(ask(seed=seed), Behaviour(tokens=60), 0).choices
+    (stopped,) = plan(ask(seed=seed, stops=(stop,)), Behaviour(tokens=60), 0).choices
+    text = "".join(token.text for token in free.tokens)
+    assert "".join(token.text for token in stopped.tokens) == text.split(stop)[0]
+    assert stopped.stop == (stop if stop in text else None)
+
+
+def test_a_prefix_is_known_by_whole_blocks_and_never_whole() -> None:
+    cache = PrefixCache()
+    ids = tuple(range(64))
+    assert cache.admit(ids, "") == 0
+    assert cache.admit(ids, "") == 48
+    assert cache.admit((*ids, 1), "") == 64
+    assert cache.admit((*ids[:20], 0), "") == 16
+    assert cache.admit(ids, "salt") == 0
+    assert cache.admit((), "") == 0
