@@ -71,12 +71,15 @@ class _Relay:
         while not self._ending:
             born = time.monotonic()
             await self._one_life(greeting)
-            if self._ending:
-                return
-            self.restarts += 1
-            _log.error("relay %d ended unexpectedly; starting it again", self.number)
-            if time.monotonic() - born < _SHORT_LIFE:
-                await asyncio.sleep(_PAUSE)
+            await self._pause_before_next(born)
+
+    async def _pause_before_next(self, born: float) -> None:
+        if self._ending:
+            return
+        self.restarts += 1
+        _log.error("relay %d ended unexpectedly; starting it again", self.number)
+        if time.monotonic() - born < _SHORT_LIFE:
+            await asyncio.sleep(_PAUSE)
 
     async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
         async with self._running() as link:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gateway.config import explain, references
 from gateway.config.models import Config, KeysFile, Section
-from gateway.config.not_yet import notes_on
+from gateway.config.not_yet import NOT_YET, notes_on
 from gateway.config.problems import ConfigurationError, Finding, Note, Problem
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
@@ -51,7 +51,7 @@ def notes(config: Config) -> tuple[Note, ...]:
 
 def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surroundings) -> Config:
     whole = config.model_copy(update={"keys": config.keys + more.keys})
-    whole._notes = notes_on(draft)
+    whole._notes = notes_on(draft, NOT_YET)
     whole._files = tuple(dict.fromkeys(around.files))
     return whole
 

@@ -6,7 +6,7 @@ capability lands, its row goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gateway.config.problems import Note
 from gateway.config.references import Draft, Place
@@ -50,14 +50,14 @@ NOT_YET: dict[str, str] = {
 }
 
 
-def notes_on(draft: Draft) -> tuple[Note, ...]:
-    """A note for each setting of ``NOT_YET`` that the files set, in their order."""
+def notes_on(draft: Draft, table: Mapping[str, str]) -> tuple[Note, ...]:
+    """A note for each setting of ``table``, which is as ``NOT_YET``, that the files set, in their order."""
     tops = [draft.top, *([Place(draft.keys_file, (), draft.keys_file.value)] if draft.keys_file else [])]
-    return tuple(note for top in tops for note in sorted(_notes_below(top), key=lambda note: note.line))
+    return tuple(note for top in tops for note in sorted(_notes_below(top, table), key=lambda note: note.line))
 
 
-def _notes_below(top: Place) -> Iterator[Note]:
-    for row, message in NOT_YET.items():
+def _notes_below(top: Place, table: Mapping[str, str]) -> Iterator[Note]:
+    for row, message in table.items():
         path, _, value = row.partition("=")
         for place in _places(top, path.split(".")):
             if place.value is not None and (not value or place.value == value):

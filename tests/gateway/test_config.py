@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from gateway.config import NOT_YET, Config, ConfigurationError, load, notes, plain_variables, schema
 from gateway.config.models import Section
+from gateway.config.not_yet import notes_on
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
+from gateway.config.references import Draft
+from gateway.config.source import parse
 
 HASH = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 CANARY = "canary-9f2c41"
@@ -211,14 +214,14 @@ def test_anchors_and_merges_keep_their_lines(write: Any) -> None:
     ]
 
 
-def test_what_has_no_effect_yet_is_noted_with_its_line(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("models:\n  - id: a\n    launch: {start: on_demand}\nkeys:\n  - {id: k, anonymous: true}\n")
-    monkeypatch.setitem(NOT_YET, "models[].launch.start=on_demand", "is early")
-    monkeypatch.setitem(NOT_YET, "models[].launch.start=eager", "is never said")
-    monkeypatch.setitem(NOT_YET, "keys[].anonymous", "is late")
-    assert [str(note).removeprefix(str(path)) for note in notes(load(path, {}))] == [
-        ":3: models[0].launch.start: is early",
-        ":5: keys[0].anonymous: is late",
+def test_what_has_no_effect_yet_is_noted_with_its_line() -> None:
+    main = parse("models:\n  - id: a\n    launch: {start: on_demand}\nkeys:\n  - {id: k, team: t}\n", "g.yaml")
+    more = parse("keys:\n  - id: l\n    team:\n  - id: m\n    team: t\n", "k.yaml")
+    table = {"keys[].team": "late", "models[].launch.start=on_demand": "early", "models[].launch.start=eager": "never", "log": "absent"}
+    assert [str(note) for note in notes_on(Draft(main, more), table)] == [
+        "g.yaml:3: models[0].launch.start: early",
+        "g.yaml:5: keys[0].team: late",
+        "k.yaml:5: keys[1].team: late",
     ]
 
 

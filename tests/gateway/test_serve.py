@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import orjson
@@ -110,7 +111,7 @@ def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> Non
 def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
         replies: list[httpx2.Response] = []
-        slow = {"stream": True, "simulate": {"tokens": 40, "tokens_per_second": 40}}
+        slow: dict[str, Any] = {"stream": True, "simulate": {"tokens": 40, "tokens_per_second": 40}}
         thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
@@ -124,7 +125,7 @@ def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
 def test_what_outlasts_the_drain_is_told(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="300ms")) as one:
         replies: list[httpx2.Response] = []
-        endless = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
+        endless: dict[str, Any] = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
         thread = threading.Thread(target=lambda: replies.append(one.ask(**endless)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)

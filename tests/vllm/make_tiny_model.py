@@ -3,7 +3,8 @@
     .venv-vllm/bin/python -m tests.vllm.make_tiny_model --architecture qwen3 --out tests/vllm/models/qwen3
 
 Nothing is downloaded. About two minutes on two cores, 2 MB. The rule: every seed is fixed and every random draw keeps its place, so that a
-second run with the same libraries gives the same bytes; a model that has not learned all of it is never written.
+second run on the same kind of processor, with the same libraries, gives the same bytes; a model that has not learned all of it is never
+written.
 """
 
 from __future__ import annotations

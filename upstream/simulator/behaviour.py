@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 
-def _setting(default: Any, meaning: str) -> Any:
+def setting(default: Any, meaning: str) -> Any:
+    """A field whose flag says what it means."""
     return field(default=default, metadata={"help": meaning})
 
 
@@ -25,22 +26,22 @@ class Behaviour:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    tokens: int | None = _setting(None, "completion tokens of an answer, its end token included (default: 24 to 72, by the prompt)")
-    reasoning_tokens: int | None = _setting(None, "how many of them are reasoning, when there is any (default: a third, at most 16)")
-    tool_calls: int = _setting(1, "tools called where the request lets the model choose; 0 answers with text")
-    tokens_per_second: float = _setting(200.0, "speed of each choice; 0 is as fast as it goes")
-    time_to_first_token: float = _setting(0.0, "wait before the first token")
-    status: int | None = _setting(None, "refuse with this HTTP status, e.g. 503")
-    error_first: bool = _setting(False, "an error as the first event of a stream (not streamed: status 500)")
-    error_after: int | None = _setting(None, "the engine fails after this many tokens")
-    abort_after: int | None = _setting(None, "end with finish_reason abort after this many tokens")
-    hang_before_headers: bool = _setting(False, "take the request and never answer")
-    hang_after: int | None = _setting(None, "fall silent after this many tokens; 0: after the headers of a stream")
-    cut_before_headers: bool = _setting(False, "close the connection with nothing answered")
-    cut_after: int | None = _setting(None, "close the connection after this many events; 0: after the headers")
-    cut_bytes: int | None = _setting(None, "close the connection after this many bytes of the body")
-    die_after: int | None = _setting(None, "the process exits after this many tokens of the request")
-    chunk_bytes: int | None = _setting(None, "cut the body into HTTP chunks of this many bytes, wherever events end")
+    tokens: int | None = setting(None, "completion tokens of an answer, its end token included (default: 24 to 72, by the prompt)")
+    reasoning_tokens: int | None = setting(None, "how many of them are reasoning, when there is any (default: a third, at most 16)")
+    tool_calls: int = setting(1, "tools called where the request lets the model choose; 0 answers with text")
+    tokens_per_second: float = setting(200.0, "speed of each choice; 0 is as fast as it goes")
+    time_to_first_token: float = setting(0.0, "wait before the first token")
+    status: int | None = setting(None, "refuse with this HTTP status, e.g. 503")
+    error_first: bool = setting(False, "an error as the first event of a stream (not streamed: status 500)")
+    error_after: int | None = setting(None, "the engine fails after this many tokens")
+    abort_after: int | None = setting(None, "end with finish_reason abort after this many tokens")
+    hang_before_headers: bool = setting(False, "take the request and never answer")
+    hang_after: int | None = setting(None, "fall silent after this many tokens; 0: after the headers of a stream")
+    cut_before_headers: bool = setting(False, "close the connection with nothing answered")
+    cut_after: int | None = setting(None, "close the connection after this many events; 0: after the headers")
+    cut_bytes: int | None = setting(None, "close the connection after this many bytes of the body")
+    die_after: int | None = setting(None, "the process exits after this many tokens of the request")
+    chunk_bytes: int | None = setting(None, "cut the body into HTTP chunks of this many bytes, wherever events end")
 
 
 _ADAPTER = TypeAdapter(Behaviour)

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 import yaml
 
 from upstream.simulator import vllm_flags
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behaviour import Behaviour, setting
 
 REASONING_PARSERS: Final = tuple(
     """
@@ -60,11 +60,11 @@ class Lora:
 class Start:
     """How the process begins and ends: seconds, and counts over all requests."""
 
-    listen_after: float = 0.0
-    healthy_after: float = 0.0
-    failure: bool = False
-    die_after_tokens: int | None = None
-    die_after_requests: int | None = None
+    listen_after: float = setting(0.0, "seconds during which connections are refused")
+    healthy_after: float = setting(0.0, "seconds during which /health is 503")
+    failure: bool = setting(False, "fail to start, with status 1")
+    die_after_tokens: int | None = setting(None, "exit after this many tokens of all requests")
+    die_after_requests: int | None = setting(None, "exit after this many answers")
 
 
 @dataclass(frozen=True, slots=True)
