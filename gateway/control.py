@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -60,7 +61,7 @@ async def run(config: Config, announcer: Announcer) -> int:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         control = Control(config, announcer)
-        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=os.environ)
+        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
         control.launcher = await stack.enter_async_context(launcher)
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed))
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
@@ -92,6 +93,12 @@ def _stop_signals() -> asyncio.Queue[int]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
     return asked
+
+
+def _environ() -> dict[str, str]:
+    """What launched servers inherit; commands that are installed beside this program are found without being on PATH."""
+    path = os.environ.get("PATH", os.defpath)
+    return {**os.environ, "PATH": f"{path}{os.pathsep}{Path(sys.executable).parent}"}
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -16,8 +16,7 @@ from gateway.state import Key, Model, State
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
-from upstream.launcher import ServerSpec as LaunchSpec
-from upstream.launcher import Snapshot
+from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import LaunchSettings

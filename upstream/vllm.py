@@ -8,6 +8,7 @@ environment, never among the words and never in a repr.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -78,6 +79,14 @@ def address_for(settings: LaunchSettings, *, uds: str, free_port: Callable[[], i
     host = str(args.get("host", "127.0.0.1"))
     port = args.get("port")
     return Address(host=EVERY_INTERFACE.get(host, host), port=int(str(port)) if port is not None else free_port())
+
+
+_NO_UDS = re.compile(r"(?:unrecogni[sz]ed|unknown|unexpected|no such|invalid)[^\n]{0,80}--uds\b", re.IGNORECASE)
+
+
+def knows_no_uds(log_tail: str) -> bool:
+    """Whether a command that ended at once said that it has no option ``--uds`` (argparse's words, click's and others')."""
+    return _NO_UDS.search(log_tail) is not None
 
 
 def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:

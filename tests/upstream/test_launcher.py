@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from upstream.health import Target, doctor
 from upstream.keeper import processes, read
-from upstream.launcher import Backoff, Launcher, ServerSpec, Snapshot, State
+from upstream.launcher import Backoff, Launcher, LaunchSpec, Snapshot, State
 from upstream.launcher.kept import KEEPER_LOST, Order, kept_process
 from upstream.vllm import LaunchSettings, Value
 
@@ -55,10 +56,10 @@ class Case:
             yield launcher
         assert list(self.runtime.iterdir()) == []
 
-    def spec(self, name: str = "org/m#0", startup_timeout: float = 30.0, **args: Value) -> ServerSpec:
+    def spec(self, name: str = "org/m#0", startup_timeout: float = 30.0, **args: Value) -> LaunchSpec:
         flags = {"pids": str(self.pids_file(name))} | {key.replace("_", "-"): value for key, value in args.items()}
         settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, str(SERVER)), args=flags)
-        return ServerSpec(name, settings, startup_timeout)
+        return LaunchSpec(name, settings, startup_timeout)
 
     def pids_file(self, name: str) -> Path:
         return self.folder / f"pids-{name.replace('/', '-')}"
@@ -163,7 +164,7 @@ async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(cas
 
 async def test_a_command_that_is_not_there_is_a_failure_that_names_it(case: Case) -> None:
     async with case.launcher() as launcher:
-        launcher.start(ServerSpec("m#0", LaunchSettings("m", ("m",), command=("no-such-vllm", "serve")), 30))
+        launcher.start(LaunchSpec("m#0", LaunchSettings("m", ("m",), command=("no-such-vllm", "serve")), 30))
         failed = await case.reached(State.FAILED, "m#0")
         assert "exit code 127" in failed.reason and "no-such-vllm: No such file or directory" in failed.reason
 
@@ -274,14 +275,14 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
 CONTROL = """
 import asyncio, json, os, sys
 from pathlib import Path
-from upstream.launcher import Launcher, ServerSpec
+from upstream.launcher import Launcher, LaunchSpec
 from upstream.vllm import LaunchSettings
 
 async def main(folder, command, args):
     settings = LaunchSettings("m", ("m",), command=tuple(command), args=args)
     told = lambda snapshot: print(snapshot.state, flush=True)
     async with Launcher(on_change=told, log_folder=folder / "logs", environ=os.environ, runtime_parent=str(folder / "run")) as launcher:
-        launcher.start(ServerSpec("org/m#0", settings, 30))
+        launcher.start(LaunchSpec("org/m#0", settings, 30))
         await asyncio.sleep(600)
 
 asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[2:])))
@@ -369,7 +370,24 @@ async def test_leaving_by_an_error_ends_the_servers_too(case: Case) -> None:
 async def test_the_simulator_is_launched_like_vllm(case: Case) -> None:
     settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, "-P", "-m", "upstream.simulator"))
     async with case.launcher() as launcher:
-        launcher.start(ServerSpec("org/m#0", settings, 30))
+        launcher.start(LaunchSpec("org/m#0", settings, 30))
         ready = await case.reached(State.READY)
         assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
         await launcher.stop("org/m#0", grace=10)
+
+
+async def test_a_command_that_knows_no_unix_socket_gets_a_loopback_port(case: Case) -> None:
+    script = case.folder / "no_uds.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "if '--uds' in sys.argv:\n"
+        "    sys.exit('error: unrecognized arguments: --uds')\n"
+        f"runpy.run_path({str(SERVER)!r}, run_name='__main__')\n"
+    )
+    async with case.launcher(QUICK) as launcher:
+        spec = case.spec()
+        launcher.start(LaunchSpec(spec.name, replace(spec.settings, command=(sys.executable, str(script))), 30.0))
+        failed = await case.reached(State.FAILED)
+        assert "tried on a loopback port next" in failed.reason
+        ready = await case.reached(State.READY, restarts=1)
+        assert ready.address.uds is None and ready.address.host == "127.0.0.1"

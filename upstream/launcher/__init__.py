@@ -6,6 +6,6 @@ process; nothing here touches a client's bytes.
 """
 
 from upstream.launcher.launcher import Launcher
-from upstream.launcher.lifecycle import Backoff, ServerSpec, Snapshot, State
+from upstream.launcher.lifecycle import Backoff, LaunchSpec, Snapshot, State
 
-__all__ = ["Backoff", "Launcher", "ServerSpec", "Snapshot", "State"]
+__all__ = ["Backoff", "LaunchSpec", "Launcher", "Snapshot", "State"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from upstream.launcher.lifecycle import Backoff, ServerSpec, Snapshot
+from upstream.launcher.lifecycle import Backoff, LaunchSpec, Snapshot
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.server import LaunchedServer
 from upstream.vllm import problems
@@ -31,7 +31,7 @@ class Launcher:
     inherit. ``runtime_parent`` gets the private folder: by default $XDG_RUNTIME_DIR or the folder for temporary files.
 
         async with Launcher(on_change=…, log_folder=…, environ=os.environ) as launcher:
-            launcher.start(ServerSpec("MODEL#0", settings, startup_timeout=1200))
+            launcher.start(LaunchSpec("MODEL#0", settings, startup_timeout=1200))
             …
             await launcher.stop("MODEL#0", grace=30)
     """
@@ -71,7 +71,7 @@ class Launcher:
             self._servers.clear()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def start(self, spec: ServerSpec) -> None:
+    def start(self, spec: LaunchSpec) -> None:
         """Bring a server up and keep it up until ``stop``.
 
         Raises ValueError if there is one of this name (also while it is being stopped), or for settings that cannot work.

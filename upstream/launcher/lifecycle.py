@@ -43,7 +43,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSpec:
+class LaunchSpec:
     """One replica to launch. ``name``: unique and for people, e.g. ``MODEL#0``. ``startup_timeout``: seconds until /health answers."""
 
     name: str

@@ -19,9 +19,9 @@ from upstream.address import Address
 from upstream.health import Target, doctor
 from upstream.keeper import unlink_socket
 from upstream.launcher.kept import KeptProcess, Order, kept_process
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, ServerSpec, Snapshot, State
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State
 from upstream.launcher.logfile import LogFile
-from upstream.vllm import address_for, command_line
+from upstream.vllm import address_for, command_line, knows_no_uds
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class LaunchedServer:
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: LaunchSpec,
         *,
         logfile: LogFile,
         folder: str,
@@ -47,6 +47,7 @@ class LaunchedServer:
         on_change: Callable[[Snapshot], None],
     ) -> None:
         self.spec = spec
+        self._settings = spec.settings
         self.api_key = secrets.token_urlsafe(32)
         self.log = logfile
         self._folder = folder
@@ -115,7 +116,7 @@ class LaunchedServer:
         address = self.snapshot.address
         if address.uds:
             unlink_socket(address.uds)
-        line = command_line(self.spec.settings, address, self.api_key)
+        line = command_line(self._settings, address, self.api_key)
         return Order(self.spec.name, line.argv, {**self._environ, **line.env}, address.uds or "", self._folder)
 
     async def _live(self, process: KeptProcess) -> None:
@@ -162,6 +163,9 @@ class LaunchedServer:
         if self.snapshot.state in after:
             state, what = after[self.snapshot.state]
             tail = self.log.tail()
+            if state is State.FAILED and self.snapshot.address.uds and knows_no_uds(tail):
+                self._settings = replace(self._settings, listen="tcp")
+                what += " on a unix socket and is tried on a loopback port next"
             last_lines = f". Last lines of its log:\n{tail}" if tail else ""
             self._enter(state, concluded=True, reason=f"{self.spec.name} {what}: {why}{last_lines}")
 
@@ -178,7 +182,7 @@ class LaunchedServer:
         self._on_change(self.snapshot)
 
     def _address(self) -> Address:
-        return address_for(self.spec.settings, uds=self._socket_path, free_port=_free_port)
+        return address_for(self._settings, uds=self._socket_path, free_port=_free_port)
 
 
 def _free_port() -> int:

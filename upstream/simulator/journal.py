@@ -1,6 +1,6 @@
 """What reached the server: one entry a request, for tests that want to see what a gateway sent.
 
-Owns the entries. Bounded: the oldest are forgotten, and of a long body only the beginning is kept.
+Owns the entries. Bounded in number: the oldest are forgotten. Of a long body that is no JSON only the beginning is shown.
 """
 
 from __future__ import annotations
