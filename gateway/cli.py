@@ -275,7 +275,7 @@ def _print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
     from rich.text import Text
 
     place, message = str(problem).removesuffix(problem.message), problem.message
-    text = Text(place, style="bold") + Text(message, style=colour) if place != str(problem) else Text(place)
+    text = Text.assemble((place, "bold"), (message, colour)) if place != str(problem) else Text(place)
     Console(stderr=err, highlight=False).print(text, soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
@@ -21,8 +21,7 @@ _ORIGINS = ("launch", "servers", "discover")
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A value of the raw document and where it is."""
 
     source: Source

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -168,17 +168,19 @@ class _Reading:
         self.source.problems.append(Problem(self.source.file, line, spelled(path), message))
 
     def run(self, events: Iterator[yaml.Event]) -> None:
+        takers: dict[type[yaml.Event], Callable[[Any], None]] = {
+            yaml.DocumentStartEvent: self.document,
+            yaml.MappingStartEvent: self.open,
+            yaml.SequenceStartEvent: self.open,
+            yaml.MappingEndEvent: self.close,
+            yaml.SequenceEndEvent: self.close,
+            yaml.ScalarEvent: self.scalar,
+            yaml.AliasEvent: self.alias,
+        }
         for event in events:
-            if isinstance(event, yaml.ScalarEvent):
-                self.scalar(event)
-            elif isinstance(event, yaml.CollectionStartEvent):
-                self.open(event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self.close()
-            elif isinstance(event, yaml.AliasEvent):
-                self.alias(event)
-            elif isinstance(event, yaml.DocumentStartEvent):
-                self.document(event)
+            take = takers.get(type(event))
+            if take is not None:
+                take(event)
 
     def document(self, event: yaml.DocumentStartEvent) -> None:
         self.documents += 1
@@ -226,7 +228,7 @@ class _Reading:
         value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
         self.stack.append(_Frame(value, line, {}, event.anchor))
 
-    def close(self) -> None:
+    def close(self, _event: yaml.CollectionEndEvent) -> None:
         frame = self.stack.pop()
         self.merge(frame)
         self.source.lines[id(frame.value)] = frame.lines

@@ -27,7 +27,7 @@ _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 def _visible(value: str) -> str:
-    if not value.isprintable() or any(c.isspace() for c in value):
+    if not value.isprintable() or " " in value:
         raise ValueError("must not hold spaces or control characters")
     return value
 

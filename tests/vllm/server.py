@@ -172,7 +172,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     The leader is waited for last: until then its id cannot have become another group's.
     """
-    process.terminate()
+    os.kill(process.pid, signal.SIGTERM)  # not terminate(): that waits for a leader that has already ended
     _wait_until(lambda: _exited(process.pid), STOP_WITHIN)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,0 +1,208 @@
+"""Requests in words that vLLM no longer understands, and their answers put back into those words. Pure.
+
+Two need it: a raw ``prompt`` on the chat route (answered by /v1/completions, in chat shape) and the deprecated
+``functions``/``function_call`` (today's tools). The rule: a request that is not one of these is not touched, and its
+answer's bytes pass as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from gateway.errors import Refusal
+
+Document = dict[str, Any]
+
+
+class Translation(Protocol):
+    """How one request's answer is put back. A stream has one of its own, which may remember what it has seen."""
+
+    def answer(self, document: Document) -> Document:
+        """A whole answer."""
+
+    def chunk(self, document: Document) -> list[Document]:
+        """One chunk of a stream, as the chunks that the client gets."""
+
+
+def translate(document: Document) -> tuple[Document, str | None, Translation | None]:
+    """A chat request as vLLM takes it: the body, another path at the server if it goes there, and the way back.
+
+    Raises Refusal when both or neither of ``messages`` and ``prompt`` are given, and for functions beside tools.
+    """
+    raw, chat = document.get("prompt") is not None, document.get("messages") is not None
+    if raw and chat:
+        raise Refusal("invalid_value", "Only one of 'messages' and 'prompt' can be given.", param="prompt")
+    if not raw and not chat:
+        raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
+    if raw:
+        return _completion(document), "/v1/completions", RawPrompt()
+    if document.get("functions") is not None or _speaks_functions(document["messages"]):
+        return _tools(document), None, Functions() if document.get("functions") is not None else None
+    return document, None, None
+
+
+# A raw prompt
+
+
+def _completion(document: Document) -> Document:
+    """The body for /v1/completions: chat's names of two settings are others there."""
+    if not isinstance(document["prompt"], str):
+        raise Refusal("invalid_value", "The field 'prompt' must be a string.", param="prompt")
+    body = {
+        name: value for name, value in document.items() if name not in ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
+    }
+    limit = document.get("max_completion_tokens")
+    if limit is not None:
+        body["max_tokens"] = limit
+    if document.get("logprobs"):
+        body["logprobs"] = document.get("top_logprobs") or 0
+    return body
+
+
+class RawPrompt:
+    """Completions → chat."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def answer(self, document: Document) -> Document:
+        return {**document, "object": "chat.completion", "choices": [_message_of(choice) for choice in document.get("choices", ())]}
+
+    def chunk(self, document: Document) -> list[Document]:
+        chunk = {**document, "object": "chat.completion.chunk"}
+        choices = document.get("choices", [])
+        beginnings = [choice for choice in choices if self._begins(choice)]
+        roles = [{"index": choice.get("index", 0), "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                 for choice in beginnings]  # fmt: skip
+        first = [{**chunk, "choices": roles}] if roles else []
+        return [*first, {**chunk, "choices": [_delta_of(choice) for choice in choices]}]
+
+    def _begins(self, choice: Document) -> bool:
+        index = choice.get("index", 0)
+        new = index not in self._begun
+        self._begun.add(index)
+        return new
+
+
+_TEXT_ONLY = ("text", "prompt_logprobs", "prompt_token_ids")
+
+
+def _message_of(choice: Document) -> Document:
+    rest = {name: value for name, value in choice.items() if name not in _TEXT_ONLY}
+    return {**rest, "message": {"role": "assistant", "content": choice.get("text", "")}, "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def _delta_of(choice: Document) -> Document:
+    rest = {name: value for name, value in choice.items() if name not in _TEXT_ONLY}
+    text = choice.get("text", "")
+    delta = {} if choice.get("finish_reason") is not None and not text else {"content": text}
+    return {**rest, "delta": delta, "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def _logprobs(value: Any) -> Document | None:
+    """Completions' parallel lists → chat's list of tokens."""
+    if not isinstance(value, dict):
+        return None
+    tops = value.get("top_logprobs") or [None] * len(value.get("tokens", ()))
+    rows = zip(value.get("tokens", ()), value.get("token_logprobs", ()), tops, strict=False)
+    return {"content": [{**_token(token, logprob), "top_logprobs": [_token(*pair) for pair in (top or {}).items()]}
+                        for token, logprob, top in rows]}  # fmt: skip
+
+
+def _token(token: str, logprob: float | None) -> Document:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+# Functions
+
+_CALL_ID = "call_function_{}"
+
+
+def _speaks_functions(messages: Any) -> bool:
+    """Whether a conversation holds calls or results in the old words."""
+    return isinstance(messages, list) and any(
+        isinstance(message, dict) and (message.get("role") == "function" or message.get("function_call")) for message in messages
+    )
+
+
+def _tools(document: Document) -> Document:
+    """``functions`` → ``tools``, ``function_call`` → ``tool_choice``, and the old messages into today's."""
+    body = {name: value for name, value in document.items() if name not in ("functions", "function_call")}
+    functions = document.get("functions")
+    if functions is not None:
+        if document.get("tools") is not None:
+            raise Refusal("invalid_value", "Only one of 'functions' and 'tools' can be given.", param="functions")
+        if not isinstance(functions, list):
+            raise Refusal("invalid_value", "The field 'functions' must be a list.", param="functions")
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+        body["parallel_tool_calls"] = False  # the old shape has room for one call
+        body |= _choice(document.get("function_call"))
+    body["messages"] = _modern(document["messages"])
+    return body
+
+
+def _choice(call: Any) -> Document:
+    if call is None:
+        return {}
+    if call in ("auto", "none"):
+        return {"tool_choice": call}
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        return {"tool_choice": {"type": "function", "function": {"name": call["name"]}}}
+    raise Refusal("invalid_value", "The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
+
+
+def _modern(messages: Any) -> Any:
+    """Each old call gets an id by its place, and the result that follows it the same one."""
+    if not isinstance(messages, list):
+        return messages
+    calls = 0
+    modern = []
+    for message in messages:
+        if isinstance(message, dict) and isinstance(message.get("function_call"), dict):
+            calls += 1
+            message = _called(message, _CALL_ID.format(calls))
+        elif isinstance(message, dict) and message.get("role") == "function":
+            message = {"role": "tool", "tool_call_id": _CALL_ID.format(calls), "content": message.get("content")}
+        modern.append(message)
+    return modern
+
+
+def _called(message: Document, identity: str) -> Document:
+    rest = {name: value for name, value in message.items() if name != "function_call"}
+    return {**rest, "tool_calls": [{"id": identity, "type": "function", "function": message["function_call"]}]}
+
+
+class Functions:
+    """``tool_calls`` → ``function_call``."""
+
+    def answer(self, document: Document) -> Document:
+        return {**document, "choices": [_old(choice, "message", _whole_call) for choice in document.get("choices", ())]}
+
+    def chunk(self, document: Document) -> list[Document]:
+        return [{**document, "choices": [_old(choice, "delta", _piece_of_call) for choice in document.get("choices", ())]}]
+
+
+_FINISH: Mapping[str, str] = MappingProxyType({"tool_calls": "function_call"})
+
+
+def _old(choice: Document, member: str, call: Callable[[Iterable[Document]], Document]) -> Document:
+    holder = choice.get(member)
+    finish = choice.get("finish_reason")
+    changed = {**choice, "finish_reason": _FINISH.get(finish, finish) if isinstance(finish, str) else finish}
+    if isinstance(holder, dict) and holder.get("tool_calls"):
+        rest = {name: value for name, value in holder.items() if name != "tool_calls"}
+        changed[member] = rest | call(holder["tool_calls"])
+    return changed
+
+
+def _whole_call(calls: Iterable[Document]) -> Document:
+    first = next(iter(calls))["function"]
+    return {"function_call": {"name": first.get("name"), "arguments": first.get("arguments", "")}}
+
+
+def _piece_of_call(calls: Iterable[Document]) -> Document:
+    """The first call's piece; later calls have no place in the old shape."""
+    pieces = [call.get("function") or {} for call in calls if call.get("index", 0) == 0]
+    return {"function_call": pieces[0]} if pieces else {}

@@ -1,0 +1,189 @@
+"""The gateway as an operator runs it, with a real vLLM that it launches itself and a tee in that one's door (tee.py).
+
+Owns what a test reads of all three: the client's side, what the server itself sent, and the server's own counts.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import yaml
+
+from tests.support import process
+from tests.support.process import Gateway, configuration
+from tests.support.running import KEY
+from tests.vllm import tee
+from tests.vllm.dialogues import Json, user
+from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch
+
+MODEL, ALIAS = "tests/tiny", "tiny"
+PYTHON = str(COMMAND.with_name("python"))
+WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+
+
+def real_model(identity: str, folder: Path, flags: Mapping[str, Flag] | None = None) -> Json:
+    """A model of the configuration that is the real vLLM behind a tee which writes into `folder`; for `flags` see `launch`."""
+    settings = launch("qwen3", flags)
+    settings["command"] = [PYTHON, tee.__file__, str(folder), *settings["command"]]
+    settings["env"]["TMPDIR"] = str(folder)  # vLLM's processes leave sockets there when they are killed
+    return {"id": identity, "aliases": [ALIAS], "launch": settings}
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One exchange at the server's door: the request's headers and body, and the answer's body, without HTTP's framing."""
+
+    headers: Mapping[str, str]
+    asked: bytes
+    said: bytes
+
+
+@dataclass
+class Real:
+    """A running gateway and the real vLLM behind it."""
+
+    gateway: Gateway
+    folder: Path
+
+    # The client's side
+
+    def post(self, path: str, body: Json) -> httpx2.Response:
+        """A request with the key; `model` is set where the body has none."""
+        return httpx2.post(self.gateway.url + path, json={"model": MODEL, **body}, headers=HEADERS, timeout=120)
+
+    def sdk(self) -> openai.OpenAI:
+        """The client of OpenAI's SDK; it does not try again by itself."""
+        return openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+    def tokens(self, kind: str) -> float:
+        """The gateway's count of the key's tokens."""
+        return self.gateway.metric(f'vllm_gateway_tokens_total{{key="team-a",model="{MODEL}",type="{kind}"}}')
+
+    # The server's side
+
+    def recorded(self, identity: str) -> Recorded:
+        """What passed at the server's door for the request that the gateway gave this id."""
+        return process.wait_for(lambda: next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None))
+
+    def count(self, name: str) -> float:
+        """The sum of one of vLLM's own metrics."""
+        with self._direct() as client:
+            lines = client.get("/metrics").text.splitlines()
+        samples = [line for line in lines if line.startswith(name + "{")]
+        assert samples, f"vLLM has no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+    def post_directly(self, path: str, body: Json) -> httpx2.Response:
+        """A request to vLLM itself, by another door than the gateway's and the tee's."""
+        with self._direct() as client:
+            key = psutil.Process(self.api_server.pid).environ()["VLLM_API_KEY"]
+            return client.post(path, json={"model": MODEL, **body}, headers={"authorization": f"Bearer {key}"})
+
+    @property
+    def status(self) -> Json:
+        """The server as the gateway shows it to its operator."""
+        status: Json = self.gateway.get("/status").json()["models"][0]["servers"][0]
+        return status
+
+    @property
+    def api_server(self) -> psutil.Process:
+        """vLLM's main process."""
+        return psutil.Process(self.status["pid"])
+
+    def engine(self) -> psutil.Process:
+        """vLLM's EngineCore."""
+        [engine] = [each for each in self.api_server.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]
+        return engine
+
+    def wait_until_up(self) -> None:
+        process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.said[-4000:])
+
+    def _direct(self) -> httpx2.Client:
+        transport = httpx2.HTTPTransport(uds=str(self.folder / tee.INNER))
+        return httpx2.Client(transport=transport, base_url="http://vllm", timeout=60)
+
+    def _exchanges(self) -> Iterator[Recorded]:
+        for asked in sorted(self.folder.glob("*.in"), key=lambda path: path.stat().st_mtime, reverse=True):
+            yield from _parsed(asked.read_bytes(), asked.with_suffix(".out").read_bytes())
+
+
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None = None) -> Iterator[Real]:
+    """The gateway and its real vLLM, from the first healthy answer; `others` are more models. In the end nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="tee-") as recordings:  # a short path: unix sockets allow 107 bytes
+        config = configuration(real_model(MODEL, Path(recordings), flags), *others)
+        with process.gateway(folder, config, seconds=START_WITHIN) as gateway:
+            yield Real(gateway, Path(recordings))
+
+
+# What passed on a connection
+
+
+def _parsed(asked: bytes, said: bytes) -> Iterator[Recorded]:
+    """The exchanges of one connection in their order; one whose answer is not whole is left out."""
+    answers = _Answers(said)
+    for headers, body in _requests(asked):
+        answer = answers.next()
+        if answer is None:
+            return
+        yield Recorded(headers, body, answer)
+
+
+def _requests(data: bytes) -> Iterator[tuple[dict[str, str], bytes]]:
+    while b"\r\n\r\n" in data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        found = _LENGTH.search(head + b"\r\n")
+        length = int(found[1]) if found else 0
+        lines = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
+        yield {name.lower(): value.strip() for name, _, value in lines}, rest[:length]
+        data = rest[length:]
+
+
+class _Answers(io.BytesIO):
+    """The standard library's HTTP client, reading from what was recorded: another parser than the gateway's."""
+
+    def makefile(self, _: str) -> io.BytesIO:
+        return self
+
+    def close(self) -> None:
+        """The parser closes its file after each answer, and the next one is in the same."""
+
+    def next(self) -> bytes | None:
+        answer = http.client.HTTPResponse(self)  # type: ignore[arg-type]  # it asks for makefile and nothing else
+        try:
+            answer.begin()
+            return answer.read()
+        except http.client.HTTPException:
+            return None
+
+
+def chat(text: str, **more: Any) -> Json:
+    """A chat request of one user message, at temperature 0 and without thinking."""
+    return {"messages": [user(text)], "temperature": 0, **WITHOUT_THINKING, **more}
+
+
+def settled(read: Any, seconds: float = 30.0) -> Any:
+    """A value that has stayed the same for a moment."""
+    deadline, before = time.monotonic() + seconds, read()
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        if (now := read()) == before:
+            return now
+        before = now
+    raise AssertionError(f"it does not settle: {before}")

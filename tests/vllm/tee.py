@@ -1,0 +1,75 @@
+"""Stands in a launched vLLM's door and writes down every byte that passes: what the server itself sent is what a test compares with.
+
+``python tee.py FOLDER COMMAND… --uds PATH …`` becomes COMMAND with `FOLDER/server.sock` in PATH's place, so that vLLM is its launcher's
+own child, and leaves a child behind that listens on PATH and passes bytes on to it. For each connection the folder gets `PID-N.in` (what
+the client sent) and `PID-N.out` (what the server sent). The rule: a byte is written down before it is passed on, and neither side is
+read faster than the other one takes it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+INNER = "server.sock"
+
+
+def main(folder: str, *command: str) -> None:
+    """Fork the tee, become the command."""
+    place = command.index("--uds") + 1
+    inner = Path(folder) / INNER
+    inner.unlink(missing_ok=True)  # vLLM leaves its socket there, and the next one fails on it
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(command[place])
+    listener.listen(128)
+    if os.fork() == 0:
+        asyncio.run(Tee(Path(folder)).serve(listener))
+    words = [*command[:place], str(inner), *command[place + 1 :]]
+    os.execvp(words[0], words)
+
+
+class Tee:
+    """Everything that passes between one listener and the server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until it is killed, with all that its launcher started."""
+        async with await asyncio.start_unix_server(self._connected, sock=listener) as server:
+            await server.serve_forever()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = f"{os.getpid()}-{next(self._numbers)}"
+        try:
+            there_reader, there_writer = await asyncio.open_unix_connection(str(self._folder / INNER))
+        except OSError:  # it does not listen yet, or no more
+            writer.transport.abort()
+            return
+        with open(self._folder / f"{name}.in", "wb", buffering=0) as asked, open(self._folder / f"{name}.out", "wb", buffering=0) as said:
+            ways = [asyncio.create_task(_pass(reader, there_writer, asked)), asyncio.create_task(_pass(there_reader, writer, said))]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # when the one side has closed, the other one is closed
+            ways[0].cancel()
+            for end in (there_writer, writer):
+                end.close()  # what is written already is sent first
+            await asyncio.wait(ways)
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: BinaryIO) -> None:
+    try:
+        while data := await reader.read(65536):
+            record.write(data)
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
