@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access_log import AccessLog
 from gateway.auth import Keyring
 from gateway.catalog import Catalog, Entry, Target, card
+from gateway.cors import Cors
 from gateway.edge import Call, EdgeProtocol, request_id
 from gateway.errors import Refusal, render, unknown_model
 from gateway.exchange import exchange
@@ -60,6 +61,7 @@ class Relay:
                 servers[spec.name].mirror = self.metrics.cells("server_inflight", model.id, spec.name)
         self.state = state
         self.keyring = Keyring(state.keys)
+        self.cors = Cors(state.cors_origins)
         self.catalog = Catalog(state.models, servers)
 
     def learn(self, health: Health) -> None:
@@ -82,7 +84,13 @@ class Relay:
 
     def protocol(self) -> Callable[..., EdgeProtocol]:
         """The protocol class of the data port's connections, bound to this relay."""
-        return functools.partial(EdgeProtocol, lookup=self._lookup, serve=self._serve, body_limit=lambda: self.state.body_limit)
+        return functools.partial(
+            EdgeProtocol,
+            lookup=self._lookup,
+            serve=self._serve,
+            body_limit=lambda: self.state.body_limit,
+            cors_lines=self._cors_lines,
+        )
 
     def server(self) -> uvicorn.Server:
         """The data port's server; its sockets are given to it when it is served."""
@@ -100,6 +108,10 @@ class Relay:
 
     def _lookup(self, path: str) -> Target | None:
         return self.catalog.targets.get(path)
+
+    def _cors_lines(self, origin: bytes) -> bytes:
+        headers = self.cors.headers(origin.decode("latin-1"))
+        return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
 
     async def _serve(self, call: Call) -> None:
         await exchange(call, self)
@@ -121,6 +133,8 @@ class Relay:
     async def _other(self, request: Request) -> Response:
         """The model lists, of the gateway and of instance URLs; everything else is an error."""
         path = _raw_path(request)
+        if (preflight := self._preflight(request)) is not None:
+            return preflight
         root, mark, rest = path.partition(_MODELS)
         mounted = self.catalog.mounted(root + _MODELS, _MODELS) if root else None
         if mark and (not root or mounted is not None) and (not rest or rest.startswith("/")):
@@ -129,6 +143,14 @@ class Relay:
         if path in self.catalog.targets:
             _only(request, "POST")
         raise Refusal("not_found", "There is no such route.")
+
+    def _preflight(self, request: Request) -> Response | None:
+        """The answer to a browser that asks whether a page may send its request; it carries no key."""
+        asked = request.headers
+        if request.method != "OPTIONS" or "access-control-request-method" not in asked:
+            return None
+        headers = self.cors.preflight(asked.get("origin"), asked.get("access-control-request-headers"))
+        return None if headers is None else Response(status_code=204, headers=headers)
 
     def _models(self, request: Request, mounted: Entry | None, name: str) -> Response:
         key = self._key(request)
@@ -157,13 +179,17 @@ class _Accounted:
         self._relay = relay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        cors = self._relay.cors.headers(None if origin is None else origin.decode("latin-1"))
         identity, began, sent = request_id(), time.perf_counter(), {"status": 500, "bytes": 0}
         scope["state"]["request_id"] = identity
 
         async def stamped(message: Any) -> None:
             if message["type"] == "http.response.start":
                 sent["status"] = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                known = {name for name, _ in message["headers"]}
+                added = [(name.encode(), value.encode("latin-1")) for name, value in cors.items() if name.encode() not in known]
+                message["headers"] = [*message["headers"], *added, (b"x-request-id", identity.encode())]
             sent["bytes"] += len(message.get("body", b""))
             await send(message)
 

@@ -39,6 +39,7 @@ _UPLOAD_AHEAD = 256 * 1024
 
 Serve = Callable[["Call"], Coroutine[Any, Any, None]]
 Lookup = Callable[[str], Target | None]
+CorsLines = Callable[[bytes], bytes]
 
 
 def request_id() -> str:
@@ -54,7 +55,7 @@ class Call:
     """
 
     __slots__ = (
-        "_chunked", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
+        "_chunked", "_cors", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
         "began", "bytes_in", "bytes_out", "disconnected", "events", "headers", "http10", "id", "keep_alive", "message_event", "more_body",
         "on_pause", "on_resume", "response_complete", "started", "status", "target", "task", "too_large",
     )  # fmt: skip
@@ -67,6 +68,8 @@ class Call:
         self.began = edge.loop.time()
         self.http10 = http10
         self.keep_alive = keep_alive
+        origin = headers.get(b"origin")
+        self._cors = b"" if origin is None else edge.cors_lines(origin)
         # The body
         self._limit = edge.body_limit()
         self._received: list[bytes] = []
@@ -187,7 +190,14 @@ class Call:
             framing += b"connection: close\r\n"
         elif self.http10:
             framing += b"connection: keep-alive\r\n"
-        head = b"%bx-request-id: %b\r\n%b%b%b\r\n" % (STATUS_LINE[status], self.id.encode(), headers, framing, self._edge.date_line())
+        head = b"%bx-request-id: %b\r\n%b%b%b%b\r\n" % (
+            STATUS_LINE[status],
+            self.id.encode(),
+            headers,
+            self._cors,
+            framing,
+            self._edge.date_line(),
+        )
         self._put(head, body)
 
     def write(self, data: bytes) -> None:
@@ -239,17 +249,21 @@ class _Unheard:
 class EdgeProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with the inference routes taken out of it.
 
-    ``lookup`` finds the target of a path, ``serve`` is the story, ``body_limit`` the bytes a body may have.
+    ``lookup`` finds the target of a path, ``serve`` is the story, ``body_limit`` the bytes a body may have,
+    ``cors_lines`` the headers for a page of an origin.
     """
 
     cycle: Any  # uvicorn's RequestResponseCycle or a Call
     pipeline: Any
 
-    def __init__(self, *args: Any, lookup: Lookup, serve: Serve, body_limit: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, lookup: Lookup, serve: Serve, body_limit: Callable[[], int], cors_lines: CorsLines, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._lookup = lookup
         self._serve = serve
         self.body_limit = body_limit
+        self.cors_lines = cors_lines
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
         self._in_head = False
         self._head_size = 0

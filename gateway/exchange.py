@@ -26,7 +26,7 @@ from gateway.metrics import RelayMetrics
 from gateway.outbound import Outbound
 from gateway.payload import merge, parse, prepare
 from gateway.record import Record
-from gateway.relay import BodyRelay, EventRelay, Passing, break_off, is_stream
+from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
 from gateway.state import Key, Model
 from upstream.attempt import Answer, Attempt
@@ -119,7 +119,11 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
         body = await answer.collect(_ERROR_BODY_LIMIT)
         raise from_server(answer.status, body, outbound.name, call.target.route.input_field)
     if is_stream(answer):
-        relay: BodyRelay | EventRelay = EventRelay(call, answer, model=outbound.name, hides_usage=outbound.hides_usage)
+        relay: BodyRelay | EventRelay = EventRelay(
+            call, answer, model=outbound.name, hides_usage=outbound.hides_usage, translation=outbound.translation
+        )
+    elif outbound.translation is not None:
+        relay = TranslatedRelay(call, answer, outbound.translation)
     else:
         relay = BodyRelay(call, answer)
     account.passing = relay

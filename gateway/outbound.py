@@ -14,6 +14,7 @@ from gateway.catalog import Entry
 from gateway.edge import Call
 from gateway.form import Form
 from gateway.payload import Prepared
+from gateway.translate import Translation
 from upstream.attempt import Upload
 from upstream.server import ServerSpec
 
@@ -28,14 +29,18 @@ class Outbound:
     encode: Callable[[str], bytes]
     content_type: bytes
     framing: Callable[[bytes], bytes]
+    path: str
     hides_usage: bool = False
+    translation: Translation | None = None
     upload: Upload | None = None
     composed_at: float | None = None
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
         """A JSON body that was checked."""
-        return cls(call, entry, name, prepared.encode, b"application/json", _sized, prepared.hides_usage)
+        return cls(
+            call, entry, name, prepared.encode, b"application/json", _sized, prepared.upstream, prepared.hides_usage, prepared.translation
+        )
 
     @classmethod
     def of_form(cls, call: Call, entry: Entry, name: str, form: Form) -> Outbound:
@@ -44,12 +49,12 @@ class Outbound:
         framing = _chunked if length is None else form.sized(int(length))
         encode = form.opening_chunk if length is None else form.opening
         upload = form.upload(call.next_bytes, chunked=length is None)
-        return cls(call, entry, name, encode, call.headers[b"content-type"], framing, upload=upload)
+        return cls(call, entry, name, encode, call.headers[b"content-type"], framing, call.target.route.upstream, upload=upload)
 
     def compose(self, server: ServerSpec) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
         body = self.encode(server.model)
-        path = server.address.prefix + self.call.target.route.upstream
+        path = server.address.prefix + self.path
         key = b"authorization: Bearer %b\r\n" % server.api_key.encode() if server.api_key else b""
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
             path.encode(),

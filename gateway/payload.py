@@ -17,6 +17,7 @@ import orjson
 from gateway.errors import Refusal
 from gateway.routes import Dialect, Route
 from gateway.state import Model
+from gateway.translate import Translation, translate
 
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
@@ -28,12 +29,15 @@ Document = dict[str, Any]
 class Prepared:
     """A body that may be sent: ``document`` lacks only the model's name at the server.
 
-    ``hides_usage`` says that the usage event is there for the gateway and not for the client.
+    ``hides_usage`` says that the usage event is there for the gateway and not for the client; ``upstream`` is the
+    path at the server; ``translation`` is the way back for a request in words that vLLM does not know.
     """
 
     document: Document
     stream: bool
     hides_usage: bool
+    upstream: str
+    translation: Translation | None = None
 
     def encode(self, served_model: str) -> bytes:
         """The bytes for a server that knows the model by this name."""
@@ -82,9 +86,15 @@ def prepare(document: Document, model: Model, route: Route) -> Prepared:
     document = {**model.defaults, **allowed, **model.overrides}  # the operator may set what clients may not
     if route.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
         _translate_guided(document)
+    upstream, translation = route.upstream, None
+    if route.dialect is Dialect.CHAT:
+        document, other, translation = translate(document)
+        upstream = other or upstream
+    elif route.dialect is Dialect.RESPONSES:
+        _refuse_state(document)
     stream = _flag(document, "stream")
     hides_usage = stream and route.injects and _inject_usage(document)
-    return Prepared(document, stream, hides_usage)
+    return Prepared(document, stream, hides_usage, upstream, translation)
 
 
 # Fields that clients may not set
@@ -114,6 +124,16 @@ def _refuse_or_strip(document: Document) -> None:
     kwargs = document.get("chat_template_kwargs")
     if isinstance(kwargs, dict) and "chat_template" in kwargs:
         raise Refusal("invalid_value", "The field 'chat_template' is not allowed here.", param="chat_template_kwargs.chat_template")
+
+
+_STATE = ("previous_response_id", "conversation", "store", "background")
+
+
+def _refuse_state(document: Document) -> None:
+    """Responses are not kept: a server would give one to whoever knows its id."""
+    for name in _STATE:
+        if document.get(name) not in (None, False):
+            raise Refusal("invalid_value", f"Responses are not stored here, so '{name}' can't be used.", param=name)
 
 
 # Guided decoding under its old names, which vLLM ignores since they were removed

@@ -18,6 +18,7 @@ from upstream.address import Address
 from upstream.health import Probe, Target
 from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
+from upstream.policy import POLICIES
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import LaunchSettings
 
@@ -95,6 +96,7 @@ def state(config: Config, known: Knowledge, generation: int) -> State:
         keys=tuple(_key(key) for key in config.keys),
         models=tuple(_model(model, specs[model.id]) for model in config.models),
         body_limit=config.server.body_limit,
+        cors_origins=config.server.cors.origins,
     )
 
 
@@ -116,7 +118,7 @@ def _model(model: conf.Model, servers: Sequence[ServerSpec]) -> Model:
         servers=tuple(servers),
         aliases=model.aliases,
         mounts=model.mounts,
-        balance=model.balance,
+        balance=model.balance if model.balance in POLICIES else "least_busy",
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         defaults=model.defaults,
         overrides=model.overrides,

@@ -18,6 +18,7 @@ from gateway.edge import Call
 from gateway.errors import Refusal, anthropic_error, from_event, openai_error, render_event
 from gateway.metrics import Gaps
 from gateway.routes import Dialect, Route
+from gateway.translate import Translation
 from gateway.usage import USAGE, Observer, Usage, merged, read
 from upstream.attempt import Answer
 from upstream.errors import BadAnswer, Disconnected
@@ -25,6 +26,9 @@ from upstream.sse import EventTooLongError, Splitter, data_of, split
 
 EVENT_LIMIT = 1024 * 1024
 """Bytes that an unfinished event may have, beside twice the request that it may echo."""
+
+TRANSLATED_LIMIT = 64 * 1024 * 1024
+"""Bytes of an answer that is translated as a whole."""
 
 EVENT_STREAM = b"text/event-stream"
 _ABORTED = b'"finish_reason":"abort"'
@@ -85,15 +89,36 @@ class BodyRelay(Passing):
         self._call.write(data)
 
 
+class TranslatedRelay(BodyRelay):
+    """A JSON answer that is put into other words, for which the whole of it is needed."""
+
+    def __init__(self, call: Call, answer: Answer, translation: Translation) -> None:
+        super().__init__(call, answer)
+        self._translation = translation
+
+    async def run(self) -> None:
+        """Give the client the translated answer. Raises UpstreamError when the server breaks off or gives no JSON."""
+        call, answer = self._call, self._answer
+        self.first_byte = answer.last_byte
+        body = await answer.collect(TRANSLATED_LIMIT)
+        self._observer.feed(body)
+        self.usage = self._observer.usage
+        document = _json(body)
+        if not document:
+            raise BadAnswer(answer.server.name, "its answer is not the JSON that was expected")
+        call.respond(answer.status, content_type(answer), orjson.dumps(self._translation.answer(document)))
+
+
 class EventRelay(Passing):
     """A stream of server-sent events."""
 
-    def __init__(self, call: Call, answer: Answer, *, model: str, hides_usage: bool) -> None:
+    def __init__(self, call: Call, answer: Answer, *, model: str, hides_usage: bool, translation: Translation | None = None) -> None:
         self._call = call
         self._answer = answer
         self._route: Route = call.target.route
         self._model = model
         self._hides_usage = hides_usage
+        self._translation = translation
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
         self._last = b""
 
@@ -132,7 +157,7 @@ class EventRelay(Passing):
         else:
             self.gaps.mark(now)
         self._last = whole
-        if USAGE in whole or any(mark in whole for mark in _ERROR_MARKS):
+        if self._translation is not None or USAGE in whole or any(mark in whole for mark in _ERROR_MARKS):
             whole = b"".join(self._seen(event) for event in split(whole))
             if self.failure is not None and not self._call.started:
                 return
@@ -150,10 +175,12 @@ class EventRelay(Passing):
         if isinstance(error, dict) and document.get("type") in (None, "error"):
             return self._error(event, error)
         usage = _usage_of(document)
-        if usage is None:
-            return event
         self.usage = merged(self.usage, usage)
-        return b"" if self._hides_usage and document.get("choices") == [] else event
+        if usage is not None and self._hides_usage and document.get("choices") == []:
+            return b""
+        if self._translation is not None and document:
+            return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in self._translation.chunk(document))
+        return event
 
     def _error(self, event: bytes, error: Mapping[str, Any]) -> bytes:
         self.failure = from_event(error, self._model, self._route.input_field)
@@ -203,8 +230,10 @@ def _couple(call: Call, answer: Answer) -> None:
 
 def _document(event: bytes) -> dict[str, Any]:
     data = data_of(event)
-    if not data.startswith(b"{"):
-        return {}
+    return _json(data) if data.startswith(b"{") else {}
+
+
+def _json(data: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError:

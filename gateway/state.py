@@ -50,3 +50,4 @@ class State:
     keys: tuple[Key, ...]
     models: tuple[Model, ...]
     body_limit: int = 20 * 1024 * 1024
+    cors_origins: tuple[str, ...] = ()

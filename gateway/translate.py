@@ -1,8 +1,8 @@
 """Requests in words that vLLM no longer understands, and their answers put back into those words. Pure.
 
-Two need it: a raw ``prompt`` on the chat route (answered by /v1/completions, in chat shape) and the deprecated
-``functions``/``function_call`` (today's tools). The rule: a request that is not one of these is not touched, and its
-answer's bytes pass as they are.
+Three need it: a raw ``prompt`` on the chat route (answered by /v1/completions, in chat shape), the deprecated
+``functions``/``function_call`` (today's tools), and ``developer`` messages, which few chat templates know. The rule:
+a request that is not one of these is not touched, and its answer's bytes pass as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def translate(document: Document) -> tuple[Document, str | None, Translation | N
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
+    if _has_developer(document["messages"]):
+        document = {**document, "messages": _as_system(document["messages"])}
     if document.get("functions") is not None or _speaks_functions(document["messages"]):
         return _tools(document), None, Functions() if document.get("functions") is not None else None
     return document, None, None
@@ -113,6 +115,41 @@ def _logprobs(value: Any) -> Document | None:
 
 def _token(token: str, logprob: float | None) -> Document:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+# Developer messages
+
+
+def _has_developer(messages: Any) -> bool:
+    return isinstance(messages, list) and any(isinstance(message, dict) and message.get("role") == "developer" for message in messages)
+
+
+def _as_system(messages: list[Any]) -> list[Any]:
+    """``developer`` is what ``system`` was. One that follows a system message is joined to it, since templates take one."""
+    renamed: list[Any] = []
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "developer":
+            message = {**message, "role": "system"}
+            if renamed and _is_system(renamed[-1]):
+                renamed[-1] = {**renamed[-1], "content": _joined(renamed[-1].get("content"), message.get("content"))}
+                continue
+        renamed.append(message)
+    return renamed
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "system"
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one: texts with a blank line between them, parts one after the other."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 # Functions

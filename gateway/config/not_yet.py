@@ -21,7 +21,6 @@ NOT_YET: dict[str, str] = {
     "server.write_timeout": _NONE,
     "server.max_inflight": _NONE,
     "server.admin.token": _NONE,
-    "server.cors": _NONE,
     "models[].launch.start=on_demand": "has no effect yet: the servers are started at once, as with eager",
     "models[].launch.idle_stop": _NONE,
     "models[].launch.idle_sleep": _NONE,
@@ -45,7 +44,7 @@ NOT_YET: dict[str, str] = {
     "limits_store": _NONE,
     "ledger": _NONE,
     "isolate_prefix_cache": _NONE,
-    "log": _NONE,
+    "log.format": _NONE,
     "tracing": _NONE,
 }
 

@@ -106,7 +106,7 @@ async def test_every_json_route_reaches_its_path_and_passes_its_answer(path: str
         await talk.respond(answer)
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request({"model": "tiny", "input": "x"}, path))
+        reply = await ask(served.port, request(chat(input="x"), path))
         assert (reply.status, reply.body) == (200, answer)
         assert server.requests[0].head.split()[1].decode() == ROUTES[path].upstream
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 7

@@ -74,6 +74,13 @@ CASES: dict[str, tuple[bytes, int, str, str | None]] = {
     "chat_template in extra_body": (request(chat(extra_body={"chat_template": "x"})), 400, "invalid_value", "chat_template"),
     "chat_template nested": (
         request(chat(chat_template_kwargs={"chat_template": "x"})), 400, "invalid_value", "chat_template_kwargs.chat_template"),
+    "both messages and prompt": (request(chat(prompt="x")), 400, "invalid_value", "prompt"),
+    "neither messages nor prompt": (request({"model": "tiny"}), 400, "missing_required_parameter", "messages"),
+    "functions beside tools": (request(chat(functions=[], tools=[])), 400, "invalid_value", "functions"),
+    "stored responses": (request({"model": "tiny", "input": "x", "store": True}, "/v1/responses"), 400, "invalid_value", "store"),
+    "a former response": (
+        request({"model": "tiny", "input": "x", "previous_response_id": "resp_1"}, "/v1/responses"),
+        400, "invalid_value", "previous_response_id"),
     "two guided constraints": (request(chat(guided_regex="a", guided_choice=["a"])), 400, "invalid_value", "guided_choice"),
     "another media type": (request(extra=()).replace(b"application/json", b"text/plain"), 415, "unsupported_media_type", None),
     "a compressed body": (request(extra=("content-encoding: gzip",)), 415, "unsupported_media_type", None),

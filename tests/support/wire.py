@@ -96,7 +96,9 @@ class Client:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         reply = Reply(int(head[0].split()[1]), headers, b"")
         try:
-            if headers.get("transfer-encoding") == "chunked":
+            if reply.status == 204:
+                pass
+            elif headers.get("transfer-encoding") == "chunked":
                 await self._chunks(reply)
             elif "content-length" in headers:
                 reply.body = await self.reader.readexactly(int(headers["content-length"]))

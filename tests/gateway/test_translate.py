@@ -1,0 +1,186 @@
+"""Old words in, today's words to the server, and the answer back in the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from tests.support.running import KEY, Served, model, serving
+from tests.support.scripted import Conversation, Scripted, scripted
+from tests.support.wire import COUNT, DONE, ask, chat, event, request
+
+COMPLETION = {
+    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny",
+    "choices": [{"index": 0, "text": " there was", "logprobs": None, "finish_reason": "stop", "prompt_logprobs": None}],
+    "usage": {"prompt_tokens": 4, "total_tokens": 6, "completion_tokens": 2},
+}  # fmt: skip
+CALL = {"id": "call_1", "type": "function", "index": 0, "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+
+
+def text(piece: str, finish: str = "null") -> bytes:
+    return event(f'[{{"index":0,"text":"{piece}","logprobs":null,"finish_reason":{finish}}}]').replace(
+        b"chat.completion.chunk", b"text_completion"
+    )
+
+
+class Server:
+    """Answers with what it is given."""
+
+    answer: Any = COMPLETION
+    events: tuple[bytes, ...] = ()
+
+    async def __call__(self, talk: Conversation) -> None:
+        if not talk.request.json.get("stream"):
+            await talk.respond(orjson.dumps(self.answer))
+            return
+        await talk.begin_stream()
+        for one in self.events:
+            await talk.chunk(one)
+            await asyncio.sleep(0)
+        await talk.end_stream()
+
+
+@pytest.fixture
+async def trio() -> AsyncIterator[tuple[Served, Scripted, Server]]:
+    server = Server()
+    async with scripted(server) as running, serving([model(running.port)]) as served:
+        yield served, running, server
+
+
+def sdk(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=KEY, max_retries=0)
+
+
+async def test_a_raw_prompt_is_answered_in_chat_shape(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, _ = trio
+    body = {"model": "tiny", "prompt": "Once upon a time", "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "top_k": 3}
+    reply = await ask(served.port, request(body))
+    assert upstream.requests[0].head.startswith(b"POST /v1/completions ")
+    assert upstream.requests[0].json == {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 9, "logprobs": 2, "top_k": 3}
+    answer = orjson.loads(reply.body)
+    assert answer["object"] == "chat.completion" and answer["usage"] == COMPLETION["usage"]
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " there was"} and choice["finish_reason"] == "stop"
+    assert "text" not in choice
+    assert served.value("tokens_total", "team-a", "tiny", "completion") == 2
+    assert served.value("requests_total", "tiny", "/v1/chat/completions", "200") == 1
+
+
+async def test_a_raw_prompt_streams_in_chat_shape(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, server = trio
+    server.events = (text(" there"), text(" was"), text("", '"stop"'), COUNT, DONE)
+    async with sdk(served) as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=openai.NOT_GIVEN,
+            stream=True,
+            extra_body={"prompt": "Once upon a time"},  # type: ignore[call-overload]
+        )
+        chunks = [chunk async for chunk in stream]
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant", None, None, None]
+    assert "".join(delta.content or "" for delta in deltas) == " there was"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert upstream.requests[0].json["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
+    assert served.value("tokens_total", "team-a", "tiny", "completion") == 2
+
+
+async def test_functions_become_tools_and_come_back(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, server = trio
+    server.answer = {"object": "chat.completion", "choices": [
+        {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}  # fmt: skip
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
+        {"role": "function", "name": "get_weather", "content": "sunny"},
+    ]
+    reply = await ask(served.port, request(chat(messages=messages, functions=[function], function_call={"name": "get_weather"})))
+    (choice,) = orjson.loads(reply.body)["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
+    seen = upstream.requests[0].json
+    assert seen == {
+        "model": "tiny",
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "parallel_tool_calls": False,
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "call_function_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "call_function_1", "content": "sunny"},
+        ],
+    }  # fmt: skip
+
+
+async def test_functions_stream(trio: tuple[Served, Scripted, Server]) -> None:
+    served, _, server = trio
+
+    def piece(delta: str, finish: str = "null") -> bytes:
+        return event(f'[{{"index":0,"delta":{delta},"finish_reason":{finish}}}]')
+
+    server.events = (
+        piece('{"role":"assistant","content":""}'),
+        piece('{"tool_calls":[{"id":"call_1","type":"function","index":0,"function":{"name":"get_weather"}}]}'),
+        piece('{"tool_calls":[{"index":0,"function":{"arguments":"{\\"city\\":"}}]}'),
+        piece('{"tool_calls":[{"index":0,"function":{"arguments":" \\"Paris\\"}"}}]}'),
+        piece("{}", '"tool_calls"'),
+        COUNT,
+        DONE,
+    )
+    reply = await ask(served.port, request(chat(stream=True, functions=[{"name": "get_weather"}])))
+    chunks = [orjson.loads(one[6:]) for one in reply.body.split(b"\n\n")[:-2]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [delta["function_call"] for delta in deltas if "function_call" in delta]
+    assert "".join(call.get("name", "") for call in calls) == "get_weather"
+    assert orjson.loads("".join(call.get("arguments", "") for call in calls)) == {"city": "Paris"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+    assert not any("tool_calls" in delta for delta in deltas) and reply.body.endswith(DONE)
+
+
+async def test_developer_messages_are_system_messages(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, _ = trio
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "developer", "content": [{"type": "text", "text": "Now in French."}]},
+    ]
+    await ask(served.port, request(chat(messages=messages)))
+    assert upstream.requests[0].json["messages"] == [
+        {"role": "system", "content": "Be kind.\n\nBe brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Now in French."}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_regex": "a+", "guided_decoding_backend": "x"}, {"regex": "a+"}),
+        ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": " "}, {"json": {"type": "object"}, "whitespace_pattern": " "}),
+        ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        ({"guided_choice": None}, None),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+async def test_guided_fields_become_structured_outputs(
+    trio: tuple[Served, Scripted, Server], fields: dict[str, Any], constraint: Any, nested: bool
+) -> None:
+    served, upstream, _ = trio
+    assert (await ask(served.port, request(chat(**({"extra_body": fields} if nested else fields))))).status == 200
+    seen = upstream.requests[0].json
+    assert seen.get("structured_outputs") == constraint
+    assert not any(name.startswith("guided") for name in seen)
