@@ -20,6 +20,7 @@ from gateway.record import Record
 
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
+_PATIENCE = 2.0  # seconds
 
 
 def line(record: Record) -> bytes:
@@ -90,10 +91,13 @@ class AccessLog:
             except OSError:
                 self.dropped += len(batch)  # nobody reads the output, or its disk is full: serving goes on
 
-    def stop(self) -> None:
-        """Write what is there and end the thread."""
+    def stop(self, patience: float) -> None:
+        """Write what is there and end the thread; an output that stands still is given so many seconds to move."""
         self.flush()
-        self._waiting.put(None)
+        try:
+            self._waiting.put(None, timeout=patience)
+        except queue.Full:
+            pass  # the thread is a daemon and ends with the process
 
 
 def _write_all(output: int, data: bytes) -> None:
@@ -110,5 +114,5 @@ def access_log(output: int) -> Iterator[AccessLog]:
     try:
         yield log
     finally:
-        log.stop()
-        thread.join(timeout=2.0)
+        log.stop(_PATIENCE)
+        thread.join(_PATIENCE)

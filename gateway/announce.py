@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.config import Config
+from gateway.config import Config, Note
 from upstream.health import Probe
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
@@ -36,6 +36,11 @@ class Announcer:
         self._console.print(table)
         self._say(f"requests  [bold]http://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
         self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
+
+    def notes(self, notes: Sequence[Note]) -> None:
+        """Settings that are in the configuration and do nothing yet."""
+        for note in notes:
+            self._say(f"[yellow]{escape(str(note))}[/yellow]")
 
     def waiting(self, names: Sequence[str], seconds: float, last_line: Callable[[str], str]) -> None:
         """These servers have not come up yet."""
@@ -62,7 +67,10 @@ class Announcer:
         self._say(f"stopping: requests have {drain:g} s to finish (once more to stop at once)")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        try:
+            self._console.print(text, soft_wrap=True)
+        except OSError:
+            pass  # nobody reads the terminal any more: serving goes on
 
 
 def _servers(model: object) -> str:

@@ -24,7 +24,7 @@ import uvicorn
 from gateway import __version__, plan
 from gateway.admin import application
 from gateway.announce import Announcer
-from gateway.config import Config, load
+from gateway.config import Config, load, notes
 from gateway.link import Health
 from gateway.metrics import Series, summed
 from gateway.relays import Relays, relays
@@ -43,7 +43,7 @@ class StartError(Exception):
 
 
 def serve(path: Path, announcer: Announcer | None = None) -> int:
-    """Run the gateway of this configuration until SIGTERM or SIGINT; returns the exit code.
+    """Run the gateway of this configuration until SIGTERM, SIGINT or SIGHUP; returns the exit code.
 
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
@@ -67,6 +67,7 @@ async def run(config: Config, announcer: Announcer) -> int:
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
         await stack.enter_async_context(_admin_port(control, admin))
         announcer.summary(config, data, admin)
+        announcer.notes(notes(config))
         control.start()
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         await asked.get()
@@ -87,10 +88,10 @@ async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
 
 
 def _stop_signals() -> asyncio.Queue[int]:
-    """SIGTERM and SIGINT as a queue."""
+    """The signals that ask for the end, as a queue; SIGHUP comes when the terminal is closed."""
     asked: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, asked.put_nowait, number)
     return asked
 
@@ -203,7 +204,7 @@ class Control:
             return
         self._count_launch(snapshot)
         self.announcer.launched(snapshot)
-        if self._generation and snapshot.state is not Stage.STOPPED:
+        if self._generation and not self._draining:
             self._configure()
             self._watch_servers()
 
@@ -223,7 +224,7 @@ class Control:
 
     def _configure(self) -> None:
         self._generation += 1
-        self.relays.configure(plan.state(self.config, self.known, self._generation))
+        self.relays.configure(plan.state(self.config, self.known, self._generation, int(self._started)))
         self._tell_health()
 
     def _watch_servers(self) -> None:

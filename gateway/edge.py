@@ -145,7 +145,7 @@ class Call:
         self.too_large = self.bytes_in > self._limit
         self._received.append(data)
         self._size += len(data)
-        if self._size > _UPLOAD_AHEAD and self.target.route.body is Body.FORM:
+        if self._size > _UPLOAD_AHEAD and self.target.route.body is Body.FORM and self.task is not None:
             self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
         self._wake()
 
@@ -162,6 +162,11 @@ class Call:
         self._wake()
 
     # Writing
+
+    @property
+    def write_paused(self) -> bool:
+        """The client has fallen behind what was written."""
+        return self._edge.flow.write_paused
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer in one write. ``headers`` are lines that end with CRLF."""
@@ -264,9 +269,9 @@ class EdgeProtocol(HttpToolsProtocol):
         self._serve = serve
         self.body_limit = body_limit
         self.cors_lines = cors_lines
+        self._call: Call | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
-        self._in_head = False
-        self._head_size = 0
+        self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._lingering = False
         self.quiet_since: float | None = self.loop.time()
         """When the connection fell idle; None while a request is in progress."""
@@ -281,6 +286,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._lingering and self._incoming is None:
             return
         self.quiet_since = None
+        self._head_size += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -291,14 +297,12 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         except httptools.HttpParserUpgrade:
             self.cycle.keep_alive = False  # no other protocol is offered (RFC 9110, section 7.8), and the parser stops here
-        if self._in_head:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
-                self._refuse_bytes(_head_too_large())
+        if self._head_size > MAX_HEAD:
+            self._refuse_bytes(_head_too_large())
 
     def connection_lost(self, exc: Exception | None) -> None:
         waiting = [cycle for cycle, _ in self.pipeline]
-        for cycle in (self.cycle, *waiting):
+        for cycle in (self._call, *waiting):
             if isinstance(cycle, Call):
                 cycle.lost()
         self.pipeline.clear()
@@ -306,21 +310,20 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        call = self.cycle
-        if isinstance(call, Call) and call.on_pause is not None:
+        call = self._call
+        if call is not None and not call.response_complete and call.on_pause is not None:
             call.on_pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        call = self.cycle
-        if isinstance(call, Call) and call.on_resume is not None:
+        self.flow.resume_reading()
+        call = self._call
+        if call is not None and not call.response_complete and call.on_resume is not None:
             call.on_resume()
 
     # Parser callbacks
 
     def on_message_begin(self) -> None:
-        self._in_head = True
-        self._head_size = 0
         self._incoming = None
         super().on_message_begin()
 
@@ -335,31 +338,32 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
         if self._lingering:
             return
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
+            raise _head_too_large()
+        if self._busy and len(self.pipeline) >= MAX_PIPELINED:
+            raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
         target = self._lookup(self.url.partition(b"?")[0].decode("latin-1")) if self.parser.get_method() == b"POST" else None
         if target is None:
             super().on_headers_complete()
+            self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
             return
         http10 = self.parser.get_http_version() == "1.0"
         call = Call(self, target, _unique(self.headers), http10=http10, keep_alive=self.parser.should_keep_alive())
         self._incoming = call
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy:
-            self._start(call)
-        elif len(self.pipeline) < MAX_PIPELINED:
+        if self._busy:
             self.pipeline.appendleft((call, self.app))
         else:
-            raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
+            self._start(call)
 
     def on_body(self, body: bytes) -> None:
+        self._head_size = 0
         if self._incoming is not None:
-            self._incoming.received(body)
-        elif not self._lingering:
-            super().on_body(body)
+            self._incoming.received(body)  # no other route reads its body
 
     def on_message_complete(self) -> None:
+        self._head_size = 0
         call, self._incoming = self._incoming, None
         if call is not None:
             call.received_all()
@@ -370,8 +374,13 @@ class EdgeProtocol(HttpToolsProtocol):
 
     # The way of a call
 
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _start(self, call: Call) -> None:
-        self.cycle = call
+        self.cycle = self._call = call
+        self.quiet_since = None
         call.task = task = self.loop.create_task(self._serve(call))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -380,6 +389,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if isinstance(cycle, Call):
             self._start(cycle)
         else:
+            self.cycle = cycle
             super()._start_asgi_task(cycle, app)
 
     def on_call_complete(self, call: Call) -> None:
@@ -392,16 +402,20 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.quiet_since = self.loop.time()
+        if not self._busy:
+            self.quiet_since = self.loop.time()
         self._unset_keepalive_if_required()  # check_idle does it for all connections with one clock
 
     def _close_or_wait(self, call: Call) -> None:
         if not call.keep_alive:
             self.transport.close()
             return
-        self.quiet_since = self.loop.time()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+            return
+        self.quiet_since = self.loop.time()
+        if self.flow.write_paused:
+            self.flow.pause_reading()  # whoever does not read its answers is not asked for more
 
     def _linger(self) -> None:
         """Answered before its body was in: read it off for a while, then close (RFC 9112, section 9.6)."""
@@ -417,11 +431,12 @@ class EdgeProtocol(HttpToolsProtocol):
     def _refuse_bytes(self, refusal: Refusal) -> None:
         """These bytes are no request that could be served. What is being served ends first; then close."""
         call, self._incoming = self._incoming, None
+        if self._lingering:
+            return  # it was refused already; nothing more is parsed
         self._lingering = True
         if call is not None:
             call.spoil(refusal)
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if busy:
+        if self._busy:
             self.cycle.keep_alive = False
         elif not self.transport.is_closing():
             self._refuse(refusal)

@@ -163,7 +163,7 @@ def from_failure(error: UpstreamError) -> Refusal:
 
 # A server's own errors (facts read from vLLM 0.32's entrypoints and checked against a running one)
 
-_PARAMETER = re.compile(r"\s*\(parameter=[\w.\[\]]+, value=.*\)\s*$", re.DOTALL)
+_PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+, value=")
 _OVERFLOW = re.compile(
     r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
 )
@@ -242,5 +242,9 @@ def _name(value: object) -> str | None:
 
 
 def _helpful(message: str) -> str:
-    """The server's words without its internals."""
-    return _INSIDE.sub("…", _PARAMETER.sub("", message)).strip()[:_MESSAGE_LIMIT]
+    """The server's words without its internals. Takes time in proportion to their length: a client's text may be in them."""
+    message = message.rstrip()
+    parameter = _PARAMETER.search(message) if message.endswith(")") else None
+    if parameter is not None:
+        message = message[: parameter.start()]
+    return _INSIDE.sub("…", message).strip()[:_MESSAGE_LIMIT]

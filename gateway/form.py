@@ -7,6 +7,7 @@ before the server has the whole of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 from python_multipart.exceptions import FormParserError
@@ -17,13 +18,20 @@ from gateway.payload import FORBIDDEN
 from upstream.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
+_EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
 NextBytes = Callable[[], Awaitable[bytes]]
 
 
 class Form:
-    """One form. Offsets are those of the client's bytes."""
+    """One form. Offsets are those of the client's bytes.
+
+    ``content_type`` is written afresh: a ``charset`` of the client's would let the server read other field names than
+    those that were checked.
+    """
 
     def __init__(self, boundary: bytes) -> None:
+        self.content_type = b'multipart/form-data; boundary="%b"' % boundary
         self._parser = MultipartParser(
             boundary,
             {
@@ -52,7 +60,7 @@ class Form:
         """A form by its Content-Type. Raises Refusal when that names no boundary."""
         _, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
-        if not boundary or len(boundary) > 70:  # RFC 2046, section 5.1.1
+        if boundary is None or not _BOUNDARY.fullmatch(boundary):
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
 
@@ -91,11 +99,12 @@ class Form:
     def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
         """Streams what comes behind the opening."""
 
-        async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[None]]) -> None:
+        async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
             while data := await next_bytes():
                 self._feed(data)
                 send(_chunk(data) if chunked else data, True)
-                await drained()
+                if not await drained():
+                    return
             send(b"0\r\n\r\n" if chunked else b"", False)
 
         return stream
@@ -121,10 +130,13 @@ class Form:
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
             _, options = parse_options_header(self._value)
-            self._name = options.get(b"name", b"").decode("latin-1")
+            name = None if _EXTENDED_NAME.search(self._value) else options.get(b"name")
+            self._name = None if name is None else name.decode("latin-1")
         self._header = self._value = b""
 
     def _headers_finished(self) -> None:
+        if self._name is None:
+            raise Refusal("invalid_value", "The form has a part without a plain name.")
         if self._name in FORBIDDEN:
             raise Refusal("invalid_value", f"The field '{self._name}' is not allowed here.", param=self._name)
         if self._name == "model" and self._model_read:

@@ -49,7 +49,7 @@ class Outbound:
         framing = _chunked if length is None else form.sized(int(length))
         encode = form.opening_chunk if length is None else form.opening
         upload = form.upload(call.next_bytes, chunked=length is None)
-        return cls(call, entry, name, encode, call.headers[b"content-type"], framing, call.target.route.upstream, upload=upload)
+        return cls(call, entry, name, encode, form.content_type, framing, call.target.route.upstream, upload=upload)
 
     def compose(self, server: ServerSpec) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""

@@ -118,7 +118,7 @@ FORBIDDEN = _STRIPPED | _REFUSED
 def _refuse_or_strip(document: Document) -> None:
     """Strip what is the gateway's to say; refuse, by name, what would change the answer if it went missing."""
     for name in FORBIDDEN & document.keys():
-        if name in _REFUSED and document[name] not in (None, False):
+        if name in _REFUSED and document[name] is not None and document[name] is not False:
             raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
         del document[name]
     kwargs = document.get("chat_template_kwargs")

@@ -86,15 +86,15 @@ class Knowledge:
     keys: Mapping[str, str]
 
 
-def state(config: Config, known: Knowledge, generation: int) -> State:
-    """What the relays serve by."""
+def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
+    """What the relays serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for place in places(config):
         specs[place.model.id].append(_spec(place, known))
     return State(
         generation=generation,
         keys=tuple(_key(key) for key in config.keys),
-        models=tuple(_model(model, specs[model.id]) for model in config.models),
+        models=tuple(_model(model, specs[model.id], created) for model in config.models),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
     )
@@ -111,7 +111,7 @@ def _secret(server: conf.Server) -> str | None:
     return server.api_key.get_secret_value() if server.api_key is not None else None
 
 
-def _model(model: conf.Model, servers: Sequence[ServerSpec]) -> Model:
+def _model(model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
     timeouts = model.timeouts
     return Model(
         id=model.id,
@@ -122,6 +122,7 @@ def _model(model: conf.Model, servers: Sequence[ServerSpec]) -> Model:
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         defaults=model.defaults,
         overrides=model.overrides,
+        created=created,
     )
 
 

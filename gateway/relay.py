@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from gateway.edge import Call
-from gateway.errors import Refusal, anthropic_error, from_event, openai_error, render_event
+from gateway.errors import Refusal, from_event, render, render_event
 from gateway.metrics import Gaps
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
@@ -78,8 +78,7 @@ class BodyRelay(Passing):
             call.respond(answer.status, headers, body)
         else:
             call.begin(answer.status, headers, _length(answer))
-            _couple(call, answer)
-            answer.flow_to(self._pass)
+            _couple(call, answer, self._pass)
             await answer.ended()
             call.finish()
 
@@ -130,8 +129,7 @@ class EventRelay(Passing):
         """
         call, answer = self._call, self._answer
         self.first_byte = answer.last_byte
-        _couple(call, answer)
-        answer.flow_to(self._pass)
+        _couple(call, answer, self._pass)
         await answer.ended()
         if self.failure is not None and not call.started:
             raise self.failure
@@ -171,9 +169,10 @@ class EventRelay(Passing):
     def _seen(self, event: bytes) -> bytes:
         """An event that may hold usage or an error: what the client gets of it."""
         document = _document(event)
-        error = document.get("error")
-        if isinstance(error, dict) and document.get("type") in (None, "error"):
-            return self._error(event, error)
+        kind = document.get("type")
+        error = document.get("error", document if kind == "error" else None)  # OpenAI's responses have it at the top
+        if isinstance(error, dict) and kind in (None, "error"):
+            return self._error(error)
         usage = _usage_of(document)
         self.usage = merged(self.usage, usage)
         if usage is not None and self._hides_usage and document.get("choices") == []:
@@ -182,11 +181,11 @@ class EventRelay(Passing):
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in self._translation.chunk(document))
         return event
 
-    def _error(self, event: bytes, error: Mapping[str, Any]) -> bytes:
+    def _error(self, error: Mapping[str, Any]) -> bytes:
         self.failure = from_event(error, self._model, self._route.input_field)
-        shape = anthropic_error(self.failure) if self._route.anthropic else openai_error(self.failure)
-        name = b"event: error\n" if event.startswith(b"event:") else b""
-        return name + b"data: " + orjson.dumps(shape) + b"\n\n"
+        if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
+            return render_event(self.failure, dialect=self._route.dialect)
+        return b"data: " + render(self.failure) + b"\n\n"
 
     def _finish(self) -> None:
         """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
@@ -223,9 +222,12 @@ def _length(answer: Answer) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _couple(call: Call, answer: Answer) -> None:
-    """A client that reads slowly slows its server down."""
+def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None]) -> None:
+    """Let the answer flow; a client that reads slowly slows its server down, also one that had fallen behind before."""
     call.on_pause, call.on_resume = answer.pause, answer.resume
+    answer.flow_to(sink)
+    if call.write_paused:
+        answer.pause()
 
 
 def _document(event: bytes) -> dict[str, Any]:
@@ -241,13 +243,8 @@ def _json(data: bytes) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-_HOLDERS: tuple[Callable[[dict[str, Any]], Any], ...] = (
-    lambda document: document.get("usage"),  # chat, completions; Anthropic's message_delta
-    lambda document: (document.get("response") or {}).get("usage"),  # response.completed
-    lambda document: (document.get("message") or {}).get("usage"),  # Anthropic's message_start
-)
-
-
 def _usage_of(document: dict[str, Any]) -> Usage | None:
-    members = (holder(document) for holder in _HOLDERS)
+    """In chat, completions and message_delta at the top; in ``response`` or Anthropic's ``message`` else."""
+    holders = (document, document.get("response"), document.get("message"))
+    members = (holder.get("usage") for holder in holders if isinstance(holder, dict))
     return next((usage for member in members if isinstance(member, dict) and (usage := read(member)) is not None), None)

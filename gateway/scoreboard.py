@@ -91,6 +91,7 @@ class Board:
             raise BoardFullError(name)
         _RECORD.pack_into(self._view, start, len(encoded), count)
         self._view[start + _RECORD.size : start + _RECORD.size + len(encoded)] = encoded
+        self._view[end - 8 * count : end] = bytes(8 * count)  # a predecessor may have died in this very place
         _USED.pack_into(self._view, 0, end)
         self._read_index()
         return self._index[name]
