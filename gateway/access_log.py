@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +20,7 @@ from gateway.record import Record
 
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
+_PIPE_BUF = 4096
 _PATIENCE = 2.0  # seconds
 
 
@@ -86,8 +87,8 @@ class AccessLog:
         """The writer's thread: until told to stop."""
         while (batch := self._waiting.get()) is not None:
             try:
-                for record in batch:
-                    _write_all(self._output, line(record))
+                for lines in _pieces(map(line, batch)):
+                    _write_all(self._output, lines)
             except OSError:
                 self.dropped += len(batch)  # nobody reads the output, or its disk is full: serving goes on
 
@@ -98,6 +99,18 @@ class AccessLog:
             self._waiting.put(None, timeout=patience)
         except queue.Full:
             pass  # the thread is a daemon and ends with the process
+
+
+def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Whole lines in pieces that a pipe takes at once, so that the lines of several relays never mix (pipe(7), PIPE_BUF)."""
+    piece = b""
+    for each in lines:
+        if piece and len(piece) + len(each) > _PIPE_BUF:
+            yield piece
+            piece = b""
+        piece += each
+    if piece:
+        yield piece
 
 
 def _write_all(output: int, data: bytes) -> None:

@@ -65,10 +65,11 @@ class Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._sent = 0.0
         self._headers: Headers = []
-        self._head_size = 0
+        self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._answered = False  # a byte of an answer has come
         self._in_body = False
         self._framed = False
+        self._keep_alive = False
         self._complete = False
         self._request_open = False
 
@@ -125,6 +126,7 @@ class Connection(asyncio.Protocol):
             self.close()  # bytes that nobody asked for: this connection can't be trusted
             return
         self._answered = True
+        self._head_size += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -132,10 +134,8 @@ class Connection(asyncio.Protocol):
             return
         if self._complete:
             self._finish()
-        elif not self._in_body:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
-                self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
+        elif self._head_size > MAX_HEAD:
+            self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
 
     def eof_received(self) -> None:
         return None  # closes the transport; connection_lost tells
@@ -169,6 +169,8 @@ class Connection(asyncio.Protocol):
         self._framed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer: nothing here is told by one
         name = name.lower()
         self._framed = self._framed or name == b"content-length" or name == b"transfer-encoding"
         self._headers.append((name, value))
@@ -178,11 +180,13 @@ class Connection(asyncio.Protocol):
         if status < 200:
             return  # an interim answer (100, 103): the real one follows
         self._in_body = True
+        self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
         self._framed = self._framed or status in (204, 304)
         if self._receiver is not None:
             self._receiver.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
+        self._head_size = 0
         if self._receiver is not None:
             self._receiver.on_body(data)
 
@@ -195,7 +199,7 @@ class Connection(asyncio.Protocol):
         """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
         receiver, self._receiver = self._receiver, None
         self._complete = False
-        if self._request_open or not self._parser.should_keep_alive() or self.closed:
+        if self._request_open or not self._keep_alive or self.closed:
             self.close()
         else:
             self.resume_reading()

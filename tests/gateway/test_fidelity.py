@@ -211,3 +211,19 @@ async def test_usage_is_counted_though_nobody_asked_for_it() -> None:
             assert (await ask(served.port, request())).body == COMPLETION
         counts = [served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion", "cached", "reasoning")]
         assert counts == [18, 12, 6, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_servers_connection_is_used_again(stream: bool) -> None:
+    async def script(talk: Conversation) -> None:
+        if not stream:
+            await talk.respond(COMPLETION)
+            return
+        await talk.begin_stream()
+        await talk.chunk(b"".join(EVENTS))
+        await talk.end_stream()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        for _ in range(5):
+            assert (await ask(served.port, request(chat(stream=stream)))).status == 200
+        assert (len(server.requests), server.accepted) == (5, 1)
