@@ -31,6 +31,7 @@ def line(record: Record) -> bytes:
         "time": datetime.fromtimestamp(record.started, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "request_id": record.id,
         "key": record.key,
+        "user": record.user,
         "endpoint": record.endpoint,
         "model": record.model,
         "server": record.server,

@@ -205,7 +205,7 @@ def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int]) 
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key.id if key else None, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
         incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
-        failures=(), detail=None,
+        user=None, failures=(), detail=None,
     )  # fmt: skip
 
 

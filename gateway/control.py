@@ -72,6 +72,7 @@ async def run(config: Config, announcer: Announcer) -> int:
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         await asked.get()
         waiting.cancel()
+        data.close()  # the relays close theirs: who comes now is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     return 0
 

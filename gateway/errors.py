@@ -163,7 +163,7 @@ def from_failure(error: UpstreamError) -> Refusal:
 
 # A server's own errors (facts read from vLLM 0.32's entrypoints and checked against a running one)
 
-_PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+, value=")
+_PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+(?:, value=|\)$)")
 _OVERFLOW = re.compile(
     r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
 )
@@ -193,7 +193,7 @@ def from_event(error: Mapping[str, Any], model: str, input_field: str) -> Refusa
 def classify(status: int, message: str, kind: str, param: str | None, model: str, input_field: str) -> Refusal:
     """The decision behind ``from_server`` and ``from_event``, in the order of the rules below."""
     if status == 404 or kind == "NotFoundError":
-        return unknown_model(model)
+        return _missing(message, param, model)
     if status in (401, 403):  # our key was refused by our server: not the client's fault
         return Refusal("server_error", "The model's server refused the gateway.")
     if status == 503:
@@ -209,6 +209,15 @@ def classify(status: int, message: str, kind: str, param: str | None, model: str
     if status == 415:
         return Refusal("unsupported_media_type", words or "The content type is not supported.")
     return Refusal("invalid_value" if param else "invalid_request", words or "The request is not valid.", param=param)
+
+
+def _missing(message: str, param: str | None, model: str) -> Refusal:
+    """What a server does not have: the route (FastAPI's words), something else that the request names, or the model."""
+    if message == "Not Found":
+        return Refusal("not_found", f"The model `{model[:200]}` does not serve this route.")
+    if param not in (None, "model"):
+        return Refusal("not_found", _helpful(message), param=param)
+    return unknown_model(model)
 
 
 def unknown_model(model: str) -> Refusal:

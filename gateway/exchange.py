@@ -28,13 +28,14 @@ from gateway.payload import merge, parse, prepare
 from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
-from gateway.state import Key, Model
+from gateway.state import Key, Model, State
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
 from upstream.errors import UpstreamError
 from upstream.pool import NoServerError
 
 _ERROR_BODY_LIMIT = 64 * 1024
+_USER_LIMIT = 256  # characters of `user` that are logged
 _log = logging.getLogger("vllm_gateway.exchange")
 
 
@@ -47,6 +48,10 @@ class Gate(Protocol):
     deadlines: Deadlines
     metrics: RelayMetrics
     draining: bool
+
+    @property
+    def state(self) -> State:
+        """The generation of the configuration that is served by."""
 
     def settled(self, record: Record) -> None:
         """Take a finished request to the books."""
@@ -86,6 +91,7 @@ async def _json(call: Call, catalog: Catalog, account: Account, key: Key) -> Out
     with account.waiting():
         body = await call.body()
     document = merge(parse(body))
+    account.user = document.get("user")
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.model, call.target.route)
@@ -166,7 +172,7 @@ def _ending(account: Account, gate: Gate) -> Iterator[None]:
         account.detail = type(error).__name__
         _refuse(account, Refusal("internal_error", "The gateway failed. The request id tells the operator where to look."))
     finally:
-        gate.settled(account.settle())
+        gate.settled(account.settle(with_user=gate.state.log_user))
 
 
 _NO_SERVER = {
@@ -195,7 +201,7 @@ class Account:
     """What is known of a request so far; ``settle`` makes it the record. Times are the loop's."""
 
     __slots__ = ("_clock", "_upstream_first", "_waited", "answer_at", "attempt", "call", "code", "composed_at", "detail", "entry",
-                 "incomplete", "key", "passing", "started", "stream")  # fmt: skip
+                 "incomplete", "key", "passing", "started", "stream", "user")  # fmt: skip
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -205,6 +211,7 @@ class Account:
         self.attempt: Attempt | None = None
         self.passing: Passing | None = None
         self.stream = False
+        self.user: object = None
         self.code: str | None = None
         self.incomplete: str | None = None
         self.detail: str | None = None
@@ -239,7 +246,7 @@ class Account:
         if self.attempt is not None and error not in self.attempt.failures:
             self.attempt.failures.append(error)
 
-    def settle(self) -> Record:
+    def settle(self, *, with_user: bool) -> Record:
         """The record of this request."""
         call, passing, attempt = self.call, self.passing or Passing(), self.attempt
         if passing.failure is not None and call.started:
@@ -267,6 +274,7 @@ class Account:
             first_byte=_since(call.began, passing.first_byte),
             first_token=_since(call.began, passing.first_token),
             gaps=passing.gaps,
+            user=self.user[:_USER_LIMIT] if with_user and isinstance(self.user, str) else None,
             failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt else (),
             detail=self.detail,
         )

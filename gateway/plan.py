@@ -97,6 +97,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         models=tuple(_model(model, specs[model.id], created) for model in config.models),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
+        log_user=config.log.user,
     )
 
 

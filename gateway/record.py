@@ -19,11 +19,11 @@ class GapCounts(Protocol):
 class Record:
     """One request. Times are in seconds; ``started`` is since the epoch.
 
-    ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code``
-    the error's code, if it ended with one; ``model`` the configured ID, None when the request named none;
-    ``incomplete`` says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an
-    incomplete answer perhaps None; ``failures`` are the servers that failed on the way, with the reason; ``detail``
-    is for the operator alone.
+    ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code`` the
+    error's code, if it ended with one; ``model`` the configured ID, None when the request named none; ``incomplete``
+    says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
+    perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are the
+    servers that failed on the way, with the reason; ``detail`` is for the operator alone.
     """
 
     id: str
@@ -46,5 +46,6 @@ class Record:
     first_byte: float | None
     first_token: float | None
     gaps: GapCounts | None
+    user: str | None
     failures: tuple[tuple[str, str], ...]
     detail: str | None

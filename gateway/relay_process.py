@@ -37,7 +37,7 @@ _FRAME_BUFFER = 1024 * 1024
 def main() -> None:
     """Run until control is gone or the drain is over."""
     arguments = _arguments()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
     with access_log(sys.stdout.fileno()) as log:

@@ -51,3 +51,4 @@ class State:
     models: tuple[Model, ...]
     body_limit: int = 20 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
+    log_user: bool = False

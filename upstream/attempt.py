@@ -25,8 +25,9 @@ _HOLD = 1024 * 1024  # bytes of an answer that may wait for their reader before 
 Compose = Callable[[ServerSpec], tuple[bytes, bytes]]
 """Makes the request's head and body for the server that was chosen."""
 
-Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[None]]], Awaitable[None]]
-"""Streams the rest of a request: is given ``send(data, more)`` and ``drained()``."""
+Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[bool]]], Awaitable[None]]
+"""Streams the rest of a request: is given ``send(data, more)`` and ``drained()``, which waits until the server has
+read on and says whether it wants more: not when it has answered already, or failed."""
 
 
 class Answer:
@@ -36,8 +37,8 @@ class Answer:
     callback that brought them.
     """
 
-    __slots__ = ("_connection", "_loop", "_server", "_sink", "_timeouts", "_waiter", "_writable", "complete", "error", "headers",
-                 "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
+    __slots__ = ("_connection", "_loop", "_server", "_sink", "_timeouts", "_uploading", "_waiter", "_writable", "complete", "error",
+                 "headers", "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
 
     def __init__(self, server: Server, connection: Connection, timeouts: Timeouts) -> None:
         self._loop = asyncio.get_running_loop()
@@ -47,6 +48,7 @@ class Answer:
         self._sink: Callable[[bytes], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
+        self._uploading = False
         self.sent = self.last_byte = self._loop.time()
         self.status = 0
         self.headers: Headers = []
@@ -95,12 +97,16 @@ class Answer:
         return bytes(kept)
 
     def pause(self) -> None:
-        """The reader is slow: let the server wait. The idle deadline rests meanwhile."""
-        self.paused = True
-        self._connection.pause_reading()
+        """The reader is slow: let the server wait. The idle deadline rests meanwhile.
+
+        Behind a whole answer there is nothing to pause: its connection may be another's by now.
+        """
+        if not self.complete:
+            self.paused = True
+            self._connection.pause_reading()
 
     def resume(self) -> None:
-        if self.paused:
+        if self.paused and not self.complete:
             self.paused = False
             self.last_byte = self._loop.time()
             self._connection.resume_reading()
@@ -122,12 +128,20 @@ class Answer:
             self._connection.send_more(data, more=more)
             self.sent = self._loop.time()
 
+        self._uploading = True
         await upload(send, self._drained)
+        self._uploading = False
+        self.sent = self._loop.time()
 
-    async def _drained(self) -> None:
-        while self._connection.write_paused and self.error is None and not self.complete:
+    async def _drained(self) -> bool:
+        while self._connection.write_paused and self._wanted:
             self._writable = self._loop.create_future()
             await self._writable
+        return self._wanted
+
+    @property
+    def _wanted(self) -> bool:
+        return self.error is None and not self.complete
 
     async def _wait(self) -> None:
         if self.error is None and not self.complete:
@@ -183,6 +197,8 @@ class Answer:
         limits, name = self._timeouts, self.server.name
         if now - self.sent > limits.total:
             return TotalTimeout(name, f"the answer took longer than {limits.total:g} s")
+        if self._uploading and not self._connection.write_paused:
+            return None  # the server has read everything: it is the client that is slow
         if not self.status:
             return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent > limits.first_byte else None
         if not self.paused and now - self.last_byte > limits.idle:

@@ -235,7 +235,7 @@ async def connect(
                 _, connection = await loop.create_connection(make, address.host, address.port, ssl=tls)
     except TimeoutError:
         raise ConnectTimeout(server, f"did not accept a connection within {timeout:g} s") from None
-    except OSError as error:  # refused, unreachable, no such socket, name not known, TLS refused (ssl.SSLError)
+    except (OSError, UnicodeError) as error:  # refused, no such socket, name not known or none, TLS refused (ssl.SSLError)
         raise ConnectFailed(server, f"{type(error).__name__}: {error}") from error
     return connection
 

@@ -280,10 +280,11 @@ class PrefixCacheIsolation(Section):
 
 
 class Log(Section):
-    """What is written to standard error."""
+    """What is written to standard error, and to the access log on standard output."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level that is written")
     format: Literal["text", "json"] = Field(default="text", description="lines for people or for machines")
+    user: Flag = Field(default=False, description="put a request's `user` into its line of the access log")
 
 
 class Tracing(Section):
@@ -305,7 +306,7 @@ class Config(Section):
     server: ServerSection = Field(default=ServerSection(), description="the gateway's own ports and bounds")
     models: tuple[Model, ...] = Field(default=(), description="what is served")
     keys: tuple[Key, ...] = Field(default=(), description="who may use it; after loading also those of keys_file")
-    keys_file: FilePath | None = Field(default=None, description="a file with more keys, watched like this one")
+    keys_file: FilePath | None = Field(default=None, description="a file with more keys, e.g. a mounted Secret")
     teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")
     limits: LimitsSection = Field(default=LimitsSection(), description="how limits behave")
     limits_store: LimitsStore = Field(

@@ -200,3 +200,19 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
             assert one.process.wait(10) == 1
             assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said
+
+
+def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
+        replies: list[httpx2.Response] = []
+        slow: dict[str, Any] = {"stream": True, "simulate": {"tokens": 20, "tokens_per_second": 20}}
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        os.killpg(one.process.pid, signal.SIGHUP)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        with pytest.raises(httpx2.ConnectError):
+            one.ask()
+        thread.join(30)
+        assert one.process.wait(30) == 0
+        assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text

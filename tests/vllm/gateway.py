@@ -28,7 +28,7 @@ from tests.vllm import tee
 from tests.vllm.dialogues import Json, user
 from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch
 
-MODEL, ALIAS = "tests/tiny", "tiny"
+MODEL, ALIAS = "tests/tiny", "little"
 PYTHON = str(COMMAND.with_name("python"))
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
@@ -39,6 +39,7 @@ def real_model(identity: str, folder: Path, flags: Mapping[str, Flag] | None = N
     settings = launch("qwen3", flags)
     settings["command"] = [PYTHON, tee.__file__, str(folder), *settings["command"]]
     settings["env"]["TMPDIR"] = str(folder)  # vLLM's processes leave sockets there when they are killed
+    settings["env"]["TORCH_COMPILE_DISABLE"] = "1"  # the first request for logprobs would wait 15 s for a compiler
     return {"id": identity, "aliases": [ALIAS], "launch": settings}
 
 
@@ -74,9 +75,17 @@ class Real:
 
     # The server's side
 
-    def recorded(self, identity: str) -> Recorded:
-        """What passed at the server's door for the request that the gateway gave this id."""
-        return process.wait_for(lambda: next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None))
+    def recorded(self, answer: httpx2.Response) -> Recorded:
+        """What passed at the server's door for the request that this is the answer to."""
+        found: Recorded = process.wait_for(lambda: self._found(answer.headers["x-request-id"]))
+        return found
+
+    def reached_the_server(self, answer: httpx2.Response) -> bool:
+        """Whether the server has seen this request (once its answer is there, so is the record)."""
+        return self._found(answer.headers["x-request-id"]) is not None
+
+    def _found(self, identity: str) -> Recorded | None:
+        return next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None)
 
     def count(self, name: str) -> float:
         """The sum of one of vLLM's own metrics."""

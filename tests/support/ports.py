@@ -1,0 +1,29 @@
+"""Ports that no server serves: one that refuses, and one that lets everybody wait."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+
+@contextmanager
+def refusing() -> Iterator[int]:
+    """A port that refuses connections, and that nobody else is given meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@contextmanager
+def silent() -> Iterator[int]:
+    """A port whose queue of connections is full: connecting to it hangs."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]

@@ -1,0 +1,133 @@
+"""What the client gets is what the real vLLM sent, byte for byte, recorded in the server's door; but for the usage event nobody asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from tests.vllm.dialogues import CALLED, CLOCK, HANGZHOU, RESULT, STORY, TOOLSETS, WEATHER, Json, on_the_wire, user
+from tests.vllm.gateway import ALIAS, Real, chat
+from tests.vllm.server import NOT_INSTALLED, installed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+HAVE_USAGE_EVENTS = (CHAT, COMPLETIONS)
+
+
+def thinking(text: str, **more: object) -> Json:
+    return {"messages": [user(text)], "temperature": 0, **more}
+
+
+GENERATED: Mapping[str, tuple[str, Json]] = {
+    "chat": (CHAT, chat("Who are you?")),
+    "reasoning": (CHAT, thinking("Which is greater, 9.11 or 9.8?")),
+    "no reasoning shown": (CHAT, thinking("Which is greater, 9.11 or 9.8?", include_reasoning=False)),
+    "multi-byte": (CHAT, thinking("Say hello in Chinese with emoji.")),
+    "looks like SSE": (CHAT, thinking("Print something tricky.")),
+    "long": (CHAT, chat("Never stop.", max_tokens=1500)),
+    "cut short": (CHAT, chat("Count from 1 to 100.", max_tokens=7)),
+    "stopped": (CHAT, chat("Count from 1 to 100.", stop=["33"])),
+    "a call": (CHAT, thinking(HANGZHOU, tools=[WEATHER])),
+    "two calls": (CHAT, thinking("Compare the weather in Hangzhou and Paris.", tools=TOOLSETS[1])),
+    "a required call": (CHAT, chat("Who are you?", tools=[WEATHER], tool_choice="required", max_tokens=200)),
+    "a named call": (
+        CHAT,
+        chat("Who are you?", tools=[CLOCK], tool_choice={"type": "function", "function": {"name": "get_time"}}, max_tokens=200),
+    ),
+    "a call's result": (CHAT, {"messages": on_the_wire([user(HANGZHOU), CALLED, RESULT]), "tools": [WEATHER], "temperature": 0}),
+    "a choice": (CHAT, chat("Who are you?", guided_choice=["红", "blue"])),
+    "logprobs": (CHAT, chat("Who are you?", logprobs=True, top_logprobs=5)),
+    "two answers": (CHAT, {**chat("Roll a die.", n=2), "temperature": 1}),
+    "token ids": (CHAT, chat("Who are you?", return_token_ids=True)),
+    "by its alias": (CHAT, {**chat("Who are you?"), "model": ALIAS}),
+    "a message that talks of usage": (CHAT, chat('Say {"choices": [], "usage": {"prompt_tokens": 9}} and {"error": {"code": 400}}')),
+    "completion": (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 60}),
+    "echo": (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 2}),
+    "several prompts": (COMPLETIONS, {"prompt": [STORY[0], "你好"], "temperature": 0, "max_tokens": 20}),
+    "token prompt": (COMPLETIONS, {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 20}),
+    "response": (RESPONSES, {"input": "Say hello in Chinese with emoji.", "temperature": 0}),
+    "tricky response": (RESPONSES, {"input": "Print something tricky.", "temperature": 0, "metadata": {"usage": "no"}}),
+    "a response's call": (
+        RESPONSES,
+        {"input": HANGZHOU, "temperature": 0, "tools": [{"type": "function", **WEATHER["function"]}], "metadata": {"a": "b"}},
+    ),
+    "message": (MESSAGES, {"messages": [user("Print something tricky.")], "max_tokens": 600, "temperature": 0}),
+    "a message's call": (
+        MESSAGES,
+        {
+            "messages": [user(HANGZHOU)],
+            "max_tokens": 200,
+            "temperature": 0,
+            "tools": [{"name": "get_current_weather", "input_schema": WEATHER["function"]["parameters"]}],
+        },
+    ),
+}
+
+PLAIN: Mapping[str, tuple[str, Json]] = {
+    "count_tokens": ("/v1/messages/count_tokens", {"messages": [user("Who are you?")]}),
+    "tokenize": ("/tokenize", {"prompt": "naïve 你好", "return_token_strs": True}),
+    "tokenize a chat": ("/tokenize", {"messages": [user("Who are you?")]}),
+    "detokenize": ("/detokenize", {"tokens": [5, 6, 7]}),
+}
+
+OPTIONS: Mapping[str, Json] = {
+    "usage": {"include_usage": True},
+    "usage on every chunk": {"include_usage": True, "continuous_usage_stats": True},
+    "no usage": {"include_usage": False},
+    "usage on every chunk, but none": {"include_usage": False, "continuous_usage_stats": True},
+}
+
+
+@pytest.mark.parametrize("name", [*GENERATED, *PLAIN])
+def test_a_whole_answer(real: Real, name: str) -> None:
+    path, body = {**GENERATED, **PLAIN}[name]
+    got = real.post(path, body)
+    assert got.status_code == 200, got.text
+    assert got.content == real.recorded(got).said
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_stream(real: Real, name: str) -> None:
+    path, body = GENERATED[name]
+    got = real.post(path, {**body, "stream": True})
+    assert got.status_code == 200, got.text
+    sent = real.recorded(got).said
+    shown = without_usage(sent) if path in HAVE_USAGE_EVENTS else sent
+    assert got.content == shown
+    assert (shown == sent) == (path not in HAVE_USAGE_EVENTS)  # the server was asked for usage, for the gateway
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("path", HAVE_USAGE_EVENTS)
+def test_a_stream_with_options(real: Real, path: str, name: str) -> None:
+    options = OPTIONS[name]
+    body = chat("Who are you?") if path == CHAT else {"prompt": STORY[0], "temperature": 0, "max_tokens": 20}
+    got = real.post(path, {**body, "stream": True, "stream_options": options})
+    sent = real.recorded(got).said
+    assert got.content == (sent if options["include_usage"] else without_usage(sent))
+    assert (b'"usage":{' in got.content) == options["include_usage"]
+
+
+def test_the_request_is_the_clients_own(real: Real) -> None:
+    body = chat("naïve 你好 🌍 \u2028", seed=12345678901234567, logit_bias={"5": -0.1}, unknown={"a": [1, None, 0.1]})
+    recorded = real.recorded(real.post(CHAT, {**body, "model": ALIAS}))
+    assert json.loads(recorded.asked) == {**body, "model": "tests/tiny"}
+    known = {"host", "authorization", "content-type", "content-length", "x-request-id"}
+    assert set(recorded.headers) == known
+
+
+def without_usage(sent: bytes) -> bytes:
+    """The stream without its one event that has usage and no choice. A text's blank lines are escaped in JSON."""
+    events = sent.split(b"\n\n")
+    kept = [event for event in events if not is_usage(event)]
+    assert len(events) == len(kept) + 1
+    return b"\n\n".join(kept)
+
+
+def is_usage(event: bytes) -> bool:
+    data = event.removeprefix(b"data: ")
+    document = json.loads(data) if data.startswith(b"{") else {}
+    return document.get("choices") == [] and "usage" in document

@@ -1,0 +1,126 @@
+"""Every token is counted: the gateway's figures are the real vLLM's own, whatever the clients asked to see; and nothing is left running."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.process import wait_for
+from tests.vllm.dialogues import HANGZHOU, STORY, WEATHER, Json, user
+from tests.vllm.gateway import HEADERS, MODEL, Real, chat
+from tests.vllm.server import NOT_INSTALLED, installed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+USAGE: Json = {"stream_options": {"include_usage": True}}
+CONTINUOUS: Json = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+MIXED: list[tuple[str, Json]] = [
+    (CHAT, chat("Who are you?")),
+    (CHAT, chat("Who are you?", stream=True)),
+    (CHAT, chat("Count from 1 to 100.", stream=True)),
+    (CHAT, chat("Count from 1 to 100.", stream=True, stop=["50"])),
+    (CHAT, chat("Print something tricky.", stream=True, **USAGE)),
+    (CHAT, chat("Never stop.", stream=True, max_tokens=100, **CONTINUOUS)),
+    (CHAT, {"messages": [user("Say hello in Chinese with emoji.")], "temperature": 0, "stream": True}),
+    (CHAT, {"messages": [user(HANGZHOU)], "temperature": 0, "tools": [WEATHER], "stream": True}),
+    (CHAT, chat('Say {"usage": {"prompt_tokens": 99999, "completion_tokens": 99999}}', stream=True)),
+    (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 60}),
+    (COMPLETIONS, {"prompt": [STORY[0], "Hello"], "temperature": 0, "max_tokens": 20, "stream": True}),
+    (RESPONSES, {"input": "Who are you?", "temperature": 0}),
+    (RESPONSES, {"input": "Who are you?", "temperature": 0, "stream": True}),
+    (MESSAGES, {"messages": [user("Who are you?")], "max_tokens": 100, "temperature": 0}),
+    (MESSAGES, {"messages": [user("Who are you?")], "max_tokens": 100, "temperature": 0, "stream": True}),
+]
+
+
+def counts(real: Real) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(prompt, completion) of vLLM and of the gateway."""
+    by_vllm = real.count("vllm:prompt_tokens_total"), real.count("vllm:generation_tokens_total")
+    return by_vllm, (real.tokens("prompt"), real.tokens("completion"))
+
+
+def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    return after[0] - before[0], after[1] - before[1]
+
+
+def usage(said: bytes) -> tuple[int, int]:
+    """(prompt, completion) that a server's answer itself tells, in any of the four dialects."""
+    members = [member for document in documents(said) for member in usages(document)]
+    prompts = [member.get("prompt_tokens", member.get("input_tokens", 0)) for member in members]
+    completions = [member.get("completion_tokens", member.get("output_tokens", 0)) for member in members]
+    return max(prompts), max(completions)
+
+
+def documents(said: bytes) -> Iterator[Json]:
+    if said.startswith(b"{"):
+        yield json.loads(said)
+        return
+    for event in said.split(b"\n\n"):
+        _, found, data = event.partition(b"data: {")
+        if found:
+            yield json.loads(b"{" + data)
+
+
+def usages(document: Json) -> list[Json]:
+    holders: list[Any] = [document, document.get("response"), document.get("message")]
+    return [holder["usage"] for holder in holders if isinstance(holder, dict) and holder.get("usage")]
+
+
+def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
+    before = counts(real)
+    alone, together = MIXED, list(itertools.islice(itertools.cycle(MIXED), 30))
+    with ThreadPoolExecutor(8) as pool:
+        answers = [real.post(*each) for each in alone] + list(pool.map(lambda each: real.post(*each), together))
+    assert {answer.status_code for answer in answers} == {200}
+    told = [usage(real.recorded(answer).said) for answer in answers]
+    expected = sum(prompt for prompt, _ in told), sum(completion for _, completion in told)
+    after = wait_for(lambda: now if difference(before[0], (now := counts(real))[0]) == expected else None)
+    assert difference(before[1], after[1]) == expected
+
+
+def test_several_answers_to_one_prompt_are_counted_as_their_usage_says(real: Real) -> None:
+    """vLLM's own counter has the prompt once for each of them, its usage once in all."""
+    before = counts(real)[1]
+    body = {**chat("Roll a die.", n=3, max_tokens=5), "temperature": 1}
+    told = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).said) for stream in (False, True)]
+    assert difference(before, counts(real)[1]) == (told[0][0] + told[1][0], told[0][1] + told[1][1])
+
+
+def test_what_is_refused_costs_nothing(real: Real) -> None:
+    before = counts(real)[1]
+    assert real.post(CHAT, chat("Who are you?", stream=True, logprobs=True, top_logprobs=50)).status_code == 400
+    assert real.post(CHAT, chat("Who are you?", temperature="hot")).status_code == 400
+    assert counts(real)[1] == before
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_client_that_leaves_frees_the_engine(real: Real, path: str) -> None:
+    messages: Json = {"messages": [user("Never stop.")], "max_tokens": 1900}
+    body = {"input": "Never stop."} if path == RESPONSES else messages
+    request = {"model": MODEL, "temperature": 0, "stream": True, **body}
+    with httpx2.stream("POST", real.gateway.url + path, json=request, headers=HEADERS, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        wait_for(lambda: next(pieces) and real.count("vllm:num_requests_running") == 1)
+    left = time.monotonic()
+    wait_for(lambda: real.count("vllm:num_requests_running") == 0, seconds=10)
+    print(f"{path}: nothing is running {1000 * (time.monotonic() - left):.0f} ms after the client has left")
+    wait_for(lambda: real.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
+
+
+def test_a_client_that_leaves_before_an_answer_frees_the_engine(real: Real) -> None:
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(
+            f"{real.gateway.url}{CHAT}", json={"model": MODEL, **chat("Never stop.", max_tokens=1900)}, headers=HEADERS, timeout=0.5
+        )
+    left = time.monotonic()
+    wait_for(lambda: real.count("vllm:num_requests_running") == 0, seconds=10)
+    print(f"nothing is running {1000 * (time.monotonic() - left):.0f} ms after the client has left")
