@@ -65,14 +65,14 @@ class Gateway:
         """Process ids by relay number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
-            words = each.cmdline()
+            words = _words(each)
             if "relay" in words:
                 found[int(words[words.index("relay") + 1])] = each.pid
         return found
 
     def named(self, word: str) -> list[psutil.Process]:
         """The processes whose command line has this word in it."""
-        return [each for each in self.tree() if any(word in argument for argument in each.cmdline())]
+        return [each for each in self.tree() if any(word in argument for argument in _words(each))]
 
     def get(self, path: str) -> httpx2.Response:
         """From the admin port."""
@@ -92,6 +92,14 @@ class Gateway:
         """Signal it and wait for its end."""
         self.process.send_signal(number)
         return self.process.wait(30)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """A process's command line; empty when it has just ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[[], str] = str) -> Any:
