@@ -71,7 +71,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 CLIENT_CLOSED_REQUEST = 499
 """The status that metrics and log give to a request whose client left (nginx's number; it is never sent)."""
 
-_RETRY_AFTER = {"model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
+_RETRY_AFTER = {"rate_limit_exceeded": 1, "model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
 
 
 class Refusal(Exception):
@@ -173,14 +173,18 @@ _TOO_LONG = ("input_tokens", "input_text")  # what vLLM blames when the text doe
 _MESSAGE_LIMIT = 2000
 
 
-def from_server(status: int, body: bytes, model: str, input_field: str) -> Refusal:
+def from_server(status: int, body: bytes, model: str, input_field: str, retry_after: bytes | None = None) -> Refusal:
     """Map an error answer of vLLM's (any of its shapes) to the contract.
 
     ``model`` is what the client asked for (a server's list of "valid aliases" never reaches it);
-    ``input_field`` is the field of this route that holds the text, blamed when the text is too long.
+    ``input_field`` is the field of this route that holds the text, blamed when the text is too long;
+    ``retry_after`` is the server's header of that name, kept where it is a number of seconds.
     """
     message, kind, param = _read(body)
-    return classify(status, message, kind, param, model, input_field)
+    refusal = classify(status, message, kind, param, model, input_field)
+    if retry_after is not None and retry_after.isdigit() and refusal.code in _RETRY_AFTER:
+        return Refusal(refusal.code, refusal.message, headers={"retry-after": retry_after.decode()})
+    return refusal
 
 
 def from_event(error: Mapping[str, Any], model: str, input_field: str) -> Refusal:
@@ -193,9 +197,11 @@ def from_event(error: Mapping[str, Any], model: str, input_field: str) -> Refusa
 def classify(status: int, message: str, kind: str, param: str | None, model: str, input_field: str) -> Refusal:
     """The decision behind ``from_server`` and ``from_event``, in the order of the rules below."""
     if status == 404 or kind == "NotFoundError":
-        return _missing(message, param, model)
+        return _no_route(model) if message == "Not Found" else unknown_model(model)  # the words are FastAPI's, for a path it does not have
     if status in (401, 403):  # our key was refused by our server: not the client's fault
         return Refusal("server_error", "The model's server refused the gateway.")
+    if status == 429:  # no vLLM says so, but what stands in front of one may
+        return Refusal("rate_limit_exceeded", "The model's server takes no more requests at the moment.")
     if status == 503:
         return Refusal("overloaded", "The model's server is overloaded.")
     if status >= 500 or status < 400:
@@ -211,13 +217,9 @@ def classify(status: int, message: str, kind: str, param: str | None, model: str
     return Refusal("invalid_value" if param else "invalid_request", words or "The request is not valid.", param=param)
 
 
-def _missing(message: str, param: str | None, model: str) -> Refusal:
-    """What a server does not have: the route (FastAPI's words), something else that the request names, or the model."""
-    if message == "Not Found":
-        return Refusal("not_found", f"The model `{model[:200]}` does not serve this route.")
-    if param not in (None, "model"):
-        return Refusal("not_found", _helpful(message), param=param)
-    return unknown_model(model)
+def _no_route(model: str) -> Refusal:
+    """A chat model has no /v1/embeddings, and the other way round."""
+    return Refusal("not_found", f"The model `{model[:200]}` does not serve this route.")
 
 
 def unknown_model(model: str) -> Refusal:

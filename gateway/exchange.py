@@ -123,7 +123,7 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
         body = await answer.collect(_ERROR_BODY_LIMIT)
-        raise from_server(answer.status, body, outbound.name, call.target.route.input_field)
+        raise from_server(answer.status, body, outbound.name, call.target.route.input_field, answer.header(b"retry-after"))
     if is_stream(answer):
         relay: BodyRelay | EventRelay = EventRelay(
             call, answer, model=outbound.name, hides_usage=outbound.hides_usage, translation=outbound.translation

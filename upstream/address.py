@@ -6,6 +6,7 @@ from a request.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -32,11 +33,17 @@ class Address:
             if path == "/":
                 raise ValueError("unix: needs the path of a socket, e.g. unix:/run/vllm.sock")
             return cls(host="localhost", uds=path)
+        if not re.fullmatch("[!-~]*", url):
+            raise ValueError("a server's URL consists of visible ASCII characters")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https"):
             raise ValueError("a server's URL starts with http://, https:// or unix:")
         if not parts.hostname:
             raise ValueError("the URL names no host")
+        try:
+            parts.hostname.encode("idna")
+        except UnicodeError:
+            raise ValueError("the URL's host is no valid name") from None
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("a server's URL has no credentials, query or fragment; use api_key for its key")
         tls = parts.scheme == "https"

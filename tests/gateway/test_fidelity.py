@@ -227,3 +227,14 @@ async def test_a_servers_connection_is_used_again(stream: bool) -> None:
         for _ in range(5):
             assert (await ask(served.port, request(chat(stream=stream)))).status == 200
         assert (len(server.requests), server.accepted) == (5, 1)
+
+
+@pytest.mark.parametrize(("status", "code"), [("429 Too Many Requests", "rate_limit_exceeded"), ("503 Service Unavailable", "overloaded")])
+@pytest.mark.parametrize(("said", "told"), [(b"retry-after: 7\r\n", "7"), (b"retry-after: tomorrow\r\n", "1"), (b"", "1")])
+async def test_how_long_to_wait_is_passed_on(status: str, code: str, said: bytes, told: str) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 %b\r\n%bcontent-length: 2\r\n\r\n{}" % (status.encode(), said))
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, request())
+        assert (reply.error["code"], reply.headers["retry-after"]) == (code, told)
