@@ -49,7 +49,8 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._uploading = False
-        self.sent = self.last_byte = self._loop.time()
+        self.sent = self._loop.time()
+        self.last_byte = 0.0  # when the last byte of the body came; 0 before the first: a head alone is no sign of life
         self.status = 0
         self.headers: Headers = []
         self.pending: list[bytes] = []
@@ -154,7 +155,6 @@ class Answer:
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        self.last_byte = self._loop.time()
 
     def on_body(self, data: bytes) -> None:
         self.last_byte = self._loop.time()
@@ -167,6 +167,7 @@ class Answer:
         self._wake()
 
     def on_end(self) -> None:
+        self.last_byte = self.last_byte or self._loop.time()
         self.complete = True
         self._wake()
 
@@ -199,7 +200,7 @@ class Answer:
             return TotalTimeout(name, f"the answer took longer than {limits.total:g} s")
         if self._uploading and not self._connection.write_paused:
             return None  # the server has read everything: it is the client that is slow
-        if not self.status:
+        if not self.last_byte:  # vLLM sends a stream's head before its engine has begun
             return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent > limits.first_byte else None
         if not self.paused and now - self.last_byte > limits.idle:
             return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its answer")

@@ -15,6 +15,7 @@ from gateway.routes import ROUTES
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, ask, chat, request
+from upstream.deadlines import Timeouts
 
 Examples = Callable[[Callable[..., Coroutine[Any, Any, None]]], None]
 
@@ -238,3 +239,16 @@ async def test_how_long_to_wait_is_passed_on(status: str, code: str, said: bytes
     async with scripted(script) as server, serving([model(server.port)]) as served:
         reply = await ask(served.port, request())
         assert (reply.error["code"], reply.headers["retry-after"]) == (code, told)
+
+
+async def test_a_stream_whose_head_came_early_has_the_first_byte_deadline() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await asyncio.sleep(1.0)  # the engine's queue: longer than a stream may fall silent
+        for event in EVENTS:
+            await talk.chunk(event)
+        await talk.end_stream()
+
+    timeouts = Timeouts(first_byte=30.0, idle=0.3)
+    async with scripted(script) as server, serving([model(server.port, timeouts=timeouts)]) as served:
+        assert (await ask(served.port, request(chat(stream=True)))).body == b"".join(SHOWN)

@@ -328,7 +328,7 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         three = await connect("one", address, 5.0, None, parking.park)
         await asked(three)
         parking.sweep()
-        assert len(parking) == 1 and not three.closed
+        assert (len(parking), server.open) == (1, 1)
         await asyncio.sleep(0.25)
         parking.sweep()
         assert len(parking) == 0 and three.closed

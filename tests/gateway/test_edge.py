@@ -1,0 +1,366 @@
+"""Clients as they come: every way to send a request, and to be slow or rude about it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import orjson
+import pytest
+
+from gateway import edge
+from gateway.edge import KEEP_ALIVE, MAX_PIPELINED, EdgeProtocol
+from tests.support.running import KEY, Served, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, ask, chat, client, request
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
+
+
+async def answers(talk: Conversation) -> None:
+    """Echoes the request's ``user`` field in its answer, plain or as a stream."""
+    if talk.request.json.get("stream"):
+        await talk.begin_stream()
+        for event in EVENTS:
+            await talk.chunk(event)
+        await talk.end_stream()
+    elif "user" in talk.request.json:
+        await talk.respond(orjson.dumps({"user": talk.request.json["user"]}))
+    else:
+        await talk.respond(COMPLETION)
+
+
+def only(served: Served) -> EdgeProtocol:
+    (connection,) = served.connections
+    assert isinstance(connection, EdgeProtocol)
+    return connection
+
+
+async def user(one: Client) -> object:
+    reply = await one.reply()
+    assert reply.status == 200
+    return orjson.loads(reply.body)["user"]
+
+
+# One connection, several requests
+
+
+async def test_requests_one_after_the_other() -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        for n in range(5):
+            one.send(request(chat(user=str(n))))
+            assert await user(one) == str(n)
+        assert (await one.ask(HEALTH)).status == 200
+        assert (await one.ask(request(b"{"))).status == 400
+        assert (await one.ask(request(token="sk-wrong"))).status == 401
+        assert (await one.ask(request(path="/nowhere"))).status == 404
+        assert (await one.ask(request())).body == COMPLETION
+        assert len(served.connections) == 1
+
+
+async def test_requests_sent_ahead_are_answered_in_order() -> None:
+    async def slow_first(talk: Conversation) -> None:
+        await asyncio.sleep(0.05 if talk.number == 1 else 0)
+        await answers(talk)
+
+    async with scripted(slow_first) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        wire = b"".join(request(chat(user=str(n))) + HEALTH + request(path="/nowhere", body=b"x" * 70_000) for n in range(4))
+        one.send(wire)
+        for n in range(4):
+            assert await user(one) == str(n)
+            assert (await one.reply()).body == b'{"status":"ok"}'
+            assert (await one.reply()).status == 404
+        one.send(request())
+        assert (await one.reply()).body == COMPLETION
+        assert served.in_flight == 0
+
+
+@pytest.mark.parametrize("ahead", [HEALTH, request(), request(path="/nowhere", body=b"x" * 200_000)])
+async def test_leaving_is_seen_in_front_of_anything(ahead: bytes) -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        asked.set()
+        await talk.closed_by_peer()
+        left.set()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() + ahead)
+        await asked.wait()
+        await asyncio.sleep(0.05)
+        one.leave()
+        async with asyncio.timeout(5):
+            await left.wait()
+        await until(lambda: served.in_flight == 0)
+
+
+@pytest.mark.parametrize("ahead", [HEALTH, request()])
+async def test_too_many_sent_ahead(ahead: bytes) -> None:
+    release = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await release.wait()
+        await answers(talk)
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() + ahead * (MAX_PIPELINED + 10))
+        await until(lambda: len(server.requests) == 1)
+        await asyncio.sleep(0.05)
+        assert len(only(served).pipeline) <= MAX_PIPELINED
+        release.set()
+        assert (await one.reply()).status == 200
+        await one.reader.read()  # it ends
+
+
+async def test_a_client_that_reads_no_answers_is_not_asked_for_more() -> None:
+    async with serving([model(1)]) as served, client(served.port) as one:
+        one.writer.transport.pause_reading()  # type: ignore[attr-defined]  # every transport here reads
+        one.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await until(lambda: len(served.connections) == 1)
+        connection = only(served)
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sent = 0
+        while not connection.flow.read_paused:
+            assert connection.transport.get_write_buffer_size() < 1 << 20
+            for _ in range(MAX_PIPELINED):
+                one.send(request(token=None))
+            sent += MAX_PIPELINED
+            await until(lambda: served.total("requests_total") >= sent or connection.flow.read_paused)
+        one.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(sent):
+            assert (await one.reply()).status == 401
+        assert not connection.flow.read_paused
+
+
+async def test_idle_connections_end_and_busy_ones_do_not() -> None:
+    release = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await release.wait()
+        await answers(talk)
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        for ahead in (b"", HEALTH, request(token=None)):
+            release.clear()
+            async with client(served.port) as one:
+                await until(lambda: len(served.connections) == 1)
+                connection = only(served)
+                later = connection.loop.time() + KEEP_ALIVE + 1
+                one.send(ahead + request())
+                if ahead:
+                    await one.reply()
+                await until(lambda: served.relay.admission.in_flight == 1)
+                connection.check_idle(later)
+                release.set()
+                assert (await one.reply()).body == COMPLETION, "a request in progress was cut"
+                connection.check_idle(connection.loop.time() + KEEP_ALIVE - 5)
+                assert not connection.transport.is_closing()
+                connection.check_idle(connection.loop.time() + KEEP_ALIVE + 1)
+                assert await one.closed()
+            await until(lambda: not served.connections)
+
+
+# How a request may be written
+
+
+async def test_a_body_in_tiny_pieces() -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        for byte in request(chat(user="tiny")):
+            one.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await user(one) == "tiny"
+        assert len(server.requests) == 1
+
+
+async def test_a_chunked_body() -> None:
+    body = orjson.dumps(chat(user="c" * 1000))
+    head = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    chunks = b"".join(b"%x;ext=1\r\n%b\r\n" % (len(body[at : at + 7]), body[at : at + 7]) for at in range(0, len(body), 7))
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        for end in (b"0\r\n\r\n", b"0\r\nx-trailer: y\r\ncontent-type: text/plain\r\n\r\n"):
+            one.send(head + chunks + end)
+            assert await user(one) == "c" * 1000
+        assert (await one.ask(request())).body == COMPLETION
+        assert all(seen.header("content-length") for seen in server.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+async def test_an_old_client(stream: bool, keep: bool) -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        extra = ("connection: keep-alive",) if keep else ()
+        reply = await one.ask(request(chat(stream=stream), extra=extra).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        assert reply.status == 200
+        assert "transfer-encoding" not in reply.headers
+        assert reply.body == (b"".join(SHOWN) if stream else COMPLETION)
+        if keep and not stream:
+            assert reply.headers["connection"] == "keep-alive"
+            assert (await one.ask(request())).body == COMPLETION
+        else:
+            assert await one.closed()
+
+
+async def test_a_client_that_asks_to_close() -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+        for stream in (False, True):
+            async with client(served.port) as one:
+                reply = await one.ask(request(chat(stream=stream), extra=("connection: close",)) + request())
+                assert reply.headers["connection"] == "close" and reply.whole
+                assert await one.closed()
+        assert len(server.requests) == 2, "what follows a close is not served"
+
+
+async def test_expect_continue() -> None:
+    whole = request(chat(user="e"), extra=("expect: 100-continue",))
+    head, _, body = whole.partition(b"\r\n\r\n")
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(head + b"\r\n\r\n")
+        assert await one.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        one.send(body)
+        assert await user(one) == "e"
+        one.send(head.replace(KEY.encode(), b"sk-wrong") + b"\r\n\r\n")
+        reply = await one.reply()
+        assert reply.status == 401 and reply.headers["connection"] == "close", "the body is not asked for"
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 500])
+async def test_an_offer_of_another_protocol_is_ignored(pieces: int) -> None:
+    extra = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
+    sized = request(chat(user="sized"), extra=extra)
+    body = orjson.dumps(chat(user="chunked"))
+    chunked = request(b"", extra=extra).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    wire = sized + chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + request(b"", extra=extra) + request(chat(user="last"))
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        for at in range(0, len(wire), len(wire) // pieces + 1):
+            one.send(wire[at : at + len(wire) // pieces + 1])
+            await asyncio.sleep(0)
+        assert await user(one) == "sized"
+        assert await user(one) == "chunked"
+        assert (await one.reply()).status == 400
+        assert await user(one) == "last"
+        websocket = HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        assert (await one.ask(websocket)).status == 200
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 405), ("OPTIONS", 405), ("GET", 405), ("DELETE", 405), ("PUT", 405)])
+async def test_other_methods(method: str, status: int) -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request(b"", method=method))
+        head = await one.reader.readuntil(b"\r\n\r\n")
+        assert int(head.split()[1]) == status and b"allow: POST" in head
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        if method != "HEAD":
+            await one.reader.readexactly(length)
+        assert (await one.ask(request())).body == COMPLETION
+
+
+# Refusals while bytes still come
+
+
+async def test_a_refused_body_that_is_still_coming_can_read_its_answer() -> None:
+    async with scripted(answers) as server, serving([model(server.port)], body_limit=1 << 24) as served:
+        for token, size in (("sk-wrong", 8 << 20), (KEY, (1 << 24) + 1)):
+            async with client(served.port) as one:
+                one.send(request(b"x" * size, token=token))
+                reply = await one.reply()
+                assert reply.status == (401 if token != KEY else 413)
+                assert reply.headers["connection"] == "close"
+                assert await one.closed()
+        assert server.requests == []
+
+
+async def test_a_refused_request_has_one_answer_and_its_end_however_it_goes_on() -> None:
+    head = request(b"", token="sk-wrong").replace(b"content-length: 0", b"transfer-encoding: chunked")
+
+    async def goes_on(port: int, rubbish: bytes) -> None:
+        async with client(port) as one:
+            one.send(head + b"2\r\nab\r\n")
+            assert (await one.reply()).status == 401
+            one.send(rubbish)
+            async with asyncio.timeout(10):
+                assert await one.reader.read() == b"", "a second answer"
+
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+        rubbish = (b"", b"zz\r\nrubbish", b"1\r\nxxxx", b"0\r\n bad\r\n\r\nGARBAGE\r\n\r\n", b"0\r\n\r\n" + request())
+        await asyncio.gather(*(goes_on(served.port, each) for each in rubbish))
+        assert server.requests == []
+
+
+@pytest.mark.parametrize("size", [edge.MAX_HEAD + 1, 200_000])
+@pytest.mark.parametrize("pieces", [1, 5])
+async def test_a_head_that_is_too_large(size: int, pieces: int) -> None:
+    wire = request(extra=("x-long: " + "a" * size,))
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        step = len(wire) // pieces + 1
+        for at in range(0, len(wire), step):
+            one.send(wire[at : at + step])
+            await asyncio.sleep(0.01)
+        reply = await one.reply()
+        assert (reply.status, reply.error["code"]) == (431, "headers_too_large")
+        assert server.requests == []
+
+
+async def test_trailers_are_bounded() -> None:
+    head = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(head + b"2\r\n{}\r\n0\r\nx: ")
+        for _ in range(20):
+            one.send(b"a" * 10_000)
+            await asyncio.sleep(0.002)
+        assert (await one.reply()).status == 431
+
+
+@pytest.mark.parametrize("name", ["authorization", "content-type", "host", "content-encoding"])
+async def test_a_header_that_decides_comes_once(name: str) -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+        line = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "host": "test"}.get(name, "identity")
+        extra = (f"{name.upper()}: {line}",) * (2 if name == "content-encoding" else 1)
+        reply = await ask(served.port, request(extra=extra))
+        assert (reply.status, reply.error["code"]) == (400, "invalid_request")
+        assert (await ask(served.port, request(extra=("accept: a", "accept: b")))).status == 200
+
+
+# Answers and slow clients
+
+
+async def test_a_slow_reader_slows_its_server_down() -> None:
+    sent = 0
+
+    async def flood(talk: Conversation) -> None:
+        nonlocal sent
+        if talk.number == 1:
+            await talk.respond(b'{"big":"' + b"x" * (6 << 20) + b'"}')
+            return
+        talk.writer.transport.set_write_buffer_limits(0)
+        await talk.begin_stream()
+        while True:
+            await talk.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+            sent += 65536
+
+    async with scripted(flood) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        one.send(request() + request(chat(stream=True)))  # the second answer begins while the first is still in the way
+        await until(lambda: len(served.connections) == 1)
+        before = -1
+        while sent != before or not server.requests:
+            before = sent
+            await asyncio.sleep(0.25)
+        assert only(served).transport.get_write_buffer_size() < 8 << 20
+        assert sent < 32 << 20, "what the sockets hold, and a little"
+        one.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert len((await one.reply()).body) > 6 << 20
+        await one.reader.readexactly(sent + (1 << 20))
+        one.leave()
+        await until(lambda: served.in_flight == 0 and server.open == 0)
+
+
+async def test_a_client_that_leaves_while_its_answer_is_written() -> None:
+    async def big(talk: Conversation) -> None:
+        await talk.respond(b'{"big":"' + b"x" * (16 << 20) + b'"}')
+
+    async with scripted(big) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request())
+        await one.reader.readexactly(100_000)
+        one.leave()
+        await until(lambda: served.in_flight == 0)
+        await until(lambda: server.open == 0)

@@ -1,0 +1,114 @@
+"""Which server a pool gives, and what a reload leaves as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.running import until
+from tests.support.scripted import Conversation, scripted
+from upstream.address import Address
+from upstream.attempt import Attempt
+from upstream.deadlines import Deadlines, Timeouts
+from upstream.pool import Fleet, NoServerError, Pool, fleet
+from upstream.server import Condition, Server, ServerSpec
+
+
+def spec(name: str, port: int = 1, **more: Any) -> ServerSpec:
+    return ServerSpec(name, Address(port=port), "m", **more)
+
+
+def servers(*conditions: Condition) -> list[Server]:
+    return [Server(spec(f"s{n}"), condition) for n, condition in enumerate(conditions)]
+
+
+UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
+
+
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin"])
+async def test_only_those_that_are_up(balance: str) -> None:
+    each = servers(UP, DOWN, LOADING, UP)
+    pool = Pool(each, balance)
+    assert {pool.choose().spec.name for _ in range(10)} == {"s0", "s3"}
+
+
+@pytest.mark.parametrize(("conditions", "loading"), [((), False), ((DOWN,), False), ((LOADING,), True), ((DOWN, LOADING), True)])
+async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> None:
+    with pytest.raises(NoServerError) as caught:
+        Pool(servers(*conditions), "least_busy").choose()
+    assert caught.value.loading is loading
+
+
+async def test_one_that_refused_or_was_tried_is_taken_only_when_there_is_no_other() -> None:
+    a, b = servers(UP, UP)
+    pool = Pool([a, b], "least_busy")
+    a.refused()
+    assert {pool.choose() for _ in range(4)} == {b}
+    assert pool.choose([b]) is a, "it refused a moment ago, but the other was tried"
+    b.refused()
+    assert {pool.choose() for _ in range(4)} == {a, b}
+    assert pool.choose([a, b]) in (a, b)
+    assert Pool([a], "least_busy").choose([a]) is a
+
+
+async def test_busyness_goes_by_weight() -> None:
+    light, heavy = Server(spec("light"), UP), Server(spec("heavy", weight=3.0), UP)
+    pool = Pool([light, heavy], "least_busy")
+    for _ in range(40):
+        pool.choose().enter()
+    assert (light.in_flight, heavy.in_flight) == (10, 30)
+
+
+async def test_the_mirror_follows_what_is_in_flight() -> None:
+    (one,) = servers(UP)
+    one.mirror = cells = [7.0]
+    one.enter()
+    one.enter()
+    assert cells == [2.0]
+    one.leave()
+    one.leave()
+    assert (cells, one.in_flight) == ([0.0], 0)
+
+
+async def test_a_reload_keeps_what_did_not_change() -> None:
+    servers = Fleet()
+    before = dict(servers.reconcile([spec("a"), spec("b"), spec("c")]))
+    servers.set_condition("a", UP)
+    servers.set_condition("nobody", UP)
+    before["a"].enter()
+    after = servers.reconcile([spec("d"), spec("a"), spec("b", port=2)])
+    assert list(after) == ["d", "a", "b"] == [server.spec.name for server in servers]
+    assert after["a"] is before["a"] and (after["a"].in_flight, after["a"].condition) == (1, UP)
+    assert after["b"] is not before["b"], "another address is another server"
+    assert after["b"].condition is LOADING
+
+
+async def test_a_server_that_is_gone_keeps_no_connection() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.respond(b"{}")
+
+    async with scripted(script) as upstream:
+        with fleet() as live:
+            one = live.reconcile([spec("a", upstream.port, keep_idle=60.0)])["a"]
+            one.condition = UP
+
+            async def ask() -> None:
+                with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
+                    answer = await attempt.answer(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
+                    await answer.ended()
+
+            await ask()
+            await ask()
+            assert upstream.accepted == upstream.open == 1
+            live.reconcile([replace(one.spec, model="other")])
+            await until(lambda: upstream.open == 0)
+            await ask()  # under way as it was removed
+            await until(lambda: upstream.open == 0 or len(one._parking) == 1)
+            one.sweep()
+            await until(lambda: upstream.open == 0)
+
+
+async def test_a_key_is_not_shown() -> None:
+    assert "sesame" not in repr(ServerSpec("a", Address(), "m", api_key="sesame"))
