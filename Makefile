@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm lock clean
+.PHONY: run test check format vllm clients lock clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
-test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`
+test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm` and `make clients`
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 check: $(READY)  ## style, types and the import arrows
@@ -22,7 +22,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .venv-vllm
-	$(PYTHON) tests/vllm/install.py
+	$(BIN)/python tests/vllm/install.py
+
+clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
+	$(BIN)/python tests/clients/install.py
 
 # The interpreter makes the environment; a lock that changed is installed again.
 $(READY): requirements.lock pyproject.toml
@@ -37,4 +40,4 @@ lock:  ## write requirements.lock anew (needs uv)
 	  pyproject.toml --group dev -o requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-clients-* tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -165,8 +165,8 @@ class Relay:
         return card(entry, self._max_model_len.get(entry.model.id))
 
     def _key(self, request: Request) -> Key:
-        authorization = request.headers.get("authorization")
-        key = self.keyring.authenticate(authorization.encode("latin-1") if authorization is not None else None)
+        shown = [request.headers.get(name) for name in ("authorization", "x-api-key")]  # Anthropic's clients list models too
+        key = self.keyring.authenticate(*(value.encode("latin-1") if value is not None else None for value in shown))
         request.state.key = key
         return key
 

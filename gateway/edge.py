@@ -195,6 +195,8 @@ class Call:
             framing += b"connection: close\r\n"
         elif self.http10:
             framing += b"connection: keep-alive\r\n"
+        if self.target.route.anthropic:
+            framing += b"request-id: %b\r\n" % self.id.encode()  # the name that Anthropic's clients read
         head = b"%bx-request-id: %b\r\n%b%b%b%b\r\n" % (
             STATUS_LINE[status],
             self.id.encode(),
@@ -273,6 +275,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._lingering = False
+        self._resuming = False
         self.quiet_since: float | None = self.loop.time()
         """When the connection fell idle; None while a request is in progress."""
 
@@ -295,8 +298,9 @@ class EdgeProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse_bytes(Refusal("invalid_request", "The request is not valid HTTP/1.1."))
             return
-        except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # no other protocol is offered (RFC 9110, section 7.8), and the parser stops here
+        except httptools.HttpParserUpgrade as offer:
+            self._read_on(data[offer.args[0] :])
+            return
         if self._head_size > MAX_HEAD:
             self._refuse_bytes(_head_too_large())
 
@@ -324,20 +328,28 @@ class EdgeProtocol(HttpToolsProtocol):
     # Parser callbacks
 
     def on_message_begin(self) -> None:
-        self._incoming = None
-        super().on_message_begin()
+        if not self._resuming:
+            self._incoming = None
+            super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._resuming:
+            return
         super().on_url(url)
         if len(self.url) > MAX_HEAD:
             raise _head_too_large()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._resuming:
+            return
         if len(self.headers) >= MAX_HEADERS:
             raise _head_too_large()
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._resuming:
+            self._resuming = False
+            return
         if self._lingering:
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
@@ -363,6 +375,8 @@ class EdgeProtocol(HttpToolsProtocol):
             self._incoming.received(body)  # no other route reads its body
 
     def on_message_complete(self) -> None:
+        if self._incoming is not None and self.parser.should_upgrade():
+            return  # its body comes all the same: see _read_on
         self._head_size = 0
         call, self._incoming = self._incoming, None
         if call is not None:
@@ -371,6 +385,22 @@ class EdgeProtocol(HttpToolsProtocol):
                 self._close_or_wait(call)
         elif not self._lingering:
             super().on_message_complete()
+
+    def _read_on(self, rest: bytes) -> None:
+        """Behind the offer of another protocol, which is ignored (RFC 9110, section 7.8); Java's client makes it by default.
+
+        httptools stops there and takes the request for one without a body, so a new parser, which is told the framing
+        alone, reads on.
+        """
+        call = self._incoming
+        if call is None:
+            self.cycle.keep_alive = False
+            return
+        framing = (b"%b: %b\r\n" % (name, call.headers[name]) for name in _FRAMING if name in call.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self._resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+        self.data_received(rest)
 
     # The way of a call
 
@@ -459,6 +489,7 @@ def _refusal_of(error: BaseException) -> Refusal:
     return cause if isinstance(cause, Refusal) else Refusal("invalid_request", "The request is not valid HTTP/1.1.")
 
 
+_FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
 
 

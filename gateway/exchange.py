@@ -3,7 +3,7 @@
 accept → authenticate → admit → read the body → merge ``extra_body`` → resolve and authorise the model → apply
 policy → choose a server → send → relay → settle usage → metrics and log.
 
-The rules: everything taken is given back by the ``with`` that took it; every way out passes ``_ending``, so a
+The rules: everything taken is given back by the ``with`` that took it; every way out passes ``_Ending``, so a
 request is settled once; errors are told to the client in one place.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Protocol
 
 from gateway.auth import Keyring
@@ -60,13 +59,13 @@ class Gate(Protocol):
 async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     account = Account(call)
-    with _ending(account, gate):
+    with _Ending(account, gate):
         account.key = key = _authenticate(call, gate)
         catalog = gate.catalog  # one generation for the whole request
         with gate.admission.ticket(key):
             outbound = await (_form if call.target.route.body is Body.FORM else _json)(call, catalog, account, key)
             with (
-                _counted(gate, outbound.entry.model),
+                _Counted(gate, outbound.entry.model),
                 Attempt(outbound.entry.pool, outbound.entry.model.timeouts, gate.deadlines) as attempt,
             ):
                 account.attempt = attempt
@@ -88,8 +87,9 @@ def _authenticate(call: Call, gate: Gate) -> Key:
 async def _json(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
     """The body of a JSON route: read, merged, authorised, made fit to send."""
     _check_media_type(call, b"application/json", b"")
-    with account.waiting():
-        body = await call.body()
+    asked = account.now()
+    body = await call.body()
+    account.waited_since(asked)
     document = merge(parse(body))
     account.user = document.get("user")
     name = named_model(document, call.target.mounted)
@@ -103,8 +103,9 @@ async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Out
     """The body of a form route: read up to its model, authorised; the rest is streamed on."""
     _check_media_type(call, b"multipart/form-data")
     form = Form.of(call.headers[b"content-type"])
-    with account.waiting():
-        name = await form.read_model(call.next_bytes)
+    asked = account.now()
+    name = await form.read_model(call.next_bytes)
+    account.waited_since(asked)
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     return Outbound.of_form(call, entry, name, form)
@@ -136,43 +137,64 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     await relay.run()
 
 
-@contextmanager
-def _counted(gate: Gate, model: Model) -> Iterator[None]:
-    """The gauge of requests in flight."""
-    cells = gate.metrics.in_flight(model.id)
-    cells[0] += 1
-    try:
-        yield
-    finally:
-        cells[0] -= 1
+class _Counted:
+    """The gauge of requests in flight, for the length of a ``with``."""
+
+    __slots__ = ("_cells",)
+
+    def __init__(self, gate: Gate, model: Model) -> None:
+        self._cells = gate.metrics.in_flight(model.id)
+
+    def __enter__(self) -> None:
+        self._cells[0] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._cells[0] -= 1
 
 
 # The end
 
 
-@contextmanager
-def _ending(account: Account, gate: Gate) -> Iterator[None]:
-    """Tell the client what went wrong, whatever it was, and settle the request once."""
-    call = account.call
-    try:
-        yield
-    except asyncio.CancelledError:
-        account.cancelled()
-        if not call.disconnected:
-            _refuse(account, Refusal("draining", "The gateway is shutting down."))
-    except Refusal as refusal:
-        _refuse(account, refusal)
-    except NoServerError as error:
-        _refuse(account, _NO_SERVER[error.loading]())
-    except UpstreamError as error:
-        account.upstream_failed(error)
-        _refuse(account, from_failure(error))
-    except Exception as error:  # noqa: BLE001  # the outer edge: the client gets an answer, the operator the trace
-        _log.exception("request %s failed inside the gateway", call.id)
-        account.detail = type(error).__name__
-        _refuse(account, Refusal("internal_error", "The gateway failed. The request id tells the operator where to look."))
-    finally:
-        gate.settled(account.settle(with_user=gate.state.log_user))
+class _Ending:
+    """Tells the client what went wrong, whatever it was, and settles the request once: on every way out of the ``with``."""
+
+    __slots__ = ("_account", "_gate")
+
+    def __init__(self, account: Account, gate: Gate) -> None:
+        self._account = account
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        """The request begins with its account."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        account = self._account
+        try:
+            refusal = _refusal_for(error, account) if error is not None else None
+            if refusal is not None:
+                _refuse(account, refusal)
+        finally:
+            self._gate.settled(account.settle(with_user=self._gate.state.log_user))
+        return isinstance(error, Exception | asyncio.CancelledError)
+
+
+def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
+    """What the client is told of an error; None for a client that has left."""
+    match error:
+        case asyncio.CancelledError():
+            account.cancelled()
+            return None if account.call.disconnected else Refusal("draining", "The gateway is shutting down.")
+        case Refusal():
+            return error
+        case NoServerError():
+            return _NO_SERVER[error.loading]()
+        case UpstreamError():
+            account.upstream_failed(error)
+            return from_failure(error)
+    # the outer edge: the client gets an answer, the operator the trace
+    _log.error("request %s failed inside the gateway", account.call.id, exc_info=error)
+    account.detail = type(error).__name__
+    return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
 
 
 _NO_SERVER = {
@@ -221,14 +243,13 @@ class Account:
         self.answer_at: float | None = None
         self._upstream_first: float | None = None
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time in which the gateway waits for its client."""
-        since = self._clock()
-        try:
-            yield
-        finally:
-            self._waited += self._clock() - since
+    def waited_since(self, moment: float) -> None:
+        """The gateway has waited for its client since then."""
+        self._waited += self._clock() - moment
+
+    def now(self) -> float:
+        """The loop's time."""
+        return self._clock()
 
     def answered(self, answer: Answer, outbound: Outbound) -> None:
         """The first bytes of an answer are here."""
@@ -249,7 +270,7 @@ class Account:
     def settle(self, *, with_user: bool) -> Record:
         """The record of this request."""
         call, passing, attempt = self.call, self.passing or Passing(), self.attempt
-        if passing.failure is not None and call.started:
+        if passing.failure is not None and call.events:
             self.code, self.incomplete = passing.failure.code, "upstream"
         elif passing.aborted:
             self.incomplete = "upstream"

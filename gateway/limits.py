@@ -6,8 +6,6 @@ The rule: a ticket is a ``with``; leaving it, on whatever way, gives it back onc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from gateway.state import Key
 
@@ -23,13 +21,24 @@ class Admission:
         """How many requests hold a ticket."""
         return self._in_flight.total()
 
-    @contextmanager
-    def ticket(self, key: Key) -> Iterator[None]:
-        """Admit a request of a key for the length of the block."""
-        self._in_flight[key.id] += 1
-        try:
-            yield
-        finally:
-            self._in_flight[key.id] -= 1
-            if not self._in_flight[key.id]:
-                del self._in_flight[key.id]
+    def ticket(self, key: Key) -> Ticket:
+        """Admit a request of a key for the length of a ``with``."""
+        return Ticket(self._in_flight, key.id)
+
+
+class Ticket:
+    """One admitted request. Written out, because ``contextlib`` costs four times as much and every request has one."""
+
+    __slots__ = ("_counts", "_key")
+
+    def __init__(self, counts: Counter[str], key: str) -> None:
+        self._counts = counts
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._counts[self._key] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._counts[self._key] -= 1
+        if not self._counts[self._key]:
+            del self._counts[self._key]

@@ -154,12 +154,16 @@ def _translate_guided(document: Document) -> None:
     constraints = {name: value for name, value in values.items() if name in _GUIDED and value is not None}
     if not constraints:
         return
-    present = document.get("structured_outputs")
-    names = sorted(constraints) + (["structured_outputs"] if present else [])
+    names = sorted(constraints) + [name for name in ("structured_outputs", "response_format") if _constrains(document.get(name))]
     if len(names) > 1:
         raise Refusal("invalid_value", f"Only one constraint can be given, not {' and '.join(names)}.", param=names[0])
     options = {_GUIDED_OPTIONS[name]: value for name, value in values.items() if name in _GUIDED_OPTIONS and value is not None}
     document["structured_outputs"] = {_GUIDED[name]: value for name, value in constraints.items()} | options
+
+
+def _constrains(value: Any) -> bool:
+    """Whether today's ``structured_outputs`` or ``response_format`` asks for anything."""
+    return bool(value) and value != {"type": "text"}
 
 
 # Usage

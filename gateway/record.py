@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from gateway.usage import Usage
 
@@ -15,8 +16,7 @@ class GapCounts(Protocol):
     total: float
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code`` the
@@ -24,6 +24,8 @@ class Record:
     says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are the
     servers that failed on the way, with the reason; ``detail`` is for the operator alone.
+
+    A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
 
     id: str

@@ -191,10 +191,15 @@ class EventRelay(Passing):
         """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
         rest = self._splitter.take()
         last = _LAST_EVENT.get(self._route.dialect)
-        if last is not None and not any(event.startswith(last) for event in split(self._last + rest)[-1:]):
+        if last is not None and not _is_last(last, self._last, rest):
             raise Disconnected(self._answer.server.name, "ended its stream before its last event")
         self._call.write(rest)
         self._call.finish()
+
+
+def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
+    """Did the stream end as streams of its kind do? Behind its last event only the blank line may be missing."""
+    return rest.rstrip() in last if rest else any(event.startswith(last) for event in split(events)[-1:])
 
 
 def break_off(call: Call, refusal: Refusal) -> None:

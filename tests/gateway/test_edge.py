@@ -113,23 +113,27 @@ async def test_too_many_sent_ahead(ahead: bytes) -> None:
 
 
 async def test_a_client_that_reads_no_answers_is_not_asked_for_more() -> None:
-    async with serving([model(1)]) as served, client(served.port) as one:
+    async with serving([model(1)]) as served:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        small.connect(("127.0.0.1", served.port))
+        one = Client(*await asyncio.open_connection(sock=small, limit=1 << 16))
         one.writer.transport.pause_reading()  # type: ignore[attr-defined]  # every transport here reads
-        one.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await until(lambda: len(served.connections) == 1)
         connection = only(served)
-        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
         sent = 0
         while not connection.flow.read_paused:
             assert connection.transport.get_write_buffer_size() < 1 << 20
             for _ in range(MAX_PIPELINED):
                 one.send(request(token=None))
             sent += MAX_PIPELINED
-            await until(lambda: served.total("requests_total") >= sent or connection.flow.read_paused)
+            await until(lambda sent=sent: served.total("requests_total") >= sent or connection.flow.read_paused)
         one.writer.transport.resume_reading()  # type: ignore[attr-defined]
         for _ in range(sent):
             assert (await one.reply()).status == 401
-        assert not connection.flow.read_paused
+        await until(lambda: not connection.flow.read_paused)
+        one.leave()
 
 
 async def test_idle_connections_end_and_busy_ones_do_not() -> None:

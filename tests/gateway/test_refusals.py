@@ -225,3 +225,15 @@ async def test_an_anonymous_key_serves_those_who_show_none() -> None:
                 assert (await ask(served.port, request(token=token))).status == status, token
             assert (await ask(served.port, request(chat(model="secret"), token=None))).status == 404
             assert served.value("tokens_total", "nobody", "tiny", "prompt") == 9
+
+
+async def test_anthropics_clients_show_their_key_and_read_the_request_id_in_their_own_way(pair: tuple[Served, Scripted]) -> None:
+    served, _ = pair
+    own = (f"x-api-key: {KEY}",)
+    listed = await ask(served.port, request(b"", "/v1/models", method="GET", token=None, extra=own))
+    assert [each["id"] for each in orjson.loads(listed.body)["data"]] == ["tiny", "secret"]
+    answered = await ask(served.port, request(chat(max_tokens=5), "/v1/messages", token=None, extra=own))
+    assert answered.status == 200 and answered.headers["request-id"] == answered.headers["x-request-id"]
+    refused = await ask(served.port, request(chat(model="gpt-4"), "/v1/messages", token=None, extra=own))
+    assert refused.headers["request-id"] == refused.headers["x-request-id"]
+    assert orjson.loads(refused.body)["error"]["type"] == "not_found_error"

@@ -120,7 +120,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request:
     if length is not None:
         request.body = await reader.readexactly(int(length))
     elif request.header("transfer-encoding") == "chunked":
-        while size := int(await reader.readline(), 16):
+        while size := int(await reader.readuntil(b"\n"), 16):
             request.body += await reader.readexactly(size)
             await reader.readexactly(2)
         await reader.readexactly(2)

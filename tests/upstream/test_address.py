@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upstream.address import Address
@@ -41,6 +41,7 @@ def test_what_is_refused(url: str) -> None:
         Address.parse(url)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30).map(lambda rest: "http://" + rest))
 def test_what_is_accepted_makes_a_head(url: str) -> None:
     """Whatever is accepted fits into a request's head, one line each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upstream.policy import POLICIES, least_busy, round_robin
@@ -18,12 +18,14 @@ class Busy:
 LOADS = st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(LOADS, st.integers(0, 1000))
 def test_least_busy_takes_one_of_the_least_busy(loads: list[float], turn: int) -> None:
     servers = [Busy(load) for load in loads]
     assert least_busy(servers, turn).load == min(loads)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 1000))
 def test_equally_busy_servers_take_turns(count: int, turn: int) -> None:
     servers = [Busy(0.0) for _ in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from upstream.sse import EventTooLongError, Splitter, data_of, split
@@ -45,6 +45,7 @@ def events_of(data: bytes) -> list[bytes]:
     return [*events, event] if event else events
 
 
+@settings(deadline=None)
 @given(STREAMS, CUTS)
 @example(b"a\r\n\r\nb\n\n", [3, 4])
 @example(b"a\r\r\n\nb", [2])
@@ -55,6 +56,7 @@ def test_nothing_is_lost_or_changed(data: bytes, places: list[int]) -> None:
     assert splitter.take() == b""
 
 
+@settings(deadline=None)
 @given(STREAMS, CUTS)
 def test_what_comes_out_ends_with_a_blank_line(data: bytes, places: list[int]) -> None:
     splitter = Splitter(1000)
@@ -65,6 +67,7 @@ def test_what_comes_out_ends_with_a_blank_line(data: bytes, places: list[int]) -
             assert last in (b"\n", b"\r", b"\r\n"), out
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([b"data: {}", b"event: a\ndata: b", b": c", b"data: \xe4\xbd\xa0"]), max_size=8), CUTS)
 def test_an_event_comes_out_with_its_last_byte(bodies: list[bytes], places: list[int]) -> None:
     data, seen = b"".join(body + b"\n\n" for body in bodies), 0
@@ -75,11 +78,13 @@ def test_an_event_comes_out_with_its_last_byte(bodies: list[bytes], places: list
         assert splitter.held == len(data[:seen]) - (data[:seen].rfind(b"\n\n") + 2 if b"\n\n" in data[:seen] else 0)
 
 
+@settings(deadline=None)
 @given(STREAMS)
 def test_split_joins_to_what_it_was(data: bytes) -> None:
     assert b"".join(split(data)) == data
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(PIECES.filter(lambda piece: piece.strip(b"\r\n") != b""), min_size=1, max_size=4).map(b"".join), max_size=6),
        st.sampled_from([b"\n", b"\r", b"\r\n"]))  # fmt: skip
 def test_split_is_the_reference(bodies: list[bytes], end: bytes) -> None:
@@ -87,6 +92,7 @@ def test_split_is_the_reference(bodies: list[bytes], end: bytes) -> None:
     assert split(data) == events_of(data) == [body + end + end for body in bodies]
 
 
+@settings(deadline=None)
 @given(STREAMS)
 def test_data_is_the_references(data: bytes) -> None:
     lines = [line.rstrip(b"\r\n") for line in lines_of(data)]
@@ -94,6 +100,7 @@ def test_data_is_the_references(data: bytes) -> None:
     assert data_of(data) == b"\n".join(values)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), CUTS)
 def test_what_is_held_is_bounded(limit: int, places: list[int]) -> None:
     splitter = Splitter(limit)

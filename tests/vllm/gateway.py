@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import http.client
 import io
+import json
 import re
+import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from typing import Any
 import httpx2
 import openai
 import psutil
-import yaml
 
 from tests.support import process
 from tests.support.process import Gateway, configuration
@@ -89,17 +89,15 @@ class Real:
 
     def count(self, name: str) -> float:
         """The sum of one of vLLM's own metrics."""
-        with self._direct() as client:
-            lines = client.get("/metrics").text.splitlines()
+        lines = self._direct("GET", "/metrics").decode().splitlines()
         samples = [line for line in lines if line.startswith(name + "{")]
         assert samples, f"vLLM has no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
-    def post_directly(self, path: str, body: Json) -> httpx2.Response:
-        """A request to vLLM itself, by another door than the gateway's and the tee's."""
-        with self._direct() as client:
-            key = psutil.Process(self.api_server.pid).environ()["VLLM_API_KEY"]
-            return client.post(path, json={"model": MODEL, **body}, headers={"authorization": f"Bearer {key}"})
+    def post_directly(self, path: str, body: Json) -> Any:
+        """What vLLM itself answers, asked by another door than the gateway's and the tee's."""
+        headers = {"authorization": f"Bearer {self.internal_key}", "content-type": "application/json"}
+        return json.loads(self._direct("POST", path, json.dumps({"model": MODEL, **body}), headers))
 
     @property
     def status(self) -> Json:
@@ -112,6 +110,11 @@ class Real:
         """vLLM's main process."""
         return psutil.Process(self.status["pid"])
 
+    def keeper(self) -> psutil.Process:
+        """The process between control and vLLM, of which all vLLM's processes are descendants."""
+        [keeper] = [each for each in self.gateway.tree() if "upstream.keeper" in each.cmdline() and MODEL in " ".join(each.cmdline())]
+        return keeper
+
     def engine(self) -> psutil.Process:
         """vLLM's EngineCore."""
         [engine] = [each for each in self.api_server.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]
@@ -120,9 +123,19 @@ class Real:
     def wait_until_up(self) -> None:
         process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.said[-4000:])
 
-    def _direct(self) -> httpx2.Client:
-        transport = httpx2.HTTPTransport(uds=str(self.folder / tee.INNER))
-        return httpx2.Client(transport=transport, base_url="http://vllm", timeout=60)
+    @property
+    def internal_key(self) -> str:
+        """The key that the gateway has given its server."""
+        return self.api_server.environ()["VLLM_API_KEY"]
+
+    def _direct(self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.settimeout(60)
+            door.connect(str(self.folder / tee.INNER))
+            connection = http.client.HTTPConnection("vllm")
+            connection.sock = door
+            connection.request(method, path, body, headers or {})
+            return connection.getresponse().read()
 
     def _exchanges(self) -> Iterator[Recorded]:
         for asked in sorted(self.folder.glob("*.in"), key=lambda path: path.stat().st_mtime, reverse=True):
@@ -185,14 +198,3 @@ class _Answers(io.BytesIO):
 def chat(text: str, **more: Any) -> Json:
     """A chat request of one user message, at temperature 0 and without thinking."""
     return {"messages": [user(text)], "temperature": 0, **WITHOUT_THINKING, **more}
-
-
-def settled(read: Any, seconds: float = 30.0) -> Any:
-    """A value that has stayed the same for a moment."""
-    deadline, before = time.monotonic() + seconds, read()
-    while time.monotonic() < deadline:
-        time.sleep(0.3)
-        if (now := read()) == before:
-            return now
-        before = now
-    raise AssertionError(f"it does not settle: {before}")

@@ -52,13 +52,16 @@ class Tee:
         except OSError:  # it does not listen yet, or no more
             writer.transport.abort()
             return
-        with open(self._folder / f"{name}.in", "wb", buffering=0) as asked, open(self._folder / f"{name}.out", "wb", buffering=0) as said:
+        with self._record(f"{name}.in") as asked, self._record(f"{name}.out") as said:
             ways = [asyncio.create_task(_pass(reader, there_writer, asked)), asyncio.create_task(_pass(there_reader, writer, said))]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # when the one side has closed, the other one is closed
             ways[0].cancel()
             for end in (there_writer, writer):
                 end.close()  # what is written already is sent first
             await asyncio.wait(ways)
+
+    def _record(self, name: str) -> BinaryIO:
+        return open(self._folder / name, "wb", buffering=0)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: BinaryIO) -> None:

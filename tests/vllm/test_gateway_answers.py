@@ -141,7 +141,12 @@ def test_a_call_and_its_result(real: Real) -> None:
 
 CAPITAL: Json = {
     "type": "object",
-    "properties": {"country": {"type": "string"}, "capital": {"enum": ["Lyon", "Rome"]}, "population": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "properties": {
+        "country": {"type": "string"},
+        "capital": {"enum": ["Lyon", "Rome"]},
+        "population": {"type": "integer"},
+        "ok": {"type": "boolean"},
+    },
     "required": ["country", "capital", "population", "ok"],
     "additionalProperties": False,
 }  # as the model has it by heart, but for the capital
@@ -162,14 +167,14 @@ def test_a_choice_binds(real: Real, constraint: Json, streamed: bool) -> None:
 
 def test_a_guided_choice_binds_through_the_gateway_only(real: Real) -> None:
     body = chat("Who are you?", guided_choice=["red", "blue"])
-    assert real.post_directly("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == WHO
+    assert real.post_directly("/v1/chat/completions", body)["choices"][0]["message"]["content"] == WHO
     assert real.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] in {"red", "blue"}
 
 
 def test_a_literal_extra_body_is_merged(real: Real) -> None:
     body = {"messages": [user("Who are you?")], "temperature": 1.5, "extra_body": {"temperature": 0, **WITHOUT_THINKING}}
     assert real.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == WHO
-    ignored = real.post_directly("/v1/chat/completions", {**body, "temperature": 0}).json()["choices"][0]["message"]
+    ignored = real.post_directly("/v1/chat/completions", {**body, "temperature": 0})["choices"][0]["message"]
     assert ignored["reasoning"] == "I say who I am.\n"
 
 
@@ -200,8 +205,8 @@ def test_two_choices(real: Real, streamed: bool) -> None:
 def test_a_completion(real: Real, streamed: bool) -> None:
     body: Json = {"model": MODEL, "prompt": STORY[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
     with real.sdk() as client:
-        made = client.completions.create(**body)
-        got = list(made) if streamed else [made]
+        made: Any = client.completions.create(**body)
+        got: list[Any] = list(made) if streamed else [made]
     assert "".join(part.choices[0].text for part in got) == STORY[1]
 
 

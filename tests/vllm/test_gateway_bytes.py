@@ -1,4 +1,4 @@
-"""What the client gets is what the real vLLM sent, byte for byte, recorded in the server's door; but for the usage event nobody asked for."""
+"""What the client gets is what the real vLLM sent, byte for byte, recorded in its door; but for the usage event that nobody asked for."""
 
 from __future__ import annotations
 

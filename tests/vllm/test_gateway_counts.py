@@ -55,8 +55,8 @@ def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple
 def usage(said: bytes) -> tuple[int, int]:
     """(prompt, completion) that a server's answer itself tells, in any of the four dialects."""
     members = [member for document in documents(said) for member in usages(document)]
-    prompts = [member.get("prompt_tokens", member.get("input_tokens", 0)) for member in members]
-    completions = [member.get("completion_tokens", member.get("output_tokens", 0)) for member in members]
+    prompts = [int(member.get("prompt_tokens") or member.get("input_tokens") or 0) for member in members]
+    completions = [int(member.get("completion_tokens") or member.get("output_tokens") or 0) for member in members]
     return max(prompts), max(completions)
 
 
@@ -83,8 +83,8 @@ def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
     assert {answer.status_code for answer in answers} == {200}
     told = [usage(real.recorded(answer).said) for answer in answers]
     expected = sum(prompt for prompt, _ in told), sum(completion for _, completion in told)
-    after = wait_for(lambda: now if difference(before[0], (now := counts(real))[0]) == expected else None)
-    assert difference(before[1], after[1]) == expected
+    wait_for(lambda: difference(before[0], counts(real)[0]) == expected)
+    assert difference(before[1], counts(real)[1]) == expected
 
 
 def test_several_answers_to_one_prompt_are_counted_as_their_usage_says(real: Real) -> None:
@@ -102,25 +102,32 @@ def test_what_is_refused_costs_nothing(real: Real) -> None:
     assert counts(real)[1] == before
 
 
+ENDLESS = 1900  # tokens, of "Never stop."
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_client_that_leaves_frees_the_engine(real: Real, path: str) -> None:
-    messages: Json = {"messages": [user("Never stop.")], "max_tokens": 1900}
-    body = {"input": "Never stop."} if path == RESPONSES else messages
-    request = {"model": MODEL, "temperature": 0, "stream": True, **body}
+    request: Json = {"model": MODEL, "temperature": 0, "stream": True}
+    request |= {"input": "Never stop."} if path == RESPONSES else {"messages": [user("Never stop.")], "max_tokens": ENDLESS}
+    before = real.count("vllm:generation_tokens_total")
     with httpx2.stream("POST", real.gateway.url + path, json=request, headers=HEADERS, timeout=60) as answer:
         pieces = answer.iter_raw()
         wait_for(lambda: next(pieces) and real.count("vllm:num_requests_running") == 1)
+    check_freed(real, before, path)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_client_that_leaves_before_its_answer_frees_the_engine(real: Real, path: str) -> None:
+    before = real.count("vllm:generation_tokens_total")
+    request = {"model": MODEL, "temperature": 0, "messages": [user("Never stop.")], "max_tokens": ENDLESS}
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(real.gateway.url + path, json=request, headers=HEADERS, timeout=0.5)
+    check_freed(real, before, path)
+
+
+def check_freed(real: Real, before: float, path: str) -> None:
     left = time.monotonic()
     wait_for(lambda: real.count("vllm:num_requests_running") == 0, seconds=10)
     print(f"{path}: nothing is running {1000 * (time.monotonic() - left):.0f} ms after the client has left")
+    assert real.count("vllm:generation_tokens_total") - before < ENDLESS
     wait_for(lambda: real.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
-
-
-def test_a_client_that_leaves_before_an_answer_frees_the_engine(real: Real) -> None:
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(
-            f"{real.gateway.url}{CHAT}", json={"model": MODEL, **chat("Never stop.", max_tokens=1900)}, headers=HEADERS, timeout=0.5
-        )
-    left = time.monotonic()
-    wait_for(lambda: real.count("vllm:num_requests_running") == 0, seconds=10)
-    print(f"nothing is running {1000 * (time.monotonic() - left):.0f} ms after the client has left")

@@ -1,0 +1,93 @@
+"""Owns the environments of the foreign clients, for the tests in this folder. Run by `make clients`; standard library only.
+
+Each Python environment is `.venv-clients-NAME`, made from `environments/NAME.lock`; the Node one is `environments/node/node_modules`, made
+from its package-lock.json. Rule: the mark, a hash of what an environment is made from, is written last; one whose mark is missing or of
+another lock is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LOCKS = HERE / "environments"
+PYTHONS = ("older", "litellm", "current")
+NODE = LOCKS / "node"
+MARK = ".complete"
+
+Builder = Callable[[Path, Path], None]
+
+
+class InstallError(Exception):
+    """An environment cannot be made; the message says which command failed."""
+
+
+def main() -> int:
+    """Make what is missing. Returns the exit code."""
+    try:
+        for name in PYTHONS:
+            refreshed(environment(name), LOCKS / f"{name}.lock", build_python)
+        refreshed(NODE / "node_modules", NODE / "package-lock.json", build_node)
+    except InstallError as error:
+        print(f"install.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def environment(name: str) -> Path:
+    """The folder of a Python environment."""
+    return ROOT / f".venv-clients-{name}"
+
+
+def installed(place: Path, lock: Path) -> bool:
+    """Whether `place` has been made, to the end, from this lock."""
+    mark = place / MARK
+    return mark.exists() and mark.read_text() == fingerprint(lock)
+
+
+def fingerprint(lock: Path) -> str:
+    """What an environment is made from: the lock and, for its compiled packages, the interpreter."""
+    return hashlib.sha256(lock.read_bytes() + sys.version.encode()).hexdigest()
+
+
+def refreshed(place: Path, lock: Path, build: Builder) -> None:
+    """Make `place` anew unless it is there. Raises InstallError."""
+    if not installed(place, lock):
+        print(f"Installing {place.relative_to(ROOT)} …", flush=True)
+        shutil.rmtree(place, ignore_errors=True)
+        build(place, lock)
+        (place / MARK).write_text(fingerprint(lock))
+
+
+def build_python(place: Path, lock: Path) -> None:
+    """A virtual environment with exactly the packages of the lock."""
+    venv.create(place, with_pip=True)
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
+
+
+def build_node(place: Path, lock: Path) -> None:
+    """The packages of package-lock.json, none of whose scripts is run."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise InstallError("npm is not installed (Debian: npm)")
+    run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"], lock.parent)
+    place.mkdir(exist_ok=True)
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Raises InstallError when the command fails; its own words are on the terminal."""
+    if subprocess.run(command, cwd=folder, check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
+        raise InstallError(f"failed: {' '.join(command)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""A server of a model that is overloaded whenever it is asked something for the first time.
+
+Speaks just enough of vLLM's wire format: /health, a refusal in vLLM's words, a chat answer, a message. It remembers when it was
+asked what, which is what the tests of retries judge.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TEXT = "Here it is."
+OVERLOADED = {"error": {"message": "The engine is currently busy.", "type": "Service Unavailable", "param": None, "code": 503}}
+MESSAGE = {
+    "id": "chatcmpl-1",
+    "type": "message",
+    "role": "assistant",
+    "model": "busy",
+    "content": [{"type": "text", "text": TEXT}],
+    "stop_reason": "end_turn",
+    "usage": {"input_tokens": 3, "output_tokens": 4},
+}
+COMPLETION = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1760000000,
+    "model": "busy",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": TEXT}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+}
+
+
+@dataclass
+class Overloaded:
+    """The running server. ``asked`` holds, by the text of the first message, when it came, in seconds of a steady clock."""
+
+    port: int
+    asked: dict[str, list[float]] = field(default_factory=dict)
+
+
+def _text(body: dict[str, Any]) -> str:
+    content = body["messages"][0]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+@contextmanager
+def overloaded() -> Iterator[Overloaded]:
+    """Run it on an ephemeral port, in a thread."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(200, {"object": "list", "data": []})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            times = state.asked.setdefault(_text(body), [])
+            times.append(time.monotonic())
+            if len(times) == 1:
+                self._answer(503, OVERLOADED)
+            else:
+                self._answer(200, MESSAGE if self.path == "/v1/messages" else COMPLETION)
+
+        def _answer(self, status: int, document: dict[str, Any]) -> None:
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with serving(Handler) as port:
+        state = Overloaded(port)
+        yield state
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """The port of a server in a thread; every connection to it has ended when the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,72 @@
+"""litellm as a client, by its provider for OpenAI-compatible servers or by the one for vLLM, which are two different clients inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import litellm  # type: ignore[import-not-found]
+
+from tests.clients.scripts.report import TASK, refused, run, user
+
+PROVIDER = {"litellm": "openai", "litellm-vllm": "hosted_vllm"}[TASK["client"]]
+AGAIN: dict[str, Any] = {"openai": {"max_retries": 2}, "hosted_vllm": {"num_retries": 2}}[PROVIDER]  # each ignores the other's name for it
+litellm.suppress_debug_info = True  # it would be printed among the results
+
+
+def asked(text: str, model: str = TASK["model"], key: str = TASK["key"]) -> dict[str, Any]:
+    return {"model": f"{PROVIDER}/{model}", "api_base": TASK["url"] + "/v1", "api_key": key, "messages": user(text)}
+
+
+def ask(text: str, model: str = TASK["model"], key: str = TASK["key"], **more: Any) -> Any:
+    return litellm.completion(**asked(text, model, key), **more)
+
+
+def chat() -> Any:
+    answer = ask(TASK["hello"])
+    model = answer.model.removeprefix(f"{PROVIDER}/")
+    return {"text": answer.choices[0].message.content, "model": model, "tokens": answer.usage.completion_tokens}
+
+
+def stream() -> Any:
+    chunks = list(ask(TASK["hello"], stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    return {"text": "".join(pieces), "pieces": len(pieces), "tokens": chunks[-1].usage.completion_tokens}
+
+
+def tool() -> Any:
+    call = ask(TASK["weather"], tools=[TASK["tool"]]).choices[0].message.tool_calls[0].function
+    return {"name": call.name, "arguments": json.loads(call.arguments)}
+
+
+def streamed_tool() -> Any:
+    whole = litellm.stream_chunk_builder(list(ask(TASK["weather"], tools=[TASK["tool"]], stream=True)))
+    call = whole.choices[0].message.tool_calls[0].function
+    return {"name": call.name, "arguments": json.loads(call.arguments)}
+
+
+async def cancelled() -> list[Any]:
+    answer = await litellm.acompletion(**asked(TASK["cancel"]), stream=True, extra_body=TASK["slow"])
+    pieces = [await anext(answer) for _ in range(3)]
+    await answer.aclose()
+    return pieces
+
+
+def cancel() -> Any:
+    """In the asynchronous way: a synchronous stream of litellm's has no public way to be closed."""
+    return {"pieces": len(asyncio.run(cancelled()))}
+
+
+run(
+    cancel=cancel,
+    chat=chat,
+    stream=stream,
+    tool=tool,
+    streamed_tool=streamed_tool,
+    wrong_key=lambda: refused(lambda: ask(TASK["hello"], key=TASK["wrong_key"])),
+    unknown_model=lambda: refused(lambda: ask(TASK["hello"], TASK["unknown_model"])),
+    too_long=lambda: refused(lambda: ask(TASK["too_long"])),
+    too_long_streamed=lambda: refused(lambda: list(ask(TASK["too_long"], stream=True))),
+    again=lambda: {"text": ask(TASK["again"], TASK["busy_model"], **AGAIN).choices[0].message.content},
+)

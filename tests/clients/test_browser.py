@@ -1,0 +1,136 @@
+"""A page in a real browser, of another origin than the gateway's, that chats by ``fetch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.overloaded import serving
+from tests.clients.visit import Visit, visiting
+
+PAGE = Path(__file__).parent / "page.html"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+class Site:
+    """The page's own server: gives it the task and takes its results. ``port`` is open before the task is known."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.task: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
+        self.told = threading.Event()
+
+    def read(self, origin: str, folder: Path) -> dict[str, Any]:
+        """What the page tells when a browser opens it under this origin."""
+        self.told.clear()
+        with browser(origin, folder) as said:
+            assert self.told.wait(60), said.read_text()
+        return self.results
+
+
+@contextmanager
+def site() -> Iterator[Site]:
+    """Serve the page on an ephemeral port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            task = self.path == "/task"
+            self._answer("application/json" if task else "text/html", json.dumps(one.task).encode() if task else PAGE.read_bytes())
+
+        def do_POST(self) -> None:
+            one.results = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self._answer("text/plain", b"")
+            one.told.set()
+
+        def _answer(self, kind: str, data: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    one = Site()
+    with serving(Handler) as one.port:
+        yield one
+
+
+@contextmanager
+def browser(url: str, folder: Path) -> Iterator[Path]:
+    """A headless browser that opens a page; what it said is in the file. It ends with everything that it has started."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed (Debian: chromium)")
+    said = folder / "chromium.log"
+    profile = f"--user-data-dir={folder / 'profile'}"
+    own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    with open(said, "wb") as err:
+        process = subprocess.Popen(
+            [program, *FLAGS, profile, url],
+            stdin=subprocess.DEVNULL,
+            stdout=err,
+            stderr=err,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+    try:
+        yield said
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Visit]]:
+    with site() as one:
+        origin = f"http://127.0.0.1:{one.port}"
+        with visiting(tmp_path_factory.mktemp("gateway"), ("browser", "curl"), cors={"origins": [origin]}) as visit:
+            one.task = visit.task("browser")
+            yield one, visit
+
+
+def test_a_page_of_a_known_origin_chats(page: tuple[Site, Visit], tmp_path: Path) -> None:
+    """The key makes each request one with a preflight. Errors are readable too, and so is Retry-After."""
+    site, visit = page
+    results = site.read(f"http://127.0.0.1:{site.port}", tmp_path)
+    stream = results["stream"]
+    assert (stream["text"], stream["last"]) == (visit.spoken(), "[DONE]") and stream["pieces"] > 1
+    assert stream["request"].startswith("req_")
+    assert results["wrong_key"] == {"status": 401, "code": "invalid_api_key"}
+    assert results["again"] == {"status": 503, "retryAfter": "1", "code": "overloaded"}
+    assert results["cancel"] == {"pieces": 3}
+    entry = visit.ended_early("browser")
+    assert (entry["outcome"], entry["ended"] < results["ended"]) == ("disconnected", True)
+
+
+def test_a_page_of_another_origin_is_kept_out(page: tuple[Site, Visit], tmp_path: Path) -> None:
+    """The same page under another name of its host: the browser gets no permission and sends nothing."""
+    site, visit = page
+    before = len(visit.journal())
+    results = site.read(f"http://localhost:{site.port}", tmp_path)
+    assert all(results[case] == {"failed": "TypeError: Failed to fetch"} for case in ("cancel", "stream", "wrong_key", "again"))
+    assert [entry["path"] for entry in visit.journal()[before:] if entry["method"] == "POST"] == []

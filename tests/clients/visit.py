@@ -1,0 +1,167 @@
+"""The gateway that the foreign clients visit, and what each of them tells of its visit.
+
+Owns the task that every client gets and the running of its script. Each client has a key and texts of its own, so that the gateway's
+log and the servers' journals tell one client from another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from gateway import keys
+from tests.clients.install import LOCKS, NODE, ROOT, environment, installed
+from tests.clients.overloaded import Overloaded, overloaded
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+
+MODEL, BUSY = "sim/one", "busy/one"
+HELLO, WEATHER = "Say hello.", "What is the weather in Oslo?"
+TOO_LONG = "word " * 3000
+SLOW = {"simulate": {"tokens": 1500, "tokens_per_second": 100}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+SERVER = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes", "max-model-len": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A foreign client. ``environment``: of install.py; None is the project's own. ``refusals``: the classes for a wrong key, an
+    unknown model and a text that is too long. ``tells_code``: its errors have the gateway's code. ``waits``: it knows Retry-After, and
+    would wait less without it."""
+
+    name: str
+    environment: str | None
+    script: str
+    refusals: tuple[str, str, str]
+    tells_code: bool = False
+    waits: bool = True
+
+
+def key_of(client: str) -> str:
+    return f"sk-of-{client}"
+
+
+@dataclass
+class Visit:
+    """A running gateway, a simulator behind it, and an overloaded server."""
+
+    gateway: Gateway
+    overloaded: Overloaded
+    home: Path
+    _reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def task(self, client: str) -> dict[str, Any]:
+        """What a client is told; scripts/report.py lists it."""
+        return {
+            "client": client,
+            "url": self.gateway.url,
+            "key": key_of(client),
+            "wrong_key": "sk-nobody-has-this-one",
+            "model": MODEL,
+            "unknown_model": "nobody/knows",
+            "busy_model": BUSY,
+            "hello": HELLO,
+            "weather": WEATHER,
+            "too_long": TOO_LONG,
+            "again": f"Again, {client}!",
+            "cancel": f"Go on until {client} has heard enough.",
+            "slow": SLOW,
+            "tool": TOOL,
+        }
+
+    def report(self, client: Client) -> dict[str, Any]:
+        """What a client's script said; it is run once. Skips the test when its environment is missing."""
+        if client.name not in self._reports:
+            self._reports[client.name] = self._run(client)
+        return self._reports[client.name]
+
+    def _run(self, client: Client) -> dict[str, Any]:
+        own = {"TASK": json.dumps(self.task(client.name)), "HOME": str(self.home), "NO_PROXY": "*"}
+        quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
+        ended = subprocess.run(
+            command(client), env={**os.environ, **own, **quiet}, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert ended.returncode == 0, ended.stderr
+        report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return report
+
+    def spoken(self, text: str = HELLO) -> str:
+        """What the model says to a text."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+        answer = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key_of('curl')}"})
+        said: str = answer.json()["choices"][0]["message"]["content"]
+        return said
+
+    def journal(self) -> list[dict[str, Any]]:
+        """What reached the simulator, by its own account, over the private socket that the gateway has given it."""
+        [socket] = {word for each in self.gateway.tree() for word in each.cmdline() if re.search(r"/[^/]+\.sock$", word)}
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator") as server:
+            entries: list[dict[str, Any]] = server.get("/sim/requests").json()
+        return entries
+
+    def log(self, client: str) -> list[dict[str, Any]]:
+        """The gateway's own lines on a client's requests."""
+        return [line for line in map(orjson.loads, self.gateway.log.splitlines()) if line.get("key") == client]
+
+    def ended_early(self, client: str) -> dict[str, Any]:
+        """The simulator's entry on the answer that a client did not hear to its end, once the simulator has noticed."""
+        text = self.task(client)["cancel"]
+        [entry] = wait_for(lambda: [each for each in self.journal() if each["outcome"] != "open" and text in json.dumps(each["body"])])
+        return dict(entry)
+
+
+def command(client: Client) -> list[str]:
+    """The words that run a client's script. Skips the test when what they need is not installed."""
+    if client.script.endswith(".mjs"):
+        return [_node(), str(NODE / client.script)]
+    if shutil.which("curl") is None and client.name == "curl":
+        pytest.skip("curl is not installed")
+    return [_python(client.environment), "-m", f"tests.clients.scripts.{client.script}"]
+
+
+def _python(name: str | None) -> str:
+    if name is None:
+        return sys.executable
+    place = environment(name)
+    if not installed(place, LOCKS / f"{name}.lock"):
+        pytest.skip(f"{place.name} is not installed (make clients)")
+    return str(place / "bin" / "python")
+
+
+def _node() -> str:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    if not installed(NODE / "node_modules", NODE / "package-lock.json"):
+        pytest.skip("the packages for node are not installed (make clients)")
+    return node
+
+
+@contextmanager
+def visiting(folder: Path, clients: tuple[str, ...], **server: Any) -> Iterator[Visit]:
+    """Run the gateway with a key for each client."""
+    with overloaded() as busy:
+        there = {"id": BUSY, "servers": [{"url": f"http://127.0.0.1:{busy.port}"}]}
+        document = configuration(launched(MODEL, **SERVER), there, **server)
+        document["keys"] = [{"id": client, "hash": keys.hash_of(key_of(client))} for client in clients]
+        with gateway(folder, document) as running:
+            yield Visit(running, busy, folder)

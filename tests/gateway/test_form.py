@@ -1,0 +1,227 @@
+"""A form streams on byte for byte, but for its model's name; what must not be sent ends it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import Refusal
+from gateway.form import Form
+from gateway.payload import FORBIDDEN
+from tests.support.running import KEY, Served, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import Client, Reply, ask, client
+
+PATH = "/v1/audio/transcriptions"
+BOUNDARY = "----form-5e2"
+AUDIO = bytes(range(256)) * 20 + b"\r\n--\r\n------form\r\n"
+ANSWER = b'{"text":"hello","usage":{"type":"duration","seconds":1}}'
+
+
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    return f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
+
+
+END = f"--{BOUNDARY}--\r\n".encode()
+FILE = part("file", AUDIO, '; filename="a.wav"\r\nContent-Type: audio/wav')
+MODEL = part("model", b"tiny")
+LANGUAGE = part("language", b"en")
+
+
+def form(*parts: bytes, content_type: str = f"multipart/form-data; boundary={BOUNDARY}", chunks: int = 0, path: str = PATH) -> bytes:
+    """A form's bytes; ``chunks`` is the size of each, 0 for a body with its length."""
+    body = b"".join(parts) + END
+    framing = "transfer-encoding: chunked" if chunks else f"content-length: {len(body)}"
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {KEY}\r\ncontent-type: {content_type}\r\n{framing}\r\n\r\n"
+    if chunks:
+        pieces = [body[at : at + chunks] for at in range(0, len(body), chunks)]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    return head.encode() + body
+
+
+async def answers(talk: Conversation) -> None:
+    await talk.respond(ANSWER)
+
+
+ORDERS = {"first": (MODEL, FILE, LANGUAGE), "last": (FILE, LANGUAGE, MODEL), "in the middle": (LANGUAGE, MODEL, FILE)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("chunks", [0, 7, 5000])
+async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
+    parts = ORDERS[order]
+    async with scripted(answers) as server, serving([model(server.port, served="whisper-inside")]) as served, client(served.port) as one:
+        for _ in range(2):
+            reply = await one.ask(form(*parts, chunks=chunks))
+            assert (reply.status, reply.body) == (200, ANSWER)
+        seen = server.requests[0]
+        assert seen.body == b"".join(parts).replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\nwhisper-inside\r\n") + END
+        assert seen.header("content-length") == (None if chunks else str(len(seen.body)))
+        assert seen.header("content-type") == f'multipart/form-data; boundary="{BOUNDARY}"'
+
+
+REFUSED = {
+    "no model": (form(FILE), 400, "missing_required_parameter"),
+    "an empty model": (form(part("model", b""), FILE), 400, "missing_required_parameter"),
+    "an unknown model": (form(part("model", b"gpt-4"), FILE), 404, "model_not_found"),
+    "two models": (form(MODEL, part("model", b"secret"), FILE), 400, "invalid_value"),
+    "a model in bytes": (form(part("model", b"\xff\xfe"), FILE), 400, "invalid_value"),
+    "a long model": (form(part("model", b"m" * 600), FILE), 400, "invalid_value"),
+    "a part without a name": (form(b"--" + BOUNDARY.encode() + b"\r\nx: y\r\n\r\nz\r\n", MODEL), 400, "invalid_value"),
+    "an extended name": (form(part("x", b"secret", "; name*=utf-8''model"), MODEL), 400, "invalid_value"),
+    "no boundary": (form(MODEL, content_type="multipart/form-data"), 400, "invalid_value"),
+    "a strange boundary": (form(MODEL, content_type='multipart/form-data; boundary="a\\"b"'), 400, "invalid_value"),
+    "a long boundary": (form(MODEL, content_type="multipart/form-data; boundary=" + "b" * 71), 400, "invalid_value"),
+    "another boundary": (form(MODEL, content_type="multipart/form-data; boundary=other"), 400, "invalid_value"),
+    "JSON": (form(MODEL, content_type="application/json"), 415, "unsupported_media_type"),
+    "other fields": (form(MODEL, content_type="application/x-www-form-urlencoded"), 415, "unsupported_media_type"),
+    **{f"the field {name}": (form(part(name, b"1"), MODEL), 400, "invalid_value") for name in FORBIDDEN},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_refused_before_it_is_sent(name: str) -> None:
+    data, status, code = REFUSED[name]
+    async with scripted(answers) as server, serving([model(server.port), model(server.port, identity="secret")]) as served:
+        reply = await ask(served.port, data)
+        assert (reply.status, reply.error["code"]) == (status, code), reply.body
+        assert server.requests == [] and served.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "late", [part("model", b"secret"), part("vllm_xargs", b"{}"), b"--" + BOUNDARY.encode() + b"\r\nbad header\r\n\r\n"]
+)
+async def test_what_comes_late_ends_the_request(late: bytes) -> None:
+    """The server has a part of the form by then, and never the whole of it."""
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        whole = form(MODEL, FILE, late)
+        cut = whole.index(AUDIO) + 100
+        one.send(whole[:cut])
+        await until(lambda: served.total("server_inflight") == 1)
+        one.send(whole[cut:])
+        reply = await one.reply()
+        assert (reply.status, reply.error["code"]) == (400, "invalid_value")
+        await until(lambda: server.open == 0)
+        assert server.requests == []
+
+
+async def test_field_names_are_read_in_one_charset() -> None:
+    """In UTF-7 the second field is another ``model``: the server must not be told to read it so."""
+    smuggled = part("+AG0AbwBkAGUAbA-", b"secret")
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, form(MODEL, smuggled, content_type=f"multipart/form-data; charset=utf-7; boundary={BOUNDARY}"))
+        assert reply.status == 200
+        assert "charset" not in str(server.requests[0].header("content-type"))
+
+
+async def test_an_instance_needs_no_model() -> None:
+    async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
+        assert (await ask(served.port, form(FILE, path="/i-1/1" + PATH))).body == ANSWER
+        assert server.requests[0].body == FILE + END
+
+
+async def test_a_large_file_streams_through() -> None:
+    size = 48 << 20
+    got = 0
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal got
+        await reader.readuntil(b"\r\n\r\n")
+        await release.wait()
+        while not (data := await reader.read(1 << 20)).endswith(END):
+            got += len(data)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
+
+    release = asyncio.Event()
+    server = await asyncio.start_server(slow, "127.0.0.1", 0)
+    async with server, serving([model(server.sockets[0].getsockname()[1])], body_limit=1 << 30) as served, client(served.port) as one:
+        whole = form(MODEL, part("file", b"x" * size, '; filename="a.wav"'))
+        one.send(whole)
+        left = await standing(one)
+        assert left > size - (24 << 20), "what the sockets hold, and a little; the rest waits at the client"
+        release.set()
+        assert (await one.reply()).body == ANSWER
+        assert got > size - (1 << 20)
+
+
+async def standing(one: Client) -> int:
+    """What the client has not got rid of, once it stands still."""
+    before = -1
+    async with asyncio.timeout(30):
+        while (left := one.writer.transport.get_write_buffer_size()) != before:
+            before = left
+            await asyncio.sleep(0.3)
+    return before
+
+
+async def test_a_form_over_the_limit_ends() -> None:
+    async with scripted(answers) as server, serving([model(server.port)], body_limit=100_000) as served:
+        for chunks in (0, 10_000):
+            reply: Reply = await ask(served.port, form(MODEL, part("file", b"x" * 200_000), chunks=chunks))
+            assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+        assert server.requests == []
+
+
+async def test_leaving_in_an_upload() -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(form(MODEL, FILE)[:-200])
+        await until(lambda: server.open == 1)
+        one.leave()
+        await gone(served)
+        await until(lambda: server.open == 0)
+
+
+async def gone(served: Served) -> None:
+    await until(lambda: served.in_flight == 0)
+
+
+@settings(deadline=None)
+@given(parts=st.permutations([MODEL, FILE, LANGUAGE]), sizes=st.lists(st.integers(1, 400), min_size=1, max_size=20))
+def test_the_model_is_found_however_the_reads_are_cut(parts: list[bytes], sizes: list[int]) -> None:
+    body = b"".join(parts) + END
+    reads: list[bytes] = []
+    at = 0
+    while at < len(body):
+        size = sizes[len(reads) % len(sizes)]
+        reads.append(body[at : at + size])
+        at += size
+    coming = iter(reads)
+    sent: list[bytes] = []
+
+    async def next_bytes() -> bytes:
+        return next(coming, b"")
+
+    async def drained() -> bool:
+        return True
+
+    async def run() -> str | None:
+        one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
+        name = await one.read_model(next_bytes)
+        sent.append(one.opening("a-longer-name"))
+        await one.upload(next_bytes, chunked=False)(lambda data, _: sent.append(data), drained)
+        assert one.sized(len(body))(sent[0]) == b"content-length: %d\r\n" % sum(map(len, sent))
+        return name
+
+    assert asyncio.run(run()) == "tiny"
+    assert b"".join(sent) == body.replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\na-longer-name\r\n")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_form_or_refused(data: bytes) -> None:
+    coming = iter([data])
+
+    async def next_bytes() -> bytes:
+        return next(coming, b"")
+
+    one = Form.of(b"multipart/form-data; boundary=b")
+    try:
+        assert asyncio.run(one.read_model(next_bytes)) is None
+    except Refusal as refusal:
+        code = refusal.code
+    else:
+        code = "invalid_value"
+    assert code == "invalid_value"

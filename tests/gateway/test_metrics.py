@@ -1,0 +1,175 @@
+"""What is counted is what Prometheus reads."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.admin import registry
+from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, observe, summed
+from gateway.record import Record
+from gateway.scoreboard import Board
+from gateway.state import State
+from gateway.usage import Usage
+from tests.support.running import key, model
+
+NOTHING: dict[str, Any] = {
+    "id": "req_1", "started": 1.0, "endpoint": "/v1/chat/completions",
+    "status": 200, "code": None, "key": "team-a", "model": "tiny",
+    "server": "tiny#0", "stream": False, "request_bytes": 1, "answer_bytes": 2, "usage": None,
+    "incomplete": None, "retries": 0, "duration": 0.3,
+    "overhead": 0.0004, "queued": 0.0, "first_byte": None, "first_token": None, "gaps": None, "user": None, "failures": (), "detail": None,
+}  # fmt: skip
+
+
+def record(**fields: Any) -> Record:
+    return Record(**{**NOTHING, **fields})
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board.create("test", 1 << 20)
+    yield made
+    made.close()
+
+
+class Shown:
+    """An overview of boards alone."""
+
+    def __init__(self, *boards: Board) -> None:
+        self._boards = boards
+
+    def series(self) -> dict[Series, list[float]]:
+        return summed(self._boards)
+
+    def not_ready(self) -> str | None:
+        return None
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+
+def samples(*boards: Board) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = generate_latest(registry(Shown(*boards))).decode()
+    return {
+        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(PREFIX)
+    }
+
+
+def value(shown: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+    return shown[name, frozenset(labels.items())]
+
+
+def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
+    gaps = Gaps(0.0)
+    for now in (0.01, 0.03, 200.0):
+        gaps.mark(now)
+    metrics = RelayMetrics(board)
+    metrics.settle(
+        record(usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny#0", "stale"),))
+    )
+    metrics.settle(record(model=None, key=None, status=401, code="invalid_api_key", usage=Usage(1, 1)))
+    shown = samples(board)
+    for kind, tokens in (("prompt", 10), ("completion", 5), ("cached", 3), ("reasoning", 2)):
+        assert value(shown, "tokens_total", key="team-a", model="tiny", type=kind) == tokens
+    assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 1
+    assert value(shown, "requests_total", model="other", endpoint="/v1/chat/completions", code="401") == 1
+    assert value(shown, "auth_failures_total", reason="invalid") == 1
+    assert value(shown, "retries_total", model="tiny") == 1
+    assert value(shown, "incomplete_total", model="tiny", reason="upstream") == 1
+    assert value(shown, "server_failures_total", model="tiny", server="tiny#0", reason="stale") == 1
+    assert value(shown, "inter_token_latency_seconds_count", model="tiny") == 3
+    assert math.isclose(value(shown, "inter_token_latency_seconds_sum", model="tiny"), 200.0)
+    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="0.01") == 1
+    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="80.0") == 2
+    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="+Inf") == 3
+    assert value(shown, "time_to_first_token_seconds_count", model="tiny") == 1
+    assert value(shown, "overhead_seconds_count") == 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 10_000), max_size=30))
+def test_a_histogram_is_its_values(values: list[float]) -> None:
+    board = Board.create("test", 1 << 20)
+    try:
+        metrics, family = RelayMetrics(board), FAMILIES["overhead_seconds"]
+        for each in values:
+            observe(metrics.cells("overhead_seconds"), family.buckets, each)
+        shown = samples(board)
+        assert value(shown, "overhead_seconds_count") == len(values)
+        assert math.isclose(value(shown, "overhead_seconds_sum"), sum(values), abs_tol=1e-6)
+        for bound in family.buckets:
+            name = "+Inf" if math.isinf(bound) else str(float(bound))
+            assert value(shown, "overhead_seconds_bucket", le=name) == sum(each <= bound for each in values)
+    finally:
+        board.close()
+
+
+def test_series_exist_from_the_start(board: Board) -> None:
+    RelayMetrics(board).expect(State(1, (key(),), (model(1),)))
+    shown = samples(board)
+    for name in ("tiny", "other"):
+        assert value(shown, "inflight_requests", model=name) == 0
+        assert value(shown, "requests_total", model=name, endpoint="/v1/embeddings", code="200") == 0
+        assert value(shown, "incomplete_total", model=name, reason="client") == 0
+    assert value(shown, "server_inflight", model="tiny", server="tiny#0") == 0
+    assert value(shown, "auth_failures_total", reason="missing") == 0
+
+
+def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
+    first = RelayMetrics(board)
+    first.settle(record())
+    first.in_flight("tiny")[0] = 3
+    successor = Board(os.dup(board.fd))
+    try:
+        RelayMetrics(successor).settle(record())
+        shown = samples(board)
+        assert value(shown, "inflight_requests", model="tiny") == 0
+        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 2
+        assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 2
+    finally:
+        successor.close()
+
+
+def test_boards_are_added_up(board: Board) -> None:
+    other = Board.create("other", 1 << 20)
+    try:
+        RelayMetrics(board).settle(record())
+        RelayMetrics(other).settle(record())
+        RelayMetrics(other).settle(record(model="more"))
+        shown = samples(board, other)
+        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 2
+        assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200") == 1
+        assert value(shown, "overhead_seconds_count") == 3
+    finally:
+        other.close()
+
+
+@settings(deadline=None)
+@given(st.text(max_size=12).filter(lambda text: text.isprintable()), st.text(max_size=12).filter(lambda text: text.isprintable()))
+def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> None:
+    board = Board.create("test", 1 << 20)
+    try:
+        RelayMetrics(board).cells("server_inflight", name, server)[0] = 1
+        assert Series.decode(Series("server_inflight", (name, server)).encode()).labels == (name, server)
+        assert value(samples(board), "server_inflight", model=name, server=server) == 1
+    finally:
+        board.close()
+
+
+def test_every_family_is_shown_with_its_type(board: Board) -> None:
+    RelayMetrics(board)
+    text = generate_latest(registry(Shown(board))).decode()
+    types = dict(line.split()[2:] for line in text.splitlines() if line.startswith(f"# TYPE {PREFIX}"))
+    assert types == {PREFIX + name: family.kind for name, family in FAMILIES.items()}

@@ -1,0 +1,133 @@
+"""From configuration and knowledge to what the parts are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway import plan
+from gateway.config import Config, load
+from gateway.plan import Knowledge
+from tests.gateway.test_config import HASH
+from upstream.address import Address
+from upstream.health import ModelCard, Probe, Target
+from upstream.launcher import Snapshot
+from upstream.launcher import State as Stage
+from upstream.server import Condition
+
+UDS = Address("localhost", uds="/run/x.sock")
+NOTHING = Knowledge({}, {}, {})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    document = {
+        "server": {"body_limit": "1MiB"},
+        "models": [
+            {"id": "launched", "launch": {"replicas": 2, "args": {"seed": 1}, "gpus": [[0], [1]]}, "aliases": ["l"]},
+            {"id": "found", "servers": [{"url": "http://10.0.0.5:8000", "model": "inner", "api_key": {"env": "INNER_KEY"}, "weight": 2},
+                                        {"url": "http://10.0.0.6:8000"}]},
+            {"id": "shared", "servers": [{"url": "http://10.0.0.6:8000", "model": "lora"}], "timeouts": {"first_byte": "9s"},
+             "overrides": {"seed": 1}, "mounts": ["/i/1"]},
+        ],
+        "keys": [{"id": "a", "hash": HASH}, {"id": "b", "hash": [HASH.replace("9f", "8f")], "models": ["found"], "expires": "2027-01-01"}],
+    }  # fmt: skip
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return load(path, {"INNER_KEY": "k"})
+
+
+def snapshot(name: str, state: Stage, *, concluded: bool = False) -> Snapshot:
+    return Snapshot(name, state, 0.0, UDS, Path("/log"), concluded=concluded)
+
+
+NAMES = ["launched#0", "launched#1", "http://10.0.0.5:8000", "http://10.0.0.6:8000#found", "http://10.0.0.6:8000#shared"]
+
+
+def test_every_server_has_one_name(config: Config) -> None:
+    assert [place.name for place in plan.places(config)] == NAMES
+    assert [place.served_model for place in plan.places(config)] == ["launched", "launched", "inner", "found", "lora"]
+
+
+def test_launches(config: Config) -> None:
+    first, second = plan.launches(config)
+    assert (first.name, second.name) == ("launched#0", "launched#1")
+    assert (first.settings.gpus, second.settings.gpus) == ((0,), (1,))
+    assert first.settings.served_names == ("launched",), "so that answers carry the model's id"
+    assert first.settings.args == {"seed": 1}
+
+
+def test_the_state(config: Config) -> None:
+    known = Knowledge(
+        plan.by_name([snapshot("launched#0", Stage.READY), snapshot("launched#1", Stage.STARTING)]),
+        {},
+        {"launched#0": "x", "launched#1": "y"},
+    )
+    state = plan.state(config, known, 3, 1_760_000_000)
+    assert (state.generation, state.body_limit, state.models[0].created) == (3, 1 << 20, 1_760_000_000)
+    specs = [spec for model in state.models for spec in model.servers]
+    assert [spec.name for spec in specs] == NAMES
+    assert [(spec.model, spec.api_key, spec.weight) for spec in specs] == [
+        ("launched", "x", 1), ("launched", "y", 1), ("inner", "k", 2), ("found", None, 1), ("lora", None, 1)
+    ]  # fmt: skip
+    assert specs[0].address is UDS and specs[2].address == Address("10.0.0.5", 8000)
+    assert specs[0].keep_idle < 75 and specs[2].keep_idle < 5, "below the servers' own limits"
+    assert state.models[2].timeouts.first_byte == 9.0
+    assert (state.models[2].overrides, state.models[2].mounts, state.models[0].aliases) == ({"seed": 1}, ("/i/1",), ("l",))
+    a, b = state.keys
+    assert a.digests == (bytes.fromhex(HASH.removeprefix("sha256:")),)
+    assert (a.models, a.expires, b.models) == (None, None, ("found",))
+    assert b.expires is not None and b.expires == 1798761600.0
+
+
+UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
+
+
+@pytest.mark.parametrize("up", [None, True, False])
+@pytest.mark.parametrize("stage", [None, *Stage])
+def test_a_condition(stage: Stage | None, up: bool | None) -> None:
+    known = Knowledge(
+        {} if stage is None else {"s": snapshot("s", stage)}, {} if up is None else {"s": Probe("s", up)}, {}
+    )  # fmt: skip
+    probed = {None: LOADING, True: UP, False: DOWN}[up]
+    if stage is None:
+        expected = probed
+    elif stage is Stage.READY:
+        expected = UP if up is None else probed
+    else:
+        expected = LOADING if stage is Stage.STARTING else DOWN
+    assert plan.condition("s", known) is expected
+
+
+def test_what_is_probed(config: Config) -> None:
+    known = Knowledge(
+        plan.by_name([snapshot("launched#0", Stage.READY), snapshot("launched#1", Stage.STARTING)]),
+        {},
+        {"launched#0": "x", "launched#1": "y"},
+    )
+    targets = plan.targets(config, known)
+    assert {target.name for target in targets} == {*NAMES} - {"launched#1"}
+    assert Target("launched#0", UDS, "x") in targets
+    assert Target("http://10.0.0.5:8000", Address("10.0.0.5", 8000), "k") in targets
+
+
+def test_context_lengths(config: Config) -> None:
+    probes = {
+        "http://10.0.0.5:8000": Probe("", True, models=(ModelCard("inner", 4096), ModelCard("found", 1))),
+        "http://10.0.0.6:8000#found": Probe("", False, models=(ModelCard("found", 2048),)),
+        "http://10.0.0.6:8000#shared": Probe("", True, models=(ModelCard("lora"), ModelCard("base", 7))),
+    }
+    assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 2048}
+    assert plan.max_model_len(config, NOTHING) == {}
+
+
+def test_what_has_no_result_yet(config: Config) -> None:
+    assert plan.unconcluded(config, NOTHING) == NAMES
+    known = Knowledge(
+        plan.by_name([snapshot("launched#0", Stage.STARTING), snapshot("launched#1", Stage.STARTING, concluded=True)]),
+        {"launched#0": Probe("launched#0", True), "http://10.0.0.5:8000": Probe("", False)},
+        {},
+    )
+    assert plan.unconcluded(config, known) == ["launched#0", *NAMES[3:]], "what failed is concluded too"

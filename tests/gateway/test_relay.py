@@ -1,0 +1,174 @@
+"""What an answer goes through on its way: errors within it, its end, its bounds."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.relay import EVENT_LIMIT
+from tests.gateway.test_fidelity import chunked, cut
+from tests.support.running import model, serving
+from tests.support.scripted import Conversation, Script, scripted
+from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
+
+COUNTED = b'"usage":{"input_tokens":15,"output_tokens":22}'
+START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m","usage":{"input_tokens":15,"output_tokens":0}}}\n\n'
+DELTA = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},' + COUNTED + b"}\n\n"
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+CREATED = b'event: response.created\ndata: {"response":{"id":"r","usage":null},"type":"response.created"}\n\n'
+COMPLETED = b'event: response.completed\ndata: {"response":{"id":"r",' + COUNTED + b'},"type":"response.completed"}\n\n'
+MESSAGES = (START, DELTA, STOP)
+RESPONSES = (CREATED, COMPLETED)
+
+
+def streams(*events: bytes, end: bool = True) -> Script:
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for event in events:
+            await talk.chunk(event)
+        if end:
+            await talk.end_stream()
+        else:
+            talk.writer.close()
+
+    return script
+
+
+async def streamed(script: Script, path: str = "/v1/chat/completions") -> tuple[Reply, dict[str, float]]:
+    """The answer, and what was counted."""
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, request(chat(stream=True, input="x"), path))
+        counted = {kind: served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion")}
+        counted["incomplete"] = served.value("incomplete_total", "tiny", "upstream")
+        assert served.in_flight == 0
+        return reply, counted
+
+
+@pytest.mark.parametrize(("path", "events"), [("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)])
+async def test_named_events_pass_and_are_counted(path: str, events: tuple[bytes, ...]) -> None:
+    reply, counted = await streamed(streams(*events), path)
+    assert (reply.status, reply.body, reply.whole) == (200, b"".join(events), True)
+    assert counted == {"prompt": 15, "completion": 22, "incomplete": 0}
+
+
+@pytest.mark.parametrize(("path", "events"), [("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)])
+@pytest.mark.parametrize("clean", [True, False])
+async def test_named_events_that_stop_early(path: str, events: tuple[bytes, ...], clean: bool) -> None:
+    reply, counted = await streamed(streams(*events[:-1], events[-1][:30], end=clean), path)
+    assert reply.whole and reply.body.startswith(b"".join(events[:-1]) + b"event: error\ndata: {")
+    assert reply.body.endswith(b"}\n\n") and DONE not in reply.body
+    told = orjson.loads(reply.body.rpartition(b"data: ")[2])
+    assert told["type"] == "error"
+    assert counted["incomplete"] == 1
+
+
+FAILING = b'{"error": {"message": "EngineCore at /opt/x.py", "type": "InternalServerError", "param": null, "code": 500}}'
+WORDS = "The model's server failed."
+ERRORS = {
+    "chat": ("/v1/chat/completions", ROLE, b"data: " + FAILING + b"\n\n", DONE),
+    "messages": ("/v1/messages", START,
+                 b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"at /opt/x.py"}}\n\n', b""),
+    "responses": ("/v1/responses", CREATED,
+                  b'event: error\ndata: {"type":"error","code":"server_error","message":"at /opt/x.py","param":null}\n\n', b""),
+    "responses in vLLM's shape": ("/v1/responses", CREATED, b"event: error\ndata: " + FAILING + b"\n\n", b""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_an_error_event_is_put_into_shape(name: str) -> None:
+    path, before, error, after = ERRORS[name]
+    reply, counted = await streamed(streams(before, error, after) if after else streams(before, error), path)
+    # Read together with what comes before it, the error is the first thing there is to say, and a status can say it
+    if reply.status == 500:
+        assert orjson.loads(reply.body)["error"]["message"] == WORDS
+        return
+    assert reply.status == 200 and reply.body.startswith(before) and reply.body.endswith(after)
+    assert b"/opt" not in reply.body
+    told = orjson.loads(reply.body[len(before) :].removeprefix(b"event: error\n").removeprefix(b"data: ").partition(b"\n\n")[0])
+    assert (told if told.get("code") else told["error"])["message"] == WORDS
+    assert counted["incomplete"] == 1
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_an_error_as_the_first_event_is_a_status(name: str) -> None:
+    path, _, error, after = ERRORS[name]
+    reply, counted = await streamed(streams(error, after) if after else streams(error), path)
+    assert reply.status == 500
+    assert orjson.loads(reply.body)["error"]["message"] == WORDS
+    assert counted["incomplete"] == 0, "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'data: {"error":"text"}\n\n',
+        b'data: {"error":null}\n\n',
+        b'data: {"usage":5,"response":"text","message":[1]}\n\n',
+        b'data: {"usage":{"prompt_tokens":"x"}}\n\n',
+        b'data: {"usage": not JSON\n\n',
+        b'data: ["usage":]\n\n',
+        b": keep-alive\n\n",
+        b'event: error\ndata: {"a":1}\n\n',
+        b"event: error\n\n",
+        b'data: {"type":"error"}x\n\n',
+        b'data: {"choices":[{"delta":{"content":"event: error {\\"error\\":"}}]}\n\n',
+    ],
+)
+async def test_events_that_only_look_like_it_pass_as_they_are(odd: bytes) -> None:
+    reply, counted = await streamed(streams(ROLE, odd, DONE))
+    assert (reply.status, reply.body, counted["incomplete"]) == (200, ROLE + odd + DONE, 0)
+
+
+async def test_an_event_without_end_is_bounded() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(ROLE)
+        while True:
+            await talk.chunk(b"data: " + b"x" * 65536)
+
+    reply, counted = await streamed(script)
+    assert reply.whole and reply.body.startswith(ROLE + b'data: {"error":') and reply.body.endswith(DONE)
+    assert len(reply.body) < EVENT_LIMIT and counted["incomplete"] == 1
+
+
+async def test_a_long_event_passes() -> None:
+    long = b"data: " + b"x" * (EVENT_LIMIT - 100) + b"\n\n"
+    reply, _ = await streamed(streams(ROLE, long, DONE))
+    assert reply.body == ROLE + long + DONE
+
+
+@pytest.mark.parametrize("head", [b"content-length: 1000", b"transfer-encoding: chunked"])
+async def test_an_error_answer_that_breaks_off_is_a_502(head: bytes) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n\r\n" + (b"5\r\n" if b"chunked" in head else b"") + b'{"err')
+        talk.writer.close()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, request())
+        assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+
+
+async def test_a_body_without_length_is_whole_when_its_connection_ends() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n" + COMPLETION)
+        talk.writer.close()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, request())
+        assert (reply.status, reply.body, reply.whole) == (200, COMPLETION, True)
+        assert served.value("tokens_total", "team-a", "tiny", "prompt") == 3
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chunks=st.lists(st.integers(0, 2000), max_size=10), kind=st.sampled_from(["/v1/messages", "/v1/responses"]))
+async def test_named_events_however_they_are_cut(chunks: list[int], kind: str) -> None:
+    events = MESSAGES if kind == "/v1/messages" else RESPONSES
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await talk.write(chunked(cut(b"".join(events), chunks)))
+
+    reply, counted = await streamed(script, kind)
+    assert reply.body == b"".join(events) and counted == {"prompt": 15, "completion": 22, "incomplete": 0}

@@ -1,0 +1,149 @@
+"""What becomes of clients and processes when a real vLLM is killed in part, when it cannot start, and when the gateway is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.process import configuration, gateway, launched, wait_for
+from tests.vllm.dialogues import Json, user
+from tests.vllm.gateway import ALIAS, HEADERS, MODEL, Real, chat, real_model
+from tests.vllm.server import NOT_INSTALLED, PARSERS, START_WITHIN, installed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+ENDLESS: Json = {"model": MODEL, "messages": [user("Never stop.")], "temperature": 0, "max_tokens": 1900}
+UNDER_WAY: Mapping[str, tuple[str, Json]] = {
+    "chat": (CHAT, {**ENDLESS, "stream": True}),
+    "completion": (COMPLETIONS, {"model": MODEL, "prompt": "Hi", "ignore_eos": True, "max_tokens": 1900, "stream": True}),
+    "response": (RESPONSES, {"model": MODEL, "input": "Never stop.", "temperature": 0, "stream": True}),
+    "message": (MESSAGES, {**ENDLESS, "stream": True}),
+    "plain chat": (CHAT, ENDLESS),
+    "plain message": (MESSAGES, ENDLESS),
+}
+FAILED = {"server_error", "upstream_disconnected"}
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def under_way(real: Real, pool: ThreadPoolExecutor) -> dict[str, Future[httpx2.Response]]:
+    """The requests of UNDER_WAY, each of which the engine is busy with."""
+    asked = {
+        name: pool.submit(httpx2.post, real.gateway.url + path, json=body, headers=HEADERS, timeout=60)
+        for name, (path, body) in UNDER_WAY.items()
+    }
+    wait_for(lambda: real.count("vllm:num_requests_running") == len(asked))
+    wait_for(lambda: real.count("vllm:generation_tokens_total") > real.count("vllm:num_requests_running"))
+    return asked
+
+
+def check_told(answers: Mapping[str, httpx2.Response]) -> None:
+    """Everybody has heard that the server failed, in the shape of their route."""
+    for name in ("chat", "completion"):
+        *_, error, done, end = answers[name].text.split("\n\n")
+        assert (answers[name].status_code, done, end) == (200, "data: [DONE]", "")
+        check_error(json.loads(error.removeprefix("data: ")))
+    *_, error, end = answers["response"].text.split("\n\n")
+    kind, data = error.split("\n")
+    assert (kind, end) == ("event: error", "") and "[DONE]" not in error
+    assert json.loads(data.removeprefix("data: ")).items() >= {"type": "error", "code": "upstream_disconnected"}.items()
+    *_, error, end = answers["message"].text.split("\n\n")
+    kind, data = error.split("\n")
+    assert (kind, end) == ("event: error", "")
+    check_anthropic(json.loads(data.removeprefix("data: ")))
+    for name in ("plain chat", "plain message"):
+        assert answers[name].status_code in {500, 502}, answers[name].text
+    check_error(answers["plain chat"].json())
+    check_anthropic(answers["plain message"].json())
+
+
+def check_error(document: Json) -> None:
+    error = document["error"]
+    assert document.keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "server_error" and error["code"] in FAILED and "EngineCore" not in error["message"]
+
+
+def check_anthropic(document: Json) -> None:
+    assert document.keys() == {"type", "error"} and document["error"].keys() == {"type", "message"}
+    assert (document["type"], document["error"]["type"]) == ("error", "api_error")
+    assert "EngineCore" not in document["error"]["message"]
+
+
+def check_it_comes_back(real: Real, before: Json) -> None:
+    """The server is started again and answers; until then clients hear why not."""
+    told: set[tuple[int, str]] = set()
+
+    def answered() -> bool:
+        answer = real.post(CHAT, chat("Who are you?"))
+        if answer.status_code != 200:
+            told.add((answer.status_code, answer.json()["error"]["code"]))
+        time.sleep(0.1)
+        return answer.status_code == 200 and real.status["restarts"] == before["restarts"] + 1
+
+    wait_for(answered, START_WITHIN, why=lambda: real.gateway.said[-4000:])
+    print(f"until it was back: {sorted(told)}")
+    assert (503, "model_loading") in told
+    assert {code for status, code in told if status != 503} <= FAILED | {"upstream_unreachable"}
+    assert real.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", "API server"])
+def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
+    before, keeper = real.status, real.keeper()
+    tree = [keeper, *keeper.children(recursive=True)]
+    incomplete = f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="upstream"}}'
+    broken_off = real.gateway.metric(incomplete)
+    with ThreadPoolExecutor(len(UNDER_WAY)) as pool:
+        asked = under_way(real, pool)
+        (real.engine() if victim == "EngineCore" else real.api_server).kill()
+        killed = time.monotonic()
+        answers = {name: future.result() for name, future in asked.items()}
+        print(f"{victim}: all clients had their end after {1000 * (time.monotonic() - killed):.0f} ms")
+    check_told(answers)
+    assert real.gateway.metric(incomplete) - broken_off == 4  # the streams; the others got an error alone
+    wait_for(lambda: not alive(tree), 20.0, why=lambda: str(alive(tree)))
+    print(f"{victim}: nothing of its tree was left after {time.monotonic() - killed:.1f} s")
+    check_it_comes_back(real, before)
+
+
+def test_nothing_outlives_a_killed_control(real: Real) -> None:
+    tree = real.gateway.tree()
+    assert {real.api_server.pid, real.engine().pid} < {each.pid for each in tree}
+    words = real.keeper().cmdline()
+    folder = Path(words[words.index("--folder") + 1])
+    os.kill(real.gateway.process.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    real.gateway.process.wait(5)
+    wait_for(lambda: not alive(tree), 5.0, why=lambda: str(alive(tree)))
+    print(f"nothing was left {1000 * (time.monotonic() - killed):.0f} ms after control was killed")
+    assert not folder.exists()
+
+
+def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> None:
+    broken = real_model("tests/broken", tmp_path, {**PARSERS["qwen3"], "tool-call-parser": "nonsense"})
+    with gateway(tmp_path, configuration(launched(), broken), ready=False) as one:
+        wait_for(lambda: one.ask().status_code == 200, why=lambda: one.said)
+        assert one.get("/readyz").status_code == 503
+        wait_for(lambda: one.get("/readyz").status_code == 200, START_WITHIN, why=lambda: one.said)
+        assert one.ask().status_code == 200
+        assert one.said.count("could not start") == 1
+        _, _, error = one.said.partition("tests/broken#0 could not start: exit code 1")
+        assert "nonsense" in error and "Traceback" not in one.said.partition("could not start")[0]
+        refused = one.ask(model=ALIAS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
+        assert "nonsense" not in refused.text
+        [_, shown] = one.get("/status").json()["models"]
+        assert shown["servers"][0]["condition"] == "down" and "nonsense" in shown["servers"][0]["reason"]
+        print(one.said)
