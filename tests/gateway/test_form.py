@@ -134,17 +134,21 @@ async def test_a_large_file_streams_through() -> None:
         while not (data := await reader.read(1 << 20)).endswith(END):
             got += len(data)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
+        await reader.read()
+        writer.close()
+        over.set()
 
-    release = asyncio.Event()
+    release, over = asyncio.Event(), asyncio.Event()
     server = await asyncio.start_server(slow, "127.0.0.1", 0)
-    async with server, serving([model(server.sockets[0].getsockname()[1])], body_limit=1 << 30) as served, client(served.port) as one:
-        whole = form(MODEL, part("file", b"x" * size, '; filename="a.wav"'))
-        one.send(whole)
-        left = await standing(one)
-        assert left > size - (24 << 20), "what the sockets hold, and a little; the rest waits at the client"
-        release.set()
-        assert (await one.reply()).body == ANSWER
-        assert got > size - (1 << 20)
+    async with server:
+        async with serving([model(server.sockets[0].getsockname()[1])], body_limit=1 << 30) as served, client(served.port) as one:
+            one.send(form(MODEL, part("file", b"x" * size, '; filename="a.wav"')))
+            left = await standing(one)
+            assert left > size - (24 << 20), "what the sockets hold, and a little; the rest waits at the client"
+            release.set()
+            assert (await one.reply()).body == ANSWER
+            assert got > size - (1 << 20)
+        await over.wait()
 
 
 async def standing(one: Client) -> int:

@@ -1,0 +1,168 @@
+"""The gateway as these tests meet it: one process, the models of the documents, and vLLM servers that it launches itself.
+
+A stage is a gateway with the servers of one kind behind it: ``simulator`` has all models, ``qwen``, ``llama`` and ``pooling`` one real
+vLLM each. The rule: tests that run on several stages are the same tests.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from gateway import keys
+from tests.conformance.asked import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
+from tests.support.process import SIMULATOR, Gateway, configuration, gateway
+from tests.vllm.chat import events
+from tests.vllm.dialogues import Architecture
+from tests.vllm.server import NOT_INSTALLED, PARSERS, POOLING, START_WITHIN, Flag, installed, launch
+
+REAL = ("qwen", "llama", "pooling")
+NAMES: Json = {QWEN: {"aliases": ["qwen"]}, LLAMA: {"aliases": ALIASES, "mounts": [MOUNT]}}
+_UDS = "--uds"
+_NO_TLS = False  # everything is plain HTTP on this machine, and each client would read the certificates for 100 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A running gateway, and the model that a test asks when it does not care."""
+
+    name: str
+    gateway: Gateway
+    model: str
+
+    @property
+    def real(self) -> bool:
+        return self.name in REAL
+
+    def client(self, key: str | None = KEY) -> httpx2.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx2.Client(base_url=self.gateway.url, headers=headers, timeout=120, verify=_NO_TLS)
+
+    def post(self, body: Json, path: str = CHAT, key: str | None = KEY) -> httpx2.Response:
+        """A JSON request; `model` is set where the body has none, and left out where it is None."""
+        document = {name: value for name, value in {"model": self.model, **body}.items() if (name, value) != ("model", None)}
+        with self.client(key) as client:
+            return client.post(path, json=document)
+
+    def chunks(self, body: Json, path: str = CHAT, key: str | None = KEY) -> list[Any]:
+        """The events of a streamed answer."""
+        answer = self.post({**body, "stream": True}, path, key)
+        assert answer.status_code == 200, answer.text
+        return events(answer.text)
+
+    def content(self, body: Json) -> str:
+        """The words of a whole answer."""
+        answer = self.post(body)
+        assert answer.status_code == 200, answer.text
+        said: str = answer.json()["choices"][0]["message"]["content"]
+        return said
+
+    def sdk(self, mount: str = "", key: str = KEY) -> openai.OpenAI:
+        """OpenAI's client; it does not try again by itself."""
+        plain = httpx2.Client(timeout=120, verify=_NO_TLS)
+        return openai.OpenAI(base_url=f"{self.gateway.url}{mount}/v1", api_key=key, max_retries=0, http_client=plain)
+
+    def curl(self, path: str, data: bytes, key: str | None, accept: str) -> tuple[int, dict[str, str], str]:
+        """What ``curl -d`` sends, with no header of a library's own; status, headers and text of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.gateway.data, timeout=120)
+        headers = {"User-Agent": "curl/8.5.0", "Accept": accept, "Content-Type": "application/json", "Content-Length": str(len(data))}
+        try:
+            connection.putrequest("POST", path, skip_accept_encoding=True)
+            for name, value in (headers | ({} if key is None else {"Authorization": f"Bearer {key}"})).items():
+                connection.putheader(name, value)
+            connection.endheaders(data)
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+        finally:
+            connection.close()
+
+    # Behind the gateway
+
+    @contextmanager
+    def directly(self, model: str | None = None) -> Iterator[httpx2.Client]:
+        """A client of the launched server itself, on its unix socket and with its internal key."""
+        status = httpx2.get(f"http://127.0.0.1:{self.gateway.admin}/status", verify=_NO_TLS).json()
+        shown = next(each for each in status["models"] if each["id"] == (model or self.model))
+        server = psutil.Process(shown["servers"][0]["pid"])
+        words = server.cmdline()
+        transport = httpx2.HTTPTransport(uds=words[words.index(_UDS) + 1], verify=_NO_TLS)
+        headers = {"authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
+        with httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, timeout=120) as client:
+            yield client
+
+    def arrived(self, answer: httpx2.Response) -> Json:
+        """The request at the simulator that this is the answer to: its `path` and `body`."""
+        identity = answer.headers["x-request-id"]
+        for model in (LLAMA, QWEN):
+            with self.directly(model) as client:
+                for entry in client.get("/sim/requests").json():
+                    if ["x-request-id", identity] in entry["headers"]:
+                        found: Json = entry
+                        return found
+        raise AssertionError("it did not reach a server")
+
+    def count(self, name: str, model: str | None = None) -> float:
+        """The sum of one of the server's own metrics."""
+        with self.directly(model) as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """Run a test on these stages."""
+    marks = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+    return pytest.mark.parametrize("stage", [pytest.param(name, marks=marks if name in REAL else []) for name in names], indirect=True)
+
+
+@contextmanager
+def staged(name: str, folder: Path) -> Iterator[Stage]:
+    """A stage, from its first healthy answer; in the end nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="stage-") as scratch:
+        models = _MODELS[name](scratch)
+        keyed: list[Json] = [{"id": "hexgrid", "hash": keys.hash_of(KEY)}]
+        unkeyed: list[Json] = [{"id": "nobody", "anonymous": True, "models": [LLAMA]}] if models[0]["id"] == LLAMA else []
+        config = {**configuration(*models), "keys": keyed + unkeyed}
+        with gateway(folder, config, seconds=START_WITHIN) as running:
+            yield Stage(name, running, models[-1]["id"])
+
+
+def simulated(identity: str, architecture: Architecture) -> Json:
+    """A model that is launched as a simulator, with the flags that the documents name."""
+    flags = {**PARSERS[architecture], "max-model-len": 2048, "sim-tokens-per-second": 0, "sim-tokens": 32}
+    return {"id": identity, **NAMES.get(identity, {}), "launch": {"command": SIMULATOR, "args": flags}}
+
+
+def _real(identity: str, architecture: Architecture, scratch: str, flags: dict[str, Flag] | None = None) -> Json:
+    settings = launch(architecture, flags)
+    settings["env"]["TMPDIR"] = scratch  # vLLM's processes leave sockets there when they are killed
+    settings["env"]["TORCH_COMPILE_DISABLE"] = "1"  # the first request for logprobs would wait for a compiler
+    return {"id": identity, **NAMES.get(identity, {}), "launch": settings}
+
+
+_MODELS: dict[str, Callable[[str], list[Json]]] = {
+    "simulator": lambda _: [simulated(LLAMA, "llama"), simulated(QWEN, "qwen3")],
+    "qwen": lambda scratch: [_real(QWEN, "qwen3", scratch)],
+    "llama": lambda scratch: [_real(LLAMA, "llama", scratch)],
+    "pooling": lambda scratch: [_real(QWEN, "qwen3", scratch, dict(POOLING))],
+}
+
+_INSIDE = re.compile(
+    r"(?<![\w.<])/(?:[\w.@+-]+/)+|\d+\.\d+\.\d+\.\d+|\.sock|Traceback|[Vv]alid aliases|api_server|EngineCore|" + re.escape(sys.prefix)
+)
+
+
+def tells_of_the_inside(text: str) -> bool:
+    """Whether a text has a path, an address, a list of names or other things that are the operator's."""
+    return _INSIDE.search(text) is not None

@@ -1,0 +1,154 @@
+"""The other routes, each with the least that its answer must have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conformance.asked import LLAMA, Json, user
+from tests.conformance.shapes import FilledText, Nullable, lacks
+from tests.conformance.stage import Stage, on
+
+POOLED = on("simulator", "pooling")
+GENERATING = on("simulator", "qwen")
+ANYWHERE = on("simulator", "qwen", "llama", "pooling")
+
+COUNTED: Json = {"prompt_tokens": int, "total_tokens": int}
+RANKED: Json = {"id": FilledText, "results": [{"index": int, "document": dict, "relevance_score": float}], "usage": dict}
+SCORED: Json = {"id": FilledText, "object": "list", "data": [{"index": int, "score": float}], "usage": COUNTED}
+CLASSIFIED: Json = {
+    "id": FilledText,
+    "object": "list",
+    "data": [{"index": int, "label": Nullable(str), "probs": [float]}],
+    "usage": COUNTED,
+}
+EMBEDDED: Json = {"object": "list", "data": [{"object": "embedding", "index": int, "embedding": [float]}], "usage": COUNTED}
+POOLED_DATA: Json = {"id": FilledText, "object": "list", "data": [{"index": int, "data": [float]}], "usage": COUNTED}
+
+TEXTS: Json = {"input": ["Once", "upon a time"]}
+RANK: Json = {"query": "Once", "documents": ["upon", "a time"]}
+SCORE: Json = {"text_1": "Once", "text_2": ["upon", "a time"]}
+
+
+def held(stage: Stage, path: str, body: Json, shape: Json) -> Json:
+    """The answer, which has its shape."""
+    answer = stage.post(body, path)
+    assert answer.status_code == 200, answer.text
+    document: Json = answer.json()
+    assert lacks(document, shape) == []
+    return document
+
+
+@POOLED
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/v1/embeddings", TEXTS, EMBEDDED),
+        *((path, RANK, RANKED) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+        *((path, SCORE, SCORED) for path in ("/v1/score", "/score")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pooling(stage: Stage, path: str, body: Json, shape: Json) -> None:
+    held(stage, path, body, shape)
+
+
+@POOLED
+@pytest.mark.parametrize("path", ["/v1/pooling", "/pooling"])
+def test_pooling_itself(stage: Stage, path: str) -> None:
+    held(stage, path, {"input": "Once upon a time", "task": "embed"} if stage.real else TEXTS, POOLED_DATA)
+
+
+@POOLED
+def test_embeddings_by_the_sdk(stage: Stage) -> None:
+    """It asks for base64 and decodes it."""
+    with stage.sdk() as client:
+        made = client.embeddings.create(model=stage.model, input=TEXTS["input"])
+    plain = stage.post({**TEXTS, "encoding_format": "float"}, "/v1/embeddings").json()
+    assert [each.embedding for each in made.data] == [pytest.approx(each["embedding"], abs=1e-3) for each in plain["data"]]
+
+
+@on("simulator")
+@pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
+def test_classify(stage: Stage, path: str) -> None:
+    held(stage, path, TEXTS, CLASSIFIED)
+
+
+@ANYWHERE
+def test_text_to_tokens_and_back(stage: Stage) -> None:
+    made = held(stage, "/tokenize", {"prompt": "Once upon a time"}, {"count": int, "max_model_len": int, "tokens": [int]})
+    back = held(stage, "/detokenize", {"tokens": made["tokens"]}, {"prompt": str})
+    assert made["count"] == len(made["tokens"]) and back["prompt"].endswith("Once upon a time")
+
+
+@on("simulator")
+@pytest.mark.parametrize("task", ["transcriptions", "translations"])
+def test_audio(stage: Stage, task: str) -> None:
+    file: Any = ("a.wav", b"\x01" * 32000)
+    with stage.client() as client:
+        whole, chunks = (
+            client.post(f"/v1/audio/{task}", data={"model": stage.model, "stream": stream}, files={"file": file}).text
+            for stream in ("false", "true")
+        )
+    assert json.loads(whole)["text"]
+    assert chunks.endswith("data: [DONE]\n\n") and json.loads(chunks.split("\n\n")[0].removeprefix("data: "))["choices"]
+
+
+@on("simulator")
+def test_audio_by_the_sdk(stage: Stage) -> None:
+    with stage.sdk() as client:
+        assert client.audio.transcriptions.create(model=stage.model, file=("a.wav", b"\x01" * 32000)).text
+
+
+@GENERATING
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
+def test_completions(stage: Stage, streamed: bool) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+    choice = {"index": 0, "text": str, "finish_reason": Nullable(str)}
+    shape = {"id": FilledText, "object": "text_completion", "created": int, "model": stage.model, "choices": [choice]}
+    if streamed:
+        assert [problem for chunk in stage.chunks(body, "/v1/completions") for problem in lacks(chunk, shape)] == []
+    else:
+        held(stage, "/v1/completions", body, {**shape, "usage": {**COUNTED, "completion_tokens": int}})
+
+
+@GENERATING
+def test_responses_by_the_sdk(stage: Stage) -> None:
+    with stage.sdk() as client:
+        plain = client.responses.create(model=stage.model, input="Who are you?", temperature=0)
+        *_, last = client.responses.create(model=stage.model, input="Who are you?", temperature=0, stream=True)
+    assert plain.output_text and last.type == "response.completed" and last.response.output_text == plain.output_text
+
+
+@GENERATING
+def test_messages(stage: Stage) -> None:
+    body: Json = {"messages": [user("Who are you?")], "max_tokens": 100, "temperature": 0}
+    usage = {"input_tokens": int, "output_tokens": int}
+    shape = {
+        "id": FilledText,
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": str}],
+        "stop_reason": "end_turn",
+        "usage": usage,
+    }
+    answer = held(stage, "/v1/messages", body, shape)
+    counted = held(stage, "/v1/messages/count_tokens", {"messages": body["messages"]}, {"input_tokens": int})
+    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+
+
+@ANYWHERE
+def test_health_and_models(stage: Stage) -> None:
+    with stage.client() as client:
+        assert client.get("/health").status_code == 200
+        listed = client.get("/v1/models").json()["data"]
+    assert stage.model in [each["id"] for each in listed] and all(each["max_model_len"] == 2048 for each in listed)
+    assert not any({"root", "permission"} & each.keys() for each in listed)
+
+
+@on("simulator")
+def test_a_model_is_asked_under_its_own_name_at_the_server(stage: Stage) -> None:
+    answer = stage.post({"model": "your-model-name", "messages": [user("Hi")]})
+    assert stage.arrived(answer)["body"]["model"] == LLAMA
