@@ -124,10 +124,15 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
         body = await answer.collect(_ERROR_BODY_LIMIT)
-        raise from_server(answer.status, body, outbound.name, call.target.route.input_field, answer.header(b"retry-after"))
+        raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.header(b"retry-after"))
     if is_stream(answer):
         relay: BodyRelay | EventRelay = EventRelay(
-            call, answer, model=outbound.name, hides_usage=outbound.hides_usage, translation=outbound.translation
+            call,
+            answer,
+            model=outbound.name,
+            input_field=outbound.input_field,
+            hides_usage=outbound.hides_usage,
+            translation=outbound.translation,
         )
     elif outbound.translation is not None:
         relay = TranslatedRelay(call, answer, outbound.translation)

@@ -30,6 +30,7 @@ class Outbound:
     content_type: bytes
     framing: Callable[[bytes], bytes]
     path: str
+    input_field: str
     hides_usage: bool = False
     translation: Translation | None = None
     upload: Upload | None = None
@@ -39,7 +40,16 @@ class Outbound:
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
         """A JSON body that was checked."""
         return cls(
-            call, entry, name, prepared.encode, b"application/json", _sized, prepared.upstream, prepared.hides_usage, prepared.translation
+            call,
+            entry,
+            name,
+            prepared.encode,
+            b"application/json",
+            _sized,
+            prepared.upstream,
+            prepared.input_field,
+            prepared.hides_usage,
+            prepared.translation,
         )
 
     @classmethod
@@ -49,7 +59,9 @@ class Outbound:
         framing = _chunked if length is None else form.sized(int(length))
         encode = form.opening_chunk if length is None else form.opening
         upload = form.upload(call.next_bytes, chunked=length is None)
-        return cls(call, entry, name, encode, form.content_type, framing, call.target.route.upstream, upload=upload)
+        return cls(
+            call, entry, name, encode, form.content_type, framing, call.target.route.upstream, call.target.route.input_field, upload=upload
+        )
 
     def compose(self, server: ServerSpec) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""

@@ -30,13 +30,15 @@ class Prepared:
     """A body that may be sent: ``document`` lacks only the model's name at the server.
 
     ``hides_usage`` says that the usage event is there for the gateway and not for the client; ``upstream`` is the
-    path at the server; ``translation`` is the way back for a request in words that vLLM does not know.
+    path at the server; ``input_field`` the member that holds the text; ``translation`` is the way back for a request
+    in words that vLLM does not know.
     """
 
     document: Document
     stream: bool
     hides_usage: bool
     upstream: str
+    input_field: str
     translation: Translation | None = None
 
     def encode(self, served_model: str) -> bytes:
@@ -86,15 +88,16 @@ def prepare(document: Document, model: Model, route: Route) -> Prepared:
     document = {**model.defaults, **allowed, **model.overrides}  # the operator may set what clients may not
     if route.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
         _translate_guided(document)
-    upstream, translation = route.upstream, None
+    upstream, input_field, translation = route.upstream, route.input_field, None
     if route.dialect is Dialect.CHAT:
         document, other, translation = translate(document)
-        upstream = other or upstream
+        if other is not None:
+            upstream, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
         _refuse_state(document)
     stream = _flag(document, "stream")
     hides_usage = stream and route.injects and _inject_usage(document)
-    return Prepared(document, stream, hides_usage, upstream, translation)
+    return Prepared(document, stream, hides_usage, upstream, input_field, translation)
 
 
 # Fields that clients may not set

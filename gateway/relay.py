@@ -111,11 +111,14 @@ class TranslatedRelay(BodyRelay):
 class EventRelay(Passing):
     """A stream of server-sent events."""
 
-    def __init__(self, call: Call, answer: Answer, *, model: str, hides_usage: bool, translation: Translation | None = None) -> None:
+    def __init__(
+        self, call: Call, answer: Answer, *, model: str, input_field: str, hides_usage: bool, translation: Translation | None = None
+    ) -> None:
         self._call = call
         self._answer = answer
         self._route: Route = call.target.route
         self._model = model
+        self._input_field = input_field
         self._hides_usage = hides_usage
         self._translation = translation
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
@@ -182,7 +185,7 @@ class EventRelay(Passing):
         return event
 
     def _error(self, error: Mapping[str, Any]) -> bytes:
-        self.failure = from_event(error, self._model, self._route.input_field)
+        self.failure = from_event(error, self._model, self._input_field)
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
             return render_event(self.failure, dialect=self._route.dialect)
         return b"data: " + render(self.failure) + b"\n\n"

@@ -184,3 +184,16 @@ async def test_guided_fields_become_structured_outputs(
     seen = upstream.requests[0].json
     assert seen.get("structured_outputs") == constraint
     assert not any(name.startswith("guided") for name in seen)
+
+
+async def test_a_raw_prompt_that_is_too_long_is_blamed_on_the_prompt(trio: tuple[Served, Scripted, Server]) -> None:
+    served, _, server = trio
+    error = {
+        "message": "This model's maximum context length is 20 tokens.",
+        "type": "BadRequestError",
+        "param": "input_tokens",
+        "code": 400,
+    }
+    server.events = (b"data: " + orjson.dumps({"error": error}) + b"\n\n", DONE)
+    reply = await ask(served.port, request({"model": "tiny", "prompt": "x " * 99, "stream": True}))
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "context_length_exceeded", "prompt")

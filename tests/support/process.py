@@ -76,12 +76,12 @@ class Gateway:
 
     def get(self, path: str) -> httpx2.Response:
         """From the admin port."""
-        return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=10)
+        return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=10, verify=False)
 
     def ask(self, path: str = "/v1/chat/completions", **body: Any) -> httpx2.Response:
         """A request with the key."""
         document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
-        return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+        return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=False)
 
     def metric(self, text: str) -> float:
         """The value of one sample, 0 when it is not there."""
@@ -127,7 +127,8 @@ def gateway(folder: Path, config: dict[str, Any], *, ready: bool = True, seconds
         ports = [int(port) for _, _, port in _ADDRESS.findall(running.said)]
         running.data, running.admin = ports or (0, 0)
         if ready:
-            wait_for(lambda: running.get("/readyz").status_code == 200, seconds, why=lambda: running.said)
+            wait_for(lambda: process.poll() is not None or running.get("/readyz").status_code == 200, seconds, why=lambda: running.said)
+            assert process.poll() is None, running.said
         yield running
     finally:
         if process.poll() is None:
