@@ -40,6 +40,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each bad form, and strangers can send many
     with access_log(sys.stdout.fileno()) as log:
         uvloop.run(_run(arguments, log))
 
