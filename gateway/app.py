@@ -22,9 +22,10 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access_log import AccessLog
 from gateway.auth import Keyring
+from gateway.call import Call, request_id
 from gateway.catalog import Catalog, Entry, Target, card
 from gateway.cors import Cors
-from gateway.edge import Call, EdgeProtocol, request_id
+from gateway.edge import EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
 from gateway.exchange import exchange
 from gateway.limits import Admission

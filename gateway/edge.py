@@ -1,27 +1,24 @@
-"""Client connections: from bytes to a ``Call``, and from an answer back to bytes.
+"""Client connections: from bytes to a ``Call``, one request after the other.
 
 uvicorn's httptools protocol carries the connection and every route that Starlette serves. An inference request
 is taken out of it here: it gets a ``Call``, which the story reads and writes directly, with no ASGI messages in
 between, so that a chunk goes from the server's callback to the client's transport without a task switch.
 
 The rules: reading from a client never pauses once its body is in, or its leaving would not be seen; when a
-client leaves, in whatever state, the task that serves it is cancelled at once; an answer begins once and ends
-once, and whatever cannot be answered any more is closed.
+client leaves, every call on its connection is told at once; requests are answered in the order in which they came.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway.call import Call, request_id
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
-from gateway.routes import Body
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -35,222 +32,10 @@ KEEP_ALIVE = 75.0
 """Seconds for which a connection may be idle between two requests."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
-_UPLOAD_AHEAD = 256 * 1024
 
 Serve = Callable[["Call"], Coroutine[Any, Any, None]]
 Lookup = Callable[[str], Target | None]
 CorsLines = Callable[[bytes], bytes]
-
-
-def request_id() -> str:
-    """``req_`` and 24 hexadecimal digits."""
-    return f"req_{os.urandom(12).hex()}"
-
-
-class Call:
-    """One inference request and the way back to its client.
-
-    It stands where uvicorn has its RequestResponseCycle and keeps the attributes that uvicorn's protocol reads
-    there (``response_complete``, ``keep_alive``, ``disconnected``, ``message_event``).
-    """
-
-    __slots__ = (
-        "_chunked", "_cors", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
-        "began", "bytes_in", "bytes_out", "disconnected", "events", "headers", "http10", "id", "keep_alive", "message_event", "more_body",
-        "on_pause", "on_resume", "response_complete", "started", "status", "target", "task", "too_large",
-    )  # fmt: skip
-
-    def __init__(self, edge: EdgeProtocol, target: Target, headers: dict[bytes, bytes], *, http10: bool, keep_alive: bool) -> None:
-        self._edge = edge
-        self.target = target
-        self.headers = headers
-        self.id = request_id()
-        self.began = edge.loop.time()
-        self.http10 = http10
-        self.keep_alive = keep_alive
-        origin = headers.get(b"origin")
-        self._cors = b"" if origin is None else edge.cors_lines(origin)
-        # The body
-        self._limit = edge.body_limit()
-        self._received: list[bytes] = []
-        self._size = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
-        self._spoilt: Refusal | None = None
-        self.bytes_in = 0
-        self.more_body = True
-        self.too_large = int(headers.get(b"content-length", b"0")) > self._limit
-        # The answer
-        self._chunked = False
-        self.started = False
-        self.events = False
-        self.response_complete = False
-        self.status = 0
-        self.bytes_out = 0
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-        # The connection
-        self.disconnected = False
-        self.message_event = _Unheard()
-        self.task: asyncio.Task[None] | None = None
-
-    # Reading
-
-    async def body(self) -> bytes:
-        """The whole body. Raises Refusal request_too_large beyond the limit."""
-        self._go_on()
-        while self.more_body and not self._over:
-            await self._wait()
-        self._check()
-        return self._received[0] if len(self._received) == 1 else b"".join(self._received)
-
-    async def next_bytes(self) -> bytes:
-        """The next part of the body as it comes, ``b""`` at its end. Raises Refusal request_too_large."""
-        self._go_on()
-        while self.more_body and not self._received and not self._over:
-            await self._wait()
-        self._check()
-        data, self._received, self._size = b"".join(self._received), [], 0
-        self._edge.flow.resume_reading()
-        return data
-
-    @property
-    def _over(self) -> bool:
-        return self.too_large or self._spoilt is not None
-
-    def _go_on(self) -> None:
-        if self._expects_continue and not self.too_large:
-            self._edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._expects_continue = False
-
-    def _check(self) -> None:
-        if self._spoilt is not None:
-            raise self._spoilt
-        if self.too_large:
-            raise Refusal("request_too_large", f"The body is larger than {self._limit} bytes.")
-
-    async def _wait(self) -> None:
-        self._waiter = self._edge.loop.create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def received(self, data: bytes) -> None:
-        """The parser gave more of the body."""
-        if self.response_complete or self.too_large:
-            return  # nobody will read it
-        self.bytes_in += len(data)
-        self.too_large = self.bytes_in > self._limit
-        self._received.append(data)
-        self._size += len(data)
-        if self._size > _UPLOAD_AHEAD and self.target.route.body is Body.FORM and self.task is not None:
-            self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
-        self._wake()
-
-    def spoil(self, refusal: Refusal) -> None:
-        """The rest of the body is no HTTP: whoever reads it gets the refusal."""
-        self._spoilt = refusal
-        self.keep_alive = False
-        self._wake()
-
-    def received_all(self) -> None:
-        """The body is in."""
-        self.more_body = False
-        self._edge.flow.resume_reading()
-        self._wake()
-
-    # Writing
-
-    @property
-    def write_paused(self) -> bool:
-        """The client has fallen behind what was written."""
-        return self._edge.flow.write_paused
-
-    def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """A whole answer in one write. ``headers`` are lines that end with CRLF."""
-        self.begin(status, headers, len(body), body)
-        self.finish()
-
-    def begin(self, status: int, headers: bytes, length: int | None, body: bytes = b"", *, events: bool = False) -> None:
-        """The head, with the first bytes of the body; without a length the body is chunked.
-
-        ``events`` says that the body is a stream of events, in which an error can still be told.
-        """
-        if self.disconnected:
-            return
-        self.started = True
-        self.events = events
-        self.status = status
-        if self.more_body and not self.response_complete:
-            self.keep_alive = False  # the rest of the body is of no use: tell the client, read it off, close
-        if length is not None:
-            framing = b"content-length: %d\r\n" % length
-        elif self.http10:
-            framing, self.keep_alive = b"", False
-        else:
-            framing, self._chunked = b"transfer-encoding: chunked\r\n", True
-        if not self.keep_alive:
-            framing += b"connection: close\r\n"
-        elif self.http10:
-            framing += b"connection: keep-alive\r\n"
-        if self.target.route.anthropic:
-            framing += b"request-id: %b\r\n" % self.id.encode()  # the name that Anthropic's clients read
-        head = b"%bx-request-id: %b\r\n%b%b%b%b\r\n" % (
-            STATUS_LINE[status],
-            self.id.encode(),
-            headers,
-            self._cors,
-            framing,
-            self._edge.date_line(),
-        )
-        self._put(head, body)
-
-    def write(self, data: bytes) -> None:
-        """More of the body, at once."""
-        if data and not self.disconnected:
-            self._put(b"", data)
-
-    def _put(self, head: bytes, data: bytes) -> None:
-        self.bytes_out += len(data)
-        if self._chunked and data:
-            self._edge.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        elif len(data) > _UPLOAD_AHEAD and head:
-            self._edge.transport.writelines((head, data))
-        else:
-            self._edge.transport.write(head + data)
-
-    def finish(self) -> None:
-        """The answer is whole."""
-        if self.disconnected or self.response_complete:
-            return
-        if self._chunked:
-            self._edge.transport.write(b"0\r\n\r\n")
-        self.response_complete = True
-        self._edge.on_call_complete(self)
-
-    def abort(self) -> None:
-        """The answer can't be completed: cut the connection, so that nobody takes it for whole."""
-        self.response_complete = True
-        self.keep_alive = False
-        self._edge.transport.abort()
-
-    # What the edge tells
-
-    def lost(self) -> None:
-        """The client has left."""
-        if not self.response_complete:
-            self.disconnected = True
-            if self.task is not None:
-                self.task.cancel()
-
-
-class _Unheard:
-    """What uvicorn sets to wake an ASGI application; a Call has none."""
-
-    def set(self) -> None:
-        """Nothing waits here."""
 
 
 class EdgeProtocol(HttpToolsProtocol):

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Protocol
 
 from gateway.auth import Keyring
+from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
-from gateway.edge import Call
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
 from gateway.form import Form
 from gateway.limits import Admission

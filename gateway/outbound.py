@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.call import Call
 from gateway.catalog import Entry
-from gateway.edge import Call
 from gateway.form import Form
 from gateway.payload import Prepared
 from gateway.translate import Translation

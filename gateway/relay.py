@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from gateway.edge import Call
+from gateway.call import Call
 from gateway.errors import Refusal, from_event, render, render_event
 from gateway.metrics import Gaps
 from gateway.routes import Dialect, Route

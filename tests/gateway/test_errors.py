@@ -97,7 +97,7 @@ def test_a_body_that_says_nothing(body: bytes) -> None:
 
 INSIDE = st.sampled_from(
     ["10.0.0.5:8000", "192.168.1.17", "http://vllm-0.internal:8000/v1", "https://x/y", "unix:/run/vllm.sock", "/opt/vllm/engine.py",
-     "/root/.cache/huggingface/hub/m", "tcp://127.0.0.1:5557", "ipc:///tmp/a-b-c"]
+     "/home/vllm/.cache/huggingface/hub/m", "tcp://127.0.0.1:5557", "ipc:///tmp/a-b-c"]
 )  # fmt: skip
 
 
