@@ -262,9 +262,15 @@ class Account:
         self._upstream_first = answer.last_byte
         self.answer_at = self._clock()
 
+    @property
+    def delivered(self) -> bool:
+        """The client has the whole answer."""
+        return self.passing is not None and self.passing.delivered
+
     def cancelled(self) -> None:
         """The client has left, or the drain's time is over."""
-        self.incomplete = "client" if self.call.disconnected else "drain"
+        if not self.delivered:
+            self.incomplete = "client" if self.call.disconnected else "drain"
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """The server gave no whole answer; the words are for the log."""
@@ -283,7 +289,7 @@ class Account:
             id=call.id,
             started=self.started,
             endpoint=call.target.route.endpoint,
-            status=CLIENT_CLOSED_REQUEST if call.disconnected else call.status,
+            status=CLIENT_CLOSED_REQUEST if call.disconnected and not self.delivered else call.status,
             code=self.code,
             key=self.key.id if self.key else None,
             model=self.entry.model.id if self.entry else None,

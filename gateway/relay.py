@@ -57,6 +57,11 @@ class Passing:
     aborted = False
     """The engine was stopped: vLLM ends such answers as if they were whole."""
 
+    @property
+    def delivered(self) -> bool:
+        """The client has been given the whole of it, though the server has not ended its body yet."""
+        return False
+
 
 class BodyRelay(Passing):
     """An answer that is not a stream of events: JSON, text, audio."""
@@ -189,6 +194,12 @@ class EventRelay(Passing):
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
             return render_event(self.failure, dialect=self._route.dialect)
         return b"data: " + render(self.failure) + b"\n\n"
+
+    @property
+    def delivered(self) -> bool:
+        """The stream's own end has gone out: many clients leave there and do not wait for that of the body."""
+        last = _LAST_EVENT.get(self._route.dialect)
+        return self._call.started and last is not None and _is_last(last, self._last, b"")
 
     def _finish(self) -> None:
         """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""

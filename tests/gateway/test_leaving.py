@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.running import Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
+from tests.support.wire import COMPLETION, HELLO, ROLE, SHOWN, Client, chat, client, request
 
 CLOSED_WITHIN = 2.0
 """Seconds: the bound of these tests, generous for a busy machine; the promise is 0.1."""
@@ -162,3 +162,28 @@ async def test_leaving_while_the_body_is_sent() -> None:
         one.leave()
         await until(lambda: served.in_flight == 0)
         assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "events"),
+    [
+        ("/v1/chat/completions", SHOWN),
+        (
+            "/v1/messages",
+            (b'event: message_start\ndata: {"type":"message_start"}\n\n', b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+        ),
+    ],
+)
+async def test_leaving_at_the_last_event_is_no_leaving(path: str, events: tuple[bytes, ...]) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(b"".join(events))
+        await talk.closed_by_peer()  # the end of the body never comes
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request(chat(stream=True), path))
+        await one.reader.readuntil(events[-1])
+        one.leave()
+        await until(lambda: served.in_flight == 0 and server.open == 0)
+        assert served.value("requests_total", "tiny", path, "200") == 1
+        assert served.total("incomplete_total") == 0
