@@ -1,6 +1,7 @@
-"""A server of a model that is overloaded whenever it is asked something for the first time.
+"""A server of a model that takes no more whenever it is asked something for the first time.
 
-Speaks just enough of vLLM's wire format: /health, a refusal in vLLM's words, a chat answer, a message. It remembers when it was
+Speaks just enough of vLLM's wire format: /health, a chat answer, a message; and a 429 with Retry-After, as a proxy says it
+in front of a vLLM. It remembers when it was
 asked what, which is what the tests of retries judge.
 """
 
@@ -9,14 +10,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 TEXT = "Here it is."
-OVERLOADED = {"error": {"message": "The engine is currently busy.", "type": "Service Unavailable", "param": None, "code": 503}}
+LIMITED = {"error": {"message": "Too many requests.", "type": "Too Many Requests", "param": None, "code": 429}}
+RETRY_AFTER = "1"
 MESSAGE = {
     "id": "chatcmpl-1",
     "type": "message",
@@ -64,15 +67,17 @@ def overloaded() -> Iterator[Overloaded]:
             times = state.asked.setdefault(_text(body), [])
             times.append(time.monotonic())
             if len(times) == 1:
-                self._answer(503, OVERLOADED)
+                self._answer(429, LIMITED, {"retry-after": RETRY_AFTER})
             else:
                 self._answer(200, MESSAGE if self.path == "/v1/messages" else COMPLETION)
 
-        def _answer(self, status: int, document: dict[str, Any]) -> None:
+        def _answer(self, status: int, document: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> None:
             data = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 

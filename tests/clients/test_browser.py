@@ -121,7 +121,7 @@ def test_a_page_of_a_known_origin_chats(page: tuple[Site, Visit], tmp_path: Path
     assert (stream["text"], stream["last"]) == (visit.spoken(), "[DONE]") and stream["pieces"] > 1
     assert stream["request"].startswith("req_")
     assert results["wrong_key"] == {"status": 401, "code": "invalid_api_key"}
-    assert results["again"] == {"status": 503, "retryAfter": "1", "code": "overloaded"}
+    assert results["again"] == {"status": 429, "retryAfter": "1", "code": "rate_limit_exceeded"}
     assert results["cancel"] == {"pieces": 3}
     entry = visit.ended_early("browser")
     assert (entry["outcome"], entry["ended"] < results["ended"]) == ("disconnected", True)

@@ -123,7 +123,7 @@ def test_a_refusal_has_the_clients_own_class(visit: Visit, client: Client, case:
 
 
 def test_an_overloaded_model_is_asked_again(visit: Visit, client: Client) -> None:
-    """The server answers 503 once. The client itself asks again: where it knows Retry-After, not before the second that it names."""
+    """The server answers 429 once. The client itself asks again: where it knows Retry-After, not before the second that it names."""
     assert told(visit, client, "again") == {"text": TEXT}
     first, second = visit.overloaded.asked[visit.task(client.name)["again"]]
     assert second - first >= (1.0 if client.waits else 0.0)
