@@ -34,6 +34,7 @@ from upstream.launcher import State as Stage
 from upstream.server import Condition
 
 _BACKLOG = 4096
+_PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _STOP_GRACE = 10.0  # seconds that a launched server has to end by itself once nothing is in flight on it
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -63,7 +64,7 @@ async def run(config: Config, announcer: Announcer) -> int:
         control = Control(config, announcer)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
         control.launcher = await stack.enter_async_context(launcher)
-        control.prober = await stack.enter_async_context(Prober(on_change=control.probed))
+        control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=_PROBE_DEADLINE))
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
         await stack.enter_async_context(_admin_port(control, admin))
         announcer.summary(config, data, admin)

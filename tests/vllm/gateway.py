@@ -11,8 +11,9 @@ import json
 import re
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch
 MODEL, ALIAS = "tests/tiny", "little"
 PYTHON = str(COMMAND.with_name("python"))
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
+BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may make some 20 tokens, and in which they may go out
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
@@ -115,10 +117,35 @@ class Real:
         [keeper] = [each for each in self.gateway.tree() if "upstream.keeper" in each.cmdline() and MODEL in " ".join(each.cmdline())]
         return keeper
 
-    def engine(self) -> psutil.Process:
-        """vLLM's EngineCore."""
-        [engine] = [each for each in self.api_server.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]
-        return engine
+    def process(self, title: str) -> psutil.Process:
+        """Another of vLLM's processes: `EngineCore` or `Worker`."""
+        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(each.cmdline())]
+        return found
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[Callable[[], bool]], None]]:
+        """vLLM generates nothing inside the `with`, but in bursts while the function that it gives waits for a condition.
+
+        On two cores vLLM's busy engine starves its own API server: a whole answer of 1900 tokens, six seconds' work, may be
+        generated before its first byte goes out, or another request comes in. So what is to happen in mid-answer is not left to luck.
+        """
+        worker = self.process("Worker")
+
+        def work_until(condition: Callable[[], bool]) -> None:
+            bursts = iter(range(BURSTS))
+            while not condition():
+                assert next(bursts, None) is not None, "the engine works, and the condition does not come true"
+                worker.resume()
+                time.sleep(BURST)
+                worker.suspend()
+                time.sleep(PAUSE)
+
+        worker.suspend()
+        try:
+            yield work_until
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                worker.resume()
 
     def wait_until_up(self) -> None:
         process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.said[-4000:])

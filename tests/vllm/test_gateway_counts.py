@@ -110,25 +110,41 @@ def test_a_client_that_leaves_frees_the_engine(real: Real, path: str) -> None:
     request: Json = {"model": MODEL, "temperature": 0, "stream": True}
     request |= {"input": "Never stop."} if path == RESPONSES else {"messages": [user("Never stop.")], "max_tokens": ENDLESS}
     before = real.count("vllm:generation_tokens_total")
-    with httpx2.stream("POST", real.gateway.url + path, json=request, headers=HEADERS, timeout=60) as answer:
-        assert any(b"delta" in piece for piece in answer.iter_raw())  # the first of many: the engine is at work
-    check_freed(real, before, path)
+    with real.held() as work_until, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_until, b"delta", real.gateway.url + path, request)
+        work_until(reading.done)
+        assert reading.result()
+        wait_until_nothing_is_in_flight(real)
+    check_freed(real, before)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_a_client_that_leaves_before_its_answer_frees_the_engine(real: Real, path: str) -> None:
     before = real.count("vllm:generation_tokens_total")
     request = {"model": MODEL, "temperature": 0, "messages": [user("Never stop.")], "max_tokens": ENDLESS}
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(real.gateway.url + path, json=request, headers=HEADERS, timeout=0.5)
-    check_freed(real, before, path)
+    with real.held():
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(real.gateway.url + path, json=request, headers=HEADERS, timeout=1)
+        wait_until_nothing_is_in_flight(real)
+    check_freed(real, before)
 
 
-def check_freed(real: Real, before: float, path: str) -> None:
-    left = time.monotonic()
+def read_until(word: bytes, url: str, request: Json) -> bool:
+    """Read an answer until the word is in it, then leave."""
+    with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=60) as answer:
+        return any(word in piece for piece in answer.iter_raw())
+
+
+def wait_until_nothing_is_in_flight(real: Real) -> None:
+    wait_for(lambda: real.gateway.metric(f'vllm_gateway_server_inflight{{model="{MODEL}",server="{MODEL}#0"}}') == 0)
+    time.sleep(0.3)  # for the server to see that its connection has been closed
+
+
+def check_freed(real: Real, before: float) -> None:
+    """The engine, let loose again, has nothing to do, long before the answer's end."""
+    since = time.monotonic()
     wait_for(lambda: real.count("vllm:num_requests_running") == 0, seconds=10)
-    print(f"{path}: nothing is running {1000 * (time.monotonic() - left):.0f} ms after the client has left")
+    print(f"nothing is running {1000 * (time.monotonic() - since):.0f} ms later")
     made = real.count("vllm:generation_tokens_total")
     time.sleep(0.3)  # a hundred tokens' time
     assert made - before < ENDLESS and real.count("vllm:generation_tokens_total") == made
-    wait_for(lambda: real.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)

@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -38,22 +40,46 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def under_way(real: Real, pool: ThreadPoolExecutor) -> dict[str, Future[httpx2.Response]]:
-    """The requests of UNDER_WAY, each of which the engine is busy with."""
-    asked = {
-        name: pool.submit(httpx2.post, real.gateway.url + path, json=body, headers=HEADERS, timeout=60)
-        for name, (path, body) in UNDER_WAY.items()
-    }
-    wait_for(lambda: real.count("vllm:num_requests_running") == len(asked))
-    wait_for(lambda: real.count("vllm:generation_tokens_total") > real.count("vllm:num_requests_running"))
-    return asked
+@dataclass
+class Asked:
+    """A request, and what has come of its answer."""
+
+    path: str
+    body: Json
+    status: int = 0
+    text: str = ""
+
+    def read(self, url: str) -> None:
+        with httpx2.stream("POST", url + self.path, json=self.body, headers=HEADERS, timeout=60) as answer:
+            self.status = answer.status_code
+            for piece in answer.iter_text():
+                self.text += piece
+
+    @property
+    def under_way(self) -> bool:
+        """Some tokens are there (a response begins with four events of another kind)."""
+        return self.text.count("\n\n") > 6
 
 
-def check_told(answers: Mapping[str, httpx2.Response]) -> None:
+@contextmanager
+def under_way(real: Real) -> Iterator[dict[str, Asked]]:
+    """The requests of UNDER_WAY, all of them in mid-answer; their answers are read to the end when the `with` ends."""
+    asked = {name: Asked(*each) for name, each in UNDER_WAY.items()}
+    in_flight = f'vllm_gateway_server_inflight{{model="{MODEL}",server="{MODEL}#0"}}'
+    with real.held() as work_until, ThreadPoolExecutor(len(asked)) as pool:
+        reading = [pool.submit(each.read, real.gateway.url) for each in asked.values()]
+        wait_for(lambda: real.gateway.metric(in_flight) == len(asked))
+        work_until(lambda: all(each.under_way for each in asked.values() if "stream" in each.body))
+        yield asked
+        for each in reading:
+            each.result()
+
+
+def check_told(answers: Mapping[str, Asked]) -> None:
     """Everybody has heard that the server failed, in the shape of their route."""
     for name in ("chat", "completion"):
         *_, error, done, end = answers[name].text.split("\n\n")
-        assert (answers[name].status_code, done, end) == (200, "data: [DONE]", "")
+        assert (answers[name].status, done, end) == (200, "data: [DONE]", "")
         check_error(json.loads(error.removeprefix("data: ")))
     *_, error, end = answers["response"].text.split("\n\n")
     kind, data = error.split("\n")
@@ -64,9 +90,9 @@ def check_told(answers: Mapping[str, httpx2.Response]) -> None:
     assert (kind, end) == ("event: error", "")
     check_anthropic(json.loads(data.removeprefix("data: ")))
     for name in ("plain chat", "plain message"):
-        assert answers[name].status_code in {500, 502}, answers[name].text
-    check_error(answers["plain chat"].json())
-    check_anthropic(answers["plain message"].json())
+        assert answers[name].status in {500, 502}, answers[name].text
+    check_error(json.loads(answers["plain chat"].text))
+    check_anthropic(json.loads(answers["plain message"].text))
 
 
 def check_error(document: Json) -> None:
@@ -105,12 +131,10 @@ def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
     tree = [keeper, *keeper.children(recursive=True)]
     incomplete = f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="upstream"}}'
     broken_off = real.gateway.metric(incomplete)
-    with ThreadPoolExecutor(len(UNDER_WAY)) as pool:
-        asked = under_way(real, pool)
-        (real.engine() if victim == "EngineCore" else real.api_server).kill()
+    with under_way(real) as answers:
+        (real.process("EngineCore") if victim == "EngineCore" else real.api_server).kill()
         killed = time.monotonic()
-        answers = {name: future.result() for name, future in asked.items()}
-        print(f"{victim}: all clients had their end after {1000 * (time.monotonic() - killed):.0f} ms")
+    print(f"{victim}: all clients had their end after {1000 * (time.monotonic() - killed):.0f} ms")
     check_told(answers)
     assert real.gateway.metric(incomplete) - broken_off == 4  # the streams; the others got an error alone
     wait_for(lambda: not alive(tree), 20.0, why=lambda: str(alive(tree)))
@@ -120,7 +144,7 @@ def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
 
 def test_nothing_outlives_a_killed_control(real: Real) -> None:
     tree = real.gateway.tree()
-    assert {real.api_server.pid, real.engine().pid} < {each.pid for each in tree}
+    assert {real.api_server.pid, real.process("EngineCore").pid} < {each.pid for each in tree}
     words = real.keeper().cmdline()
     folder = Path(words[words.index("--folder") + 1])
     os.kill(real.gateway.process.pid, signal.SIGKILL)
