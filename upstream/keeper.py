@@ -39,8 +39,8 @@ IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 RESTORED = (*IGNORED, signal.SIGXFSZ)
 """Ignored signals stay ignored across exec; the server gets them as a shell would give them (Python itself ignores the last two)."""
 
-TRACKER_GRACE = 1.0
-"""Seconds that multiprocessing's resource trackers may outlive the rest: they unlink its segments in /dev/shm, then end by themselves."""
+TRACKER_GRACE = 5.0
+"""Seconds that multiprocessing's resource trackers may outlive the rest, at most: they unlink its segments in /dev/shm, then end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)

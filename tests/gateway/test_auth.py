@@ -30,7 +30,7 @@ def bearer(token: str) -> bytes:
 
 
 RING = Keyring(
-    [key(), key("minted", MINTED), key("old", "sk-old", expires=time.time() - 1), key("new", "sk-new", expires=time.time() + 60)]
+    [key(), key("minted", MINTED), key("old", "sk-old", expires=time.time() - 1), key("new", "sk-new", expires=time.time() + 86400)]
 )
 OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anonymous=True)])
 

@@ -180,7 +180,8 @@ def test_the_server_is_not_told_to_ignore_signals(keep: Callable[..., Kept]) -> 
     pid = kept.begin()
     until(lambda: is_called("sleep", pid))
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
-    assert int(status["SigIgn"], 16) == 0
+    # The C library's own signals, 32 and 33, are whatever our own parent left them.
+    assert int(status["SigIgn"], 16) & (1 << 31) - 1 == 0
     assert int(status["SigBlk"], 16) == 0
 
 
@@ -227,9 +228,10 @@ def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., Kept],
     kept = keep(sys.executable, str(SERVER), "m", "--uds", str(tmp_path / "s"), "--shared-memory", name)
     kept.begin()
     try:
-        until(segment.exists)
+        until((tmp_path / "s").exists)  # its segment is made, and the tracker knows of it
+        assert segment.exists()
         kept.control.sendall(b"kill\n")
-        assert kept.process.wait(5) == 0
+        assert kept.process.wait(20) == 0
         assert not segment.exists()
     finally:
         segment.unlink(missing_ok=True)
