@@ -36,11 +36,10 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-RESTORED = (*IGNORED, signal.SIGXFSZ)
-"""Ignored signals stay ignored across exec; the server gets them as a shell would give them (Python itself ignores the last two)."""
+"""By the keeper alone: ignored signals stay ignored across exec, so the server gets every one of them back at its default."""
 
 TRACKER_GRACE = 5.0
-"""Seconds that multiprocessing's resource trackers may outlive the rest, at most: they unlink its segments in /dev/shm, then end by themselves."""
+"""Seconds, at most, that multiprocessing's resource trackers may outlive the rest: they unlink its segments, then end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +234,9 @@ def _become(command: tuple[str, ...], env: Mapping[str, str], keeper: int) -> No
         if os.getppid() != keeper:
             os._exit(1)  # the keeper died before the death signal was set
         signal.set_wakeup_fd(-1)
-        for number in RESTORED:
-            signal.signal(number, signal.SIG_DFL)
+        for number in signal.valid_signals():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, env)  # noqa: S606 - the operator's command, no shell
     except (OSError, ValueError) as error:
         os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode())
