@@ -12,9 +12,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
-import orjson
+import msgspec
 
 from gateway.record import Record
 
@@ -22,40 +21,63 @@ _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what on
 _MAX_LINES = 10_000  # lines that one batch may have
 _PIPE_BUF = 4096
 _PATIENCE = 2.0  # seconds
+_encode = msgspec.json.Encoder().encode
+
+
+class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The members of a line, in their order. Durations are in milliseconds; what is not known is left out."""
+
+    time: datetime
+    request_id: str
+    key: str | None = None
+    user: str | None = None
+    endpoint: str
+    model: str | None = None
+    server: str | None = None
+    status: int
+    code: str | None = None
+    stream: bool = False
+    incomplete: str | None = None
+    request_bytes: int
+    answer_bytes: int
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    retries: int = 0
+    queue_ms: float
+    first_byte_ms: float | None = None
+    total_ms: float
+    detail: str | None = None
 
 
 def line(record: Record) -> bytes:
-    """A request as a line of JSON. Durations are in milliseconds; what is not known is left out."""
-    usage = record.usage
-    fields: dict[str, Any] = {
-        "time": datetime.fromtimestamp(record.started, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "request_id": record.id,
-        "key": record.key,
-        "user": record.user,
-        "endpoint": record.endpoint,
-        "model": record.model,
-        "server": record.server,
-        "status": record.status,
-        "code": record.code,
-        "stream": record.stream or None,
-        "incomplete": record.incomplete,
-        "request_bytes": record.request_bytes,
-        "answer_bytes": record.answer_bytes,
-        "prompt_tokens": usage.prompt if usage else None,
-        "completion_tokens": usage.completion if usage else None,
-        "cached_tokens": usage.cached if usage and usage.cached else None,
-        "reasoning_tokens": usage.reasoning if usage and usage.reasoning else None,
-        "retries": record.retries or None,
-        "queue_ms": _milliseconds(record.queued),
-        "first_byte_ms": _milliseconds(record.first_byte),
-        "total_ms": _milliseconds(record.duration),
-        "detail": record.detail,
-    }
-    return orjson.dumps({name: value for name, value in fields.items() if value is not None}, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+    """A request as a line of JSON."""
+    usage, first_byte = record.usage, record.first_byte
+    made = _Line(
+        time=datetime.fromtimestamp(record.started, UTC),
+        request_id=record.id,
+        key=record.key,
+        user=record.user,
+        endpoint=record.endpoint,
+        model=record.model,
+        server=record.server,
+        status=record.status,
+        code=record.code,
+        stream=record.stream,
+        incomplete=record.incomplete,
+        request_bytes=record.request_bytes,
+        answer_bytes=record.answer_bytes,
+        retries=record.retries,
+        queue_ms=round(record.queued * 1000, 3),
+        first_byte_ms=None if first_byte is None else round(first_byte * 1000, 3),
+        total_ms=round(record.duration * 1000, 3),
+        detail=record.detail,
+    )
+    if usage is not None:
+        made.prompt_tokens, made.completion_tokens = usage.prompt, usage.completion
+        made.cached_tokens, made.reasoning_tokens = usage.cached, usage.reasoning
+    return _encode(made) + b"\n"
 
 
 class AccessLog:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from email.utils import formatdate
 from typing import Any
 
 import uvicorn
@@ -22,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access_log import AccessLog
 from gateway.auth import Keyring
-from gateway.call import Call, request_id
-from gateway.catalog import Catalog, Entry, Target, card
+from gateway.call import Call, request_ids
+from gateway.catalog import Catalog, Entry, card
 from gateway.cors import Cors
 from gateway.edge import EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
@@ -41,7 +42,7 @@ _log = logging.getLogger("vllm_gateway.relay")
 
 
 class Relay:
-    """What serves requests by one ``State``: the ``Gate`` of the story, and the ASGI application of the other routes."""
+    """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application."""
 
     def __init__(self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog) -> None:
         self.fleet = fleet
@@ -49,9 +50,11 @@ class Relay:
         self.admission = Admission()
         self.deadlines = Deadlines()
         self.draining = False
+        self.request_ids = request_ids()
         self._log = log
         self._max_model_len: dict[str, int] = {}
         self.take(state)
+        self._tell_time()
 
     def take(self, state: State) -> None:
         """Serve by this generation from now on; what is under way keeps the one it began with."""
@@ -64,6 +67,8 @@ class Relay:
         self.keyring = Keyring(state.keys)
         self.cors = Cors(state.cors_origins)
         self.catalog = Catalog(state.models, servers)
+        self.targets = self.catalog.targets
+        self.body_limit = state.body_limit
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
@@ -73,8 +78,12 @@ class Relay:
 
     def tick(self) -> None:
         """What is done a few times a second for all requests together."""
+        self._tell_time()
         self.deadlines.tick()
         self._log.flush()
+
+    def _tell_time(self) -> None:
+        self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
     def settled(self, record: Record) -> None:
         """Count and log a finished request."""
@@ -85,13 +94,7 @@ class Relay:
 
     def protocol(self) -> Callable[..., EdgeProtocol]:
         """The protocol class of the data port's connections, bound to this relay."""
-        return functools.partial(
-            EdgeProtocol,
-            lookup=self._lookup,
-            serve=self._serve,
-            body_limit=lambda: self.state.body_limit,
-            cors_lines=self._cors_lines,
-        )
+        return functools.partial(EdgeProtocol, door=self)
 
     def server(self) -> uvicorn.Server:
         """The data port's server; its sockets are given to it when it is served."""
@@ -107,15 +110,14 @@ class Relay:
         )
         return uvicorn.Server(config)
 
-    def _lookup(self, path: str) -> Target | None:
-        return self.catalog.targets.get(path)
-
-    def _cors_lines(self, origin: bytes) -> bytes:
+    def cors_lines(self, origin: bytes) -> bytes:
+        """The headers for a page of an origin, as lines."""
         headers = self.cors.headers(origin.decode("latin-1"))
         return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
 
-    async def _serve(self, call: Call) -> None:
-        await exchange(call, self)
+    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+        """The story of a request of the data port."""
+        return exchange(call, self)
 
     # Every route that is not inference
 
@@ -141,7 +143,7 @@ class Relay:
         if mark and (not root or mounted is not None) and (not rest or rest.startswith("/")):
             _only(request, "GET")
             return self._models(request, mounted, rest[1:])
-        if path in self.catalog.targets:
+        if path.encode() in self.targets:
             _only(request, "POST")
         raise Refusal("not_found", "There is no such route.")
 
@@ -182,7 +184,7 @@ class _Accounted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
         cors = self._relay.cors.headers(None if origin is None else origin.decode("latin-1"))
-        identity, began, sent = request_id(), time.perf_counter(), {"status": 500, "bytes": 0}
+        identity, began, sent = next(self._relay.request_ids), time.perf_counter(), {"status": 500, "bytes": 0}
         scope["state"]["request_id"] = identity
 
         async def stamped(message: Any) -> None:

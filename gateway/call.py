@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a streamed body that may wait for the server, or of an answer that is not copied
 
 
-def request_id() -> str:
-    """``req_`` and 24 hexadecimal digits."""
-    return f"req_{os.urandom(12).hex()}"
+def request_ids() -> Iterator[str]:
+    """``req_`` and 24 hexadecimal digits each, without end; the system is asked for random bytes once for many."""
+    while True:
+        digits = os.urandom(12 * 256).hex()
+        for start in range(0, len(digits), 24):
+            yield "req_" + digits[start : start + 24]
 
 
 class Call:
@@ -42,21 +46,22 @@ class Call:
     )  # fmt: skip
 
     def __init__(self, edge: EdgeProtocol, target: Target, headers: dict[bytes, bytes], *, http10: bool, keep_alive: bool) -> None:
+        door = edge.door
         self._edge = edge
         self.target = target
         self.headers = headers
-        self.id = request_id()
-        self.began = edge.loop.time()
+        self.id = next(door.request_ids)
+        self.began = monotonic()
         self.http10 = http10
         self.keep_alive = keep_alive
         origin = headers.get(b"origin")
-        self._cors = b"" if origin is None else edge.cors_lines(origin)
+        self._cors = b"" if origin is None else door.cors_lines(origin)
         # The body
-        self._limit = edge.body_limit()
+        self._limit = door.body_limit
         self._received: list[bytes] = []
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects_continue = b"expect" in headers and headers[b"expect"].lower() == b"100-continue"
         self._spoilt: Refusal | None = None
         self.bytes_in = 0
         self.more_body = True
@@ -72,7 +77,7 @@ class Call:
         self.on_resume: Callable[[], None] | None = None
         # The connection
         self.disconnected = False
-        self.message_event = _Unheard()
+        self.message_event = _UNHEARD
         self.task: asyncio.Task[None] | None = None
 
     # Reading
@@ -128,7 +133,8 @@ class Call:
         self._size += len(data)
         if self._size > _UPLOAD_AHEAD and self.target.route.body is Body.FORM and self.task is not None:
             self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def spoil(self, refusal: Refusal) -> None:
         """The rest of the body is no HTTP: whoever reads it gets the refusal."""
@@ -139,8 +145,10 @@ class Call:
     def received_all(self) -> None:
         """The body is in."""
         self.more_body = False
-        self._edge.flow.resume_reading()
-        self._wake()
+        if self._edge.flow.read_paused:
+            self._edge.flow.resume_reading()
+        if self._waiter is not None:
+            self._wake()
 
     # Writing
 
@@ -152,7 +160,9 @@ class Call:
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer in one write. ``headers`` are lines that end with CRLF."""
         self.begin(status, headers, len(body), body)
-        self.finish()
+        if not self.disconnected:
+            self.response_complete = True
+            self._edge.on_call_complete(self)
 
     def begin(self, status: int, headers: bytes, length: int | None, body: bytes = b"", *, events: bool = False) -> None:
         """The head, with the first bytes of the body; without a length the body is chunked.
@@ -184,7 +194,7 @@ class Call:
             headers,
             self._cors,
             framing,
-            self._edge.date_line(),
+            self._edge.door.date_line,
         )
         self._put(head, body)
 
@@ -217,6 +227,10 @@ class Call:
         self.keep_alive = False
         self._edge.transport.abort()
 
+    def settled(self) -> None:
+        """Its story is over."""
+        self._edge.on_call_settled(self)
+
     # What the edge tells
 
     def lost(self) -> None:
@@ -232,3 +246,6 @@ class _Unheard:
 
     def set(self) -> None:
         """Nothing waits here."""
+
+
+_UNHEARD = _Unheard()

@@ -41,9 +41,9 @@ class Catalog:
         self.entries = tuple(Entry(model, Pool([servers[spec.name] for spec in model.servers], model.balance)) for model in models)
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
-        self.targets: dict[str, Target] = {path: Target(route) for path, route in ROUTES.items()}
+        self.targets: dict[bytes, Target] = {path.encode(): Target(route) for path, route in ROUTES.items()}
         for mount, entry in self._mounts.items():
-            self.targets.update({mount + path: Target(route, entry) for path, route in ROUTES.items()})
+            self.targets.update({(mount + path).encode(): Target(route, entry) for path, route in ROUTES.items()})
         self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
 
     def mounted(self, path: str, suffix: str) -> Entry | None:

@@ -10,13 +10,13 @@ client leaves, every call on its connection is told at once; requests are answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.call import Call, request_id
+from gateway.call import Call
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
 
@@ -33,40 +33,43 @@ KEEP_ALIVE = 75.0
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
 
-Serve = Callable[["Call"], Coroutine[Any, Any, None]]
-Lookup = Callable[[str], Target | None]
-CorsLines = Callable[[bytes], bytes]
+
+class Door(Protocol):
+    """What a connection needs of its relay."""
+
+    request_ids: Iterator[str]
+    body_limit: int
+    """Bytes that a body may have."""
+    date_line: bytes
+    """The Date header of this second."""
+
+    @property
+    def targets(self) -> Mapping[bytes, Target]:
+        """What can be asked, by its path."""
+
+    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+        """The story of a request."""
+
+    def cors_lines(self, origin: bytes) -> bytes:
+        """The headers for a page of an origin."""
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with the inference routes taken out of it.
-
-    ``lookup`` finds the target of a path, ``serve`` is the story, ``body_limit`` the bytes a body may have,
-    ``cors_lines`` the headers for a page of an origin.
-    """
+    """uvicorn's protocol, with the inference routes taken out of it."""
 
     cycle: Any  # uvicorn's RequestResponseCycle or a Call
     pipeline: Any
 
-    def __init__(
-        self, *args: Any, lookup: Lookup, serve: Serve, body_limit: Callable[[], int], cors_lines: CorsLines, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, door: Door, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lookup = lookup
-        self._serve = serve
-        self.body_limit = body_limit
-        self.cors_lines = cors_lines
+        self.door = door
         self._call: Call | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._lingering = False
         self._resuming = False
-        self.quiet_since: float | None = self.loop.time()
-        """When the connection fell idle; None while a request is in progress."""
-
-    def date_line(self) -> bytes:
-        """The Date header, as uvicorn's clock has it."""
-        return b"".join(b"%b: %b\r\n" % line for line in self.server_state.default_headers)
+        self.quiet_since: float | None = None
+        """When the connection was first seen idle; None since it last said something."""
 
     # Transport callbacks
 
@@ -115,21 +118,21 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if not self._resuming:
             self._incoming = None
-            super().on_message_begin()
+            self.url = b""
+            self.headers = []
 
     def on_url(self, url: bytes) -> None:
-        if self._resuming:
-            return
-        super().on_url(url)
-        if len(self.url) > MAX_HEAD:
-            raise _head_too_large()
+        if not self._resuming:
+            self.url += url
+            if len(self.url) > MAX_HEAD:
+                raise _head_too_large()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._resuming:
             return
         if len(self.headers) >= MAX_HEADERS:
             raise _head_too_large()
-        super().on_header(name, value)
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._resuming:
@@ -137,22 +140,32 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         if self._lingering:
             return
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
-            raise _head_too_large()
-        if self._busy and len(self.pipeline) >= MAX_PIPELINED:
+        if self._head_size > MAX_HEAD and len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
+            raise _head_too_large()  # what came may hold a part of the body as well, so it is counted only when it might be too much
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
-        target = self._lookup(self.url.partition(b"?")[0].decode("latin-1")) if self.parser.get_method() == b"POST" else None
-        if target is None:
-            super().on_headers_complete()
-            self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
+        parser, targets = self.parser, self.door.targets
+        target = targets.get(self.url) or (targets.get(self.url.partition(b"?")[0]) if b"?" in self.url else None)
+        if target is None or parser.get_method() != b"POST":
+            self._leave_to_starlette()
             return
-        http10 = self.parser.get_http_version() == "1.0"
-        call = Call(self, target, _unique(self.headers), http10=http10, keep_alive=self.parser.should_keep_alive())
-        self._incoming = call
-        if self._busy:
+        http10 = parser.get_http_version() == "1.0"
+        call = self._incoming = Call(self, target, _unique(self.headers), http10=http10, keep_alive=parser.should_keep_alive())
+        if busy:
             self.pipeline.appendleft((call, self.app))
         else:
             self._start(call)
+
+    def _leave_to_starlette(self) -> None:
+        """Let uvicorn have the head after all; for ours its scope is never made."""
+        url, headers = self.url, self.headers
+        super().on_message_begin()
+        self.url, self.headers = url, headers
+        self.scope["headers"] = headers
+        self.expect_100_continue = any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+        super().on_headers_complete()
+        self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
 
     def on_body(self, body: bytes) -> None:
         self._head_size = 0
@@ -160,10 +173,11 @@ class EdgeProtocol(HttpToolsProtocol):
             self._incoming.received(body)  # no other route reads its body
 
     def on_message_complete(self) -> None:
-        if self._incoming is not None and self.parser.should_upgrade():
+        call = self._incoming
+        if call is not None and self.parser.should_upgrade():
             return  # its body comes all the same: see _read_on
         self._head_size = 0
-        call, self._incoming = self._incoming, None
+        self._incoming = None
         if call is not None:
             call.received_all()
             if call.response_complete:
@@ -196,9 +210,12 @@ class EdgeProtocol(HttpToolsProtocol):
     def _start(self, call: Call) -> None:
         self.cycle = self._call = call
         self.quiet_since = None
-        call.task = task = self.loop.create_task(self._serve(call))
+        call.task = task = self.loop.create_task(self.door.serve(call))
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+
+    def on_call_settled(self, call: Call) -> None:
+        """Nothing more happens for it. The task tells it itself: a callback for its end would be one more turn of the loop."""
+        self.tasks.discard(call.task)
 
     def _start_asgi_task(self, cycle: Any, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):
@@ -217,8 +234,6 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._busy:
-            self.quiet_since = self.loop.time()
         self._unset_keepalive_if_required()  # check_idle does it for all connections with one clock
 
     def _close_or_wait(self, call: Call) -> None:
@@ -227,9 +242,7 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-            return
-        self.quiet_since = self.loop.time()
-        if self.flow.write_paused:
+        elif self.flow.write_paused:
             self.flow.pause_reading()  # whoever does not read its answers is not asked for more
 
     def _linger(self) -> None:
@@ -239,8 +252,12 @@ class EdgeProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER, self.transport.close)
 
     def check_idle(self, now: float) -> None:
-        """Close the connection if it has been idle for too long."""
-        if self.quiet_since is not None and now - self.quiet_since > KEEP_ALIVE:
+        """Close the connection if it has been idle for too long. Called every second or so with ``time.monotonic``."""
+        if self._busy:
+            return
+        if self.quiet_since is None:
+            self.quiet_since = now
+        elif now - self.quiet_since > KEEP_ALIVE:
             self.transport.close()
 
     def _refuse_bytes(self, refusal: Refusal) -> None:
@@ -259,7 +276,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         body = render(refusal)
         lines = b"content-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n"
-        head = STATUS_LINE[refusal.row.status] + lines % (request_id().encode(), len(body)) + self.date_line()
+        head = STATUS_LINE[refusal.row.status] + lines % (next(self.door.request_ids).encode(), len(body)) + self.door.date_line
         self.transport.write(head + b"\r\n" + body)
         self._linger()
 

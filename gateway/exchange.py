@@ -3,7 +3,7 @@
 accept → authenticate → admit → read the body → merge ``extra_body`` → resolve and authorise the model → apply
 policy → choose a server → send → relay → settle usage → metrics and log.
 
-The rules: everything taken is given back by the ``with`` that took it; every way out passes ``_Ending``, so a
+The rules: everything taken is given back by the ``with`` that took it; every way out passes ``Account``, so a
 request is settled once; errors are told to the client in one place.
 """
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from time import monotonic, time
 from types import TracebackType
 from typing import Protocol
+
+import msgspec
+from msgspec import field
 
 from gateway.auth import Keyring
 from gateway.call import Call
@@ -27,7 +30,7 @@ from gateway.payload import merge, parse, prepare
 from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
-from gateway.state import Key, Model, State
+from gateway.state import Key, State
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
 from upstream.errors import UpstreamError
@@ -58,16 +61,17 @@ class Gate(Protocol):
 
 async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
-    account = Account(call)
-    with _Ending(account, gate):
+    with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
         catalog = gate.catalog  # one generation for the whole request
         with gate.admission.ticket(key):
-            outbound = await (_form if call.target.route.body is Body.FORM else _json)(call, catalog, account, key)
-            with (
-                _Counted(gate, outbound.entry.model),
-                Attempt(outbound.entry.pool, outbound.entry.model.timeouts, gate.deadlines) as attempt,
-            ):
+            _check_media_type(call)
+            if call.target.route.body is Body.FORM:
+                outbound = await _form(call, catalog, account, key)
+            else:
+                outbound = _json(await _body(call, account), call, catalog, account, key)
+            model = outbound.entry.model
+            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines) as attempt:
                 account.attempt = attempt
                 answer = await attempt.answer(outbound.compose, outbound.upload)
                 account.answered(answer, outbound)
@@ -84,12 +88,18 @@ def _authenticate(call: Call, gate: Gate) -> Key:
     return gate.keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key") if call.target.route.anthropic else None)
 
 
-async def _json(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
-    """The body of a JSON route: read, merged, authorised, made fit to send."""
-    _check_media_type(call, b"application/json", b"")
-    asked = account.now()
+async def _body(call: Call, account: Account) -> bytes:
+    """The whole body of a JSON route."""
+    if not call.more_body:
+        return await call.body()
+    asked = monotonic()
     body = await call.body()
-    account.waited_since(asked)
+    account.waited += monotonic() - asked
+    return body
+
+
+def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
+    """The body of a JSON route: merged, authorised, made fit to send."""
     document = merge(parse(body))
     account.user = document.get("user")
     name = named_model(document, call.target.mounted)
@@ -101,22 +111,24 @@ async def _json(call: Call, catalog: Catalog, account: Account, key: Key) -> Out
 
 async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
     """The body of a form route: read up to its model, authorised; the rest is streamed on."""
-    _check_media_type(call, b"multipart/form-data")
     form = Form.of(call.headers[b"content-type"])
-    asked = account.now()
+    asked = monotonic()
     name = await form.read_model(call.next_bytes)
-    account.waited_since(asked)
+    account.waited += monotonic() - asked
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     return Outbound.of_form(call, entry, name, form)
 
 
-def _check_media_type(call: Call, *allowed: bytes) -> None:
-    """Raises Refusal unsupported_media_type for another type or an encoding."""
-    kind = call.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind not in allowed:
+_MEDIA_TYPES = {Body.JSON: (b"application/json", b""), Body.FORM: (b"multipart/form-data",)}
+
+
+def _check_media_type(call: Call) -> None:
+    """Raises Refusal unsupported_media_type for another type than the route's, or an encoding."""
+    allowed, given = _MEDIA_TYPES[call.target.route.body], call.headers.get(b"content-type", b"")
+    if given not in allowed and given.partition(b";")[0].strip().lower() not in allowed:
         raise Refusal("unsupported_media_type", f"The content type must be {allowed[0].decode()}.")
-    if call.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+    if b"content-encoding" in call.headers and call.headers[b"content-encoding"].lower() != b"identity":
         raise Refusal("unsupported_media_type", "A compressed body is not accepted.")
 
 
@@ -124,7 +136,7 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
         body = await answer.collect(_ERROR_BODY_LIMIT)
-        raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.header(b"retry-after"))
+        raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.headers.get(b"retry-after"))
     if is_stream(answer):
         relay: BodyRelay | EventRelay = EventRelay(
             call,
@@ -142,45 +154,112 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     await relay.run()
 
 
-class _Counted:
-    """The gauge of requests in flight, for the length of a ``with``."""
-
-    __slots__ = ("_cells",)
-
-    def __init__(self, gate: Gate, model: Model) -> None:
-        self._cells = gate.metrics.in_flight(model.id)
-
-    def __enter__(self) -> None:
-        self._cells[0] += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._cells[0] -= 1
-
-
 # The end
 
 
-class _Ending:
-    """Tells the client what went wrong, whatever it was, and settles the request once: on every way out of the ``with``."""
+class Account(msgspec.Struct, eq=False):
+    """What is known of a request so far, and its end: on every way out of the ``with`` the client is told what went wrong,
+    whatever it was, and the request is settled, once.
 
-    __slots__ = ("_account", "_gate")
+    ``started`` is since the epoch, every other time ``time.monotonic``; ``waited`` are the seconds in which the gateway
+    waited for its client.
+    """
 
-    def __init__(self, account: Account, gate: Gate) -> None:
-        self._account = account
-        self._gate = gate
+    call: Call
+    gate: Gate
+    started: float = field(default_factory=time)
+    key: Key | None = None
+    entry: Entry | None = None
+    attempt: Attempt | None = None
+    passing: Passing | None = None
+    stream: bool = False
+    user: object = None
+    code: str | None = None
+    incomplete: str | None = None
+    detail: str | None = None
+    waited: float = 0.0
+    composed_at: float | None = None
+    answer_at: float = 0.0
+    upstream_first: float = 0.0
 
-    def __enter__(self) -> None:
-        """The request begins with its account."""
+    def __enter__(self) -> Account:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        account = self._account
         try:
-            refusal = _refusal_for(error, account) if error is not None else None
-            if refusal is not None:
-                _refuse(account, refusal)
+            if error is not None:
+                self._failed(error)
         finally:
-            self._gate.settled(account.settle(with_user=self._gate.state.log_user))
+            self.gate.settled(self._record())
+            self.call.settled()
         return isinstance(error, Exception | asyncio.CancelledError)
+
+    def _failed(self, error: BaseException) -> None:
+        refusal = _refusal_for(error, self)
+        if refusal is not None:
+            _refuse(self, refusal)
+
+    def answered(self, answer: Answer, outbound: Outbound) -> None:
+        """The first bytes of an answer are here."""
+        self.composed_at = outbound.composed_at
+        self.upstream_first = answer.last_byte
+        self.answer_at = monotonic()
+
+    @property
+    def delivered(self) -> bool:
+        """The client has the whole answer."""
+        return self.passing is not None and self.passing.delivered
+
+    def cancelled(self) -> None:
+        """The client has left, or the drain's time is over."""
+        if not self.delivered:
+            self.incomplete = "client" if self.call.disconnected else "drain"
+
+    def upstream_failed(self, error: UpstreamError) -> None:
+        """The server gave no whole answer; the words are for the log."""
+        self.detail = str(error)
+        if self.attempt is not None and error not in self.attempt.failures:
+            self.attempt.failures.append(error)
+
+    def _record(self) -> Record:
+        now = monotonic()
+        call, passing, attempt = self.call, self.passing or _NOTHING, self.attempt
+        if passing.failure is not None and call.events:
+            self.code, self.incomplete = passing.failure.code, "upstream"
+        elif passing.aborted:
+            self.incomplete = "upstream"
+        began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
+        # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
+        overhead = (self.composed_at or now) - began - self.waited + self.answer_at - self.upstream_first
+        return Record(
+            id=call.id,
+            started=self.started,
+            endpoint=call.target.route.endpoint,
+            status=CLIENT_CLOSED_REQUEST if call.disconnected and not self.delivered else call.status,
+            code=self.code,
+            key=self.key.id if self.key else None,
+            model=self.entry.model.id if self.entry else None,
+            server=attempt.last if attempt else None,
+            stream=self.stream,
+            request_bytes=call.bytes_in,
+            answer_bytes=call.bytes_out,
+            usage=passing.usage,
+            incomplete=self.incomplete,
+            retries=attempt.retries if attempt else 0,
+            duration=now - began,
+            overhead=overhead if overhead > 0.0 else 0.0,
+            queued=0.0,
+            first_byte=None if first_byte is None else first_byte - began,
+            first_token=None if first_token is None else first_token - began,
+            gaps=passing.gaps,
+            user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
+            failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt and attempt.failures else (),
+            detail=self.detail,
+        )
+
+
+_NOTHING = Passing()
+"""What passed where nothing did."""
 
 
 def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
@@ -222,102 +301,3 @@ def _refuse(account: Account, refusal: Refusal) -> None:
         b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in refusal.headers.items()
     )
     call.respond(refusal.row.status, headers, render(refusal, anthropic=call.target.route.anthropic))
-
-
-class Account:
-    """What is known of a request so far; ``settle`` makes it the record. Times are the loop's."""
-
-    __slots__ = ("_clock", "_upstream_first", "_waited", "answer_at", "attempt", "call", "code", "composed_at", "detail", "entry",
-                 "incomplete", "key", "passing", "started", "stream", "user")  # fmt: skip
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.started = time.time()
-        self.key: Key | None = None
-        self.entry: Entry | None = None
-        self.attempt: Attempt | None = None
-        self.passing: Passing | None = None
-        self.stream = False
-        self.user: object = None
-        self.code: str | None = None
-        self.incomplete: str | None = None
-        self.detail: str | None = None
-        self._clock = asyncio.get_running_loop().time
-        self._waited = 0.0
-        self.composed_at: float | None = None
-        self.answer_at: float | None = None
-        self._upstream_first: float | None = None
-
-    def waited_since(self, moment: float) -> None:
-        """The gateway has waited for its client since then."""
-        self._waited += self._clock() - moment
-
-    def now(self) -> float:
-        """The loop's time."""
-        return self._clock()
-
-    def answered(self, answer: Answer, outbound: Outbound) -> None:
-        """The first bytes of an answer are here."""
-        self.composed_at = outbound.composed_at
-        self._upstream_first = answer.last_byte
-        self.answer_at = self._clock()
-
-    @property
-    def delivered(self) -> bool:
-        """The client has the whole answer."""
-        return self.passing is not None and self.passing.delivered
-
-    def cancelled(self) -> None:
-        """The client has left, or the drain's time is over."""
-        if not self.delivered:
-            self.incomplete = "client" if self.call.disconnected else "drain"
-
-    def upstream_failed(self, error: UpstreamError) -> None:
-        """The server gave no whole answer; the words are for the log."""
-        self.detail = str(error)
-        if self.attempt is not None and error not in self.attempt.failures:
-            self.attempt.failures.append(error)
-
-    def settle(self, *, with_user: bool) -> Record:
-        """The record of this request."""
-        call, passing, attempt = self.call, self.passing or Passing(), self.attempt
-        if passing.failure is not None and call.events:
-            self.code, self.incomplete = passing.failure.code, "upstream"
-        elif passing.aborted:
-            self.incomplete = "upstream"
-        return Record(
-            id=call.id,
-            started=self.started,
-            endpoint=call.target.route.endpoint,
-            status=CLIENT_CLOSED_REQUEST if call.disconnected and not self.delivered else call.status,
-            code=self.code,
-            key=self.key.id if self.key else None,
-            model=self.entry.model.id if self.entry else None,
-            server=attempt.last if attempt else None,
-            stream=self.stream,
-            request_bytes=call.bytes_in,
-            answer_bytes=call.bytes_out,
-            usage=passing.usage,
-            incomplete=self.incomplete,
-            retries=attempt.retries if attempt else 0,
-            duration=self._clock() - call.began,
-            overhead=self._overhead(),
-            queued=0.0,
-            first_byte=_since(call.began, passing.first_byte),
-            first_token=_since(call.began, passing.first_token),
-            gaps=passing.gaps,
-            user=self.user[:_USER_LIMIT] if with_user and isinstance(self.user, str) else None,
-            failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt else (),
-            detail=self.detail,
-        )
-
-    def _overhead(self) -> float:
-        """Time in the gateway before the request went out and between the answer's first byte and its relay."""
-        call = self.call
-        before = (self.composed_at or self._clock()) - call.began - self._waited
-        after = self.answer_at - self._upstream_first if self.answer_at and self._upstream_first else 0.0
-        return max(before + after, 0.0)
-
-
-def _since(start: float, moment: float | None) -> float | None:
-    return None if moment is None else moment - start

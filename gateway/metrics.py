@@ -18,10 +18,11 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.auth import AUTH_REASONS
-from gateway.record import Record
+from gateway.record import GapCounts, Record
 from gateway.routes import ENDPOINTS
 from gateway.scoreboard import Board, Cells
 from gateway.state import State
+from gateway.usage import Usage
 
 PREFIX = "vllm_gateway_"
 OTHER = "other"
@@ -99,10 +100,10 @@ class Series:
         return cls(family, tuple(labels))
 
 
-def observe(cells: Cells, buckets: Sequence[float], value: float, times: int = 1) -> None:
+def observe(cells: Cells, buckets: Sequence[float], value: float) -> None:
     """Count a value in a histogram's cells: one per bucket, then the sum."""
-    cells[bisect_left(buckets, value)] += times
-    cells[-1] += value * times
+    cells[bisect_left(buckets, value)] += 1
+    cells[-1] += value
 
 
 class RelayMetrics:
@@ -111,6 +112,9 @@ class RelayMetrics:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._cells: dict[tuple[str, ...], Cells] = {}
+        self._outcomes: dict[tuple[str, str, int], tuple[Cells, Cells]] = {}
+        self._tokens: dict[tuple[str, str], tuple[Cells, ...]] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._overhead = self.cells("overhead_seconds")
         self._reset_gauges()
 
@@ -145,38 +149,80 @@ class RelayMetrics:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
 
-    def in_flight(self, model: str) -> Cells:
-        return self.cells("inflight_requests", model)
+    def in_flight(self, model: str) -> InFlight:
+        """The gauge of a model's requests, to be held by each of them in a ``with``."""
+        return self._in_flight.get(model) or self._in_flight.setdefault(model, InFlight(self.cells("inflight_requests", model)))
 
     def auth_failed(self, code: str) -> None:
         self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""
-        cells, model = self.cells, record.model or OTHER
-        cells("requests_total", model, record.endpoint, str(record.status))[0] += 1
-        observe(cells("request_duration_seconds", model, record.endpoint), _DURATION, record.duration)
+        model = record.model or OTHER
+        requests, durations = self._outcome(model, record.endpoint, record.status)
+        requests[0] += 1
+        observe(durations, _DURATION, record.duration)
         observe(self._overhead, _OVERHEAD, record.overhead)
-        if record.first_token is not None:
-            observe(cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
-        if record.gaps is not None:
-            between = cells("inter_token_latency_seconds", model)
-            for index, count in enumerate(record.gaps.counts):
-                if count:
-                    between[index] += count
-            between[-1] += record.gaps.total
         if record.usage is not None and record.key is not None:
-            usage = record.usage
-            for kind, tokens in zip(_TOKEN_TYPES, (usage.prompt, usage.completion, usage.cached, usage.reasoning), strict=True):
-                cells("tokens_total", record.key, model, kind)[0] += tokens
+            self._count_tokens(record.key, model, record.usage)
+        if record.gaps is not None:
+            self._count_stream(record, model, record.gaps)
+        if record.code is not None or record.incomplete is not None or record.failures:
+            self._count_failures(record, model)
+
+    def _outcome(self, model: str, endpoint: str, status: int) -> tuple[Cells, Cells]:
+        key = (model, endpoint, status)
+        found = self._outcomes.get(key)
+        if found is None:
+            requests = self.cells("requests_total", model, endpoint, str(status))
+            found = self._outcomes[key] = (requests, self.cells("request_duration_seconds", model, endpoint))
+        return found
+
+    def _count_tokens(self, key: str, model: str, usage: Usage) -> None:
+        cells = self._tokens.get((key, model))
+        if cells is None:
+            cells = self._tokens[key, model] = tuple(self.cells("tokens_total", key, model, kind) for kind in _TOKEN_TYPES)
+        prompt, completion, cached, reasoning = cells
+        prompt[0] += usage.prompt
+        completion[0] += usage.completion
+        if usage.cached:
+            cached[0] += usage.cached
+        if usage.reasoning:
+            reasoning[0] += usage.reasoning
+
+    def _count_stream(self, record: Record, model: str, gaps: GapCounts) -> None:
+        if record.first_token is not None:
+            observe(self.cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
+        between = self.cells("inter_token_latency_seconds", model)
+        for index, count in enumerate(gaps.counts):
+            if count:
+                between[index] += count
+        between[-1] += gaps.total
+
+    def _count_failures(self, record: Record, model: str) -> None:
         for server, reason in record.failures:
-            cells("server_failures_total", model, server, reason)[0] += 1
+            self.cells("server_failures_total", model, server, reason)[0] += 1
         if record.retries:
-            cells("retries_total", model)[0] += record.retries
+            self.cells("retries_total", model)[0] += record.retries
         if record.incomplete is not None:
-            cells("incomplete_total", model, record.incomplete)[0] += 1
+            self.cells("incomplete_total", model, record.incomplete)[0] += 1
         if record.code is not None and record.code in AUTH_REASONS:
             self.auth_failed(record.code)
+
+
+class InFlight:
+    """A gauge that goes up and down with the ``with`` blocks that are in it."""
+
+    __slots__ = ("_cells",)
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+
+    def __enter__(self) -> None:
+        self._cells[0] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._cells[0] -= 1
 
 
 class Gaps:

@@ -6,9 +6,10 @@ gateway knows: the server's own key, our request id, and the type of a body that
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
 
 from gateway.call import Call
 from gateway.catalog import Entry
@@ -16,11 +17,10 @@ from gateway.form import Form
 from gateway.payload import Prepared
 from gateway.translate import Translation
 from upstream.attempt import Upload
-from upstream.server import ServerSpec
+from upstream.server import Server
 
 
-@dataclass(slots=True)
-class Outbound:
+class Outbound(msgspec.Struct):
     """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written."""
 
     call: Call
@@ -63,21 +63,17 @@ class Outbound:
             call, entry, name, encode, form.content_type, framing, call.target.route.upstream, call.target.route.input_field, upload=upload
         )
 
-    def compose(self, server: ServerSpec) -> tuple[bytes, bytes]:
+    def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
-        body = self.encode(server.model)
-        path = server.address.prefix + self.path
-        key = b"authorization: Bearer %b\r\n" % server.api_key.encode() if server.api_key else b""
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
-            path.encode(),
-            server.address.authority.encode(),
-            key,
+        body = self.encode(server.spec.model)
+        head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
+            server.head(self.path),
             self.content_type,
             self.call.id.encode(),
             self.framing(body),
         )
         if self.composed_at is None:
-            self.composed_at = asyncio.get_running_loop().time()
+            self.composed_at = monotonic()
         return head, body
 
 

@@ -8,10 +8,10 @@ client's own bytes never are. So what was authorised is what is dispatched, what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import orjson
 
 from gateway.errors import Refusal
@@ -25,8 +25,7 @@ MAX_DEPTH = 64
 Document = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A body that may be sent: ``document`` lacks only the model's name at the server.
 
     ``hides_usage`` says that the usage event is there for the gateway and not for the client; ``upstream`` is the
@@ -43,7 +42,8 @@ class Prepared:
 
     def encode(self, served_model: str) -> bytes:
         """The bytes for a server that knows the model by this name."""
-        return orjson.dumps({**self.document, "model": served_model})
+        self.document["model"] = served_model
+        return orjson.dumps(self.document)
 
 
 def parse(body: bytes) -> Document:
@@ -82,11 +82,11 @@ def merge(document: Document) -> Document:
 
 
 def prepare(document: Document, model: Model, route: Route) -> Prepared:
-    """Apply the policy of a model to a merged body. Raises Refusal for what may not be sent."""
-    allowed = dict(document)
-    _refuse_or_strip(allowed)
-    document = {**model.defaults, **allowed, **model.overrides}  # the operator may set what clients may not
-    if route.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
+    """Apply the policy of a model to a merged body, which is taken over. Raises Refusal for what may not be sent."""
+    _refuse_or_strip(document)
+    if model.defaults or model.overrides:
+        document = {**model.defaults, **document, **model.overrides}  # the operator may set what clients may not
+    if route.guided:
         _translate_guided(document)
     upstream, input_field, translation = route.upstream, route.input_field, None
     if route.dialect is Dialect.CHAT:
@@ -120,10 +120,11 @@ FORBIDDEN = _STRIPPED | _REFUSED
 
 def _refuse_or_strip(document: Document) -> None:
     """Strip what is the gateway's to say; refuse, by name, what would change the answer if it went missing."""
-    for name in FORBIDDEN & document.keys():
-        if name in _REFUSED and document[name] is not None and document[name] is not False:
-            raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
-        del document[name]
+    if not FORBIDDEN.isdisjoint(document):
+        for name in FORBIDDEN & document.keys():
+            if name in _REFUSED and document[name] is not None and document[name] is not False:
+                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
+            del document[name]
     kwargs = document.get("chat_template_kwargs")
     if isinstance(kwargs, dict) and "chat_template" in kwargs:
         raise Refusal("invalid_value", "The field 'chat_template' is not allowed here.", param="chat_template_kwargs.chat_template")
@@ -150,10 +151,9 @@ _GUIDED_ALL = frozenset((*_GUIDED, *_GUIDED_OPTIONS, "guided_decoding_backend"))
 
 def _translate_guided(document: Document) -> None:
     """``guided_*`` → ``structured_outputs``. Raises Refusal when two constraints are given."""
-    given = _GUIDED_ALL & document.keys()
-    if not given:
+    if _GUIDED_ALL.isdisjoint(document):
         return
-    values = {name: document.pop(name) for name in given}
+    values = {name: document.pop(name) for name in _GUIDED_ALL & document.keys()}
     constraints = {name: value for name, value in values.items() if name in _GUIDED and value is not None}
     if not constraints:
         return

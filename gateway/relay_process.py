@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from time import monotonic
 
 import uvicorn
 import uvloop
@@ -108,15 +109,15 @@ class _Process:
 
     async def _tick(self) -> None:
         count = 0
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK)
             count += 1
             self.relay.tick()
             if count % _SWEEP_EVERY == 0:
                 self.relay.fleet.sweep()
+                now = monotonic()
                 for connection in self._connections():
-                    connection.check_idle(loop.time())
+                    connection.check_idle(now)
 
     def _connections(self) -> list[EdgeProtocol]:
         assert self._server is not None

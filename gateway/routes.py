@@ -7,7 +7,7 @@ root), the ``endpoint`` label of the metrics, the dialect of its answers, and ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -42,10 +42,14 @@ class Route:
     injects: bool = False
     input_field: str = "input"
 
-    @property
-    def anthropic(self) -> bool:
-        """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
-        return self.dialect is Dialect.MESSAGES
+    anthropic: bool = field(init=False)
+    """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
+    guided: bool = field(init=False)
+    """The constraints on the output have had older names there."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
+        object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
 
 
 def _plain(path: str, upstream: str | None = None, endpoint: str | None = None) -> Route:

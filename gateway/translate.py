@@ -38,11 +38,25 @@ def translate(document: Document) -> tuple[Document, str | None, Translation | N
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
-    if _has_developer(document["messages"]):
+    developer, functions = _old_words(document["messages"])
+    if developer:
         document = {**document, "messages": _as_system(document["messages"])}
-    if document.get("functions") is not None or _speaks_functions(document["messages"]):
+    if functions or document.get("functions") is not None:
         return _tools(document), None, Functions() if document.get("functions") is not None else None
     return document, None, None
+
+
+def _old_words(messages: Any) -> tuple[bool, bool]:
+    """Whether a conversation holds ``developer`` messages, and function calls or their results."""
+    developer = functions = False
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            role = message.get("role")
+            if role == "developer":
+                developer = True
+            elif role == "function" or (message.get("function_call")):
+                functions = True
+    return developer, functions
 
 
 # A raw prompt
@@ -120,10 +134,6 @@ def _token(token: str, logprob: float | None) -> Document:
 # Developer messages
 
 
-def _has_developer(messages: Any) -> bool:
-    return isinstance(messages, list) and any(isinstance(message, dict) and message.get("role") == "developer" for message in messages)
-
-
 def _as_system(messages: list[Any]) -> list[Any]:
     """``developer`` is what ``system`` was. One that follows a system message is joined to it, since templates take one."""
     renamed: list[Any] = []
@@ -155,13 +165,6 @@ def _parts(content: Any) -> list[Any]:
 # Functions
 
 _CALL_ID = "call_function_{}"
-
-
-def _speaks_functions(messages: Any) -> bool:
-    """Whether a conversation holds calls or results in the old words."""
-    return isinstance(messages, list) and any(
-        isinstance(message, dict) and (message.get("role") == "function" or message.get("function_call")) for message in messages
-    )
 
 
 def _tools(document: Document) -> Document:

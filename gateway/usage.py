@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
 USAGE = b'"usage":'
@@ -18,8 +18,7 @@ _MEMBER = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _CARRY = 2 * 1024  # bytes kept between two reads: more than any usage object has
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one exchange. ``cached`` is part of ``prompt``, ``reasoning`` part of ``completion``."""
 
     prompt: int = 0
@@ -34,17 +33,18 @@ def read(member: Mapping[str, Any]) -> Usage | None:
     completion = _count(member, "completion_tokens", "output_tokens")
     if prompt is None and completion is None:
         return None
-    inward = member.get("prompt_tokens_details") or member.get("input_tokens_details") or {}
-    outward = member.get("completion_tokens_details") or member.get("output_tokens_details") or {}
-    cached = _count(inward, "cached_tokens") or _count(member, "cache_read_input_tokens") or 0
-    return Usage(prompt or 0, completion or 0, cached, _count(outward, "reasoning_tokens") or 0)
+    inward = member.get("prompt_tokens_details") or member.get("input_tokens_details")
+    outward = member.get("completion_tokens_details") or member.get("output_tokens_details")
+    cached = (_count(inward, "cached_tokens") if inward else None) or _count(member, "cache_read_input_tokens") or 0
+    return Usage(prompt or 0, completion or 0, cached, (_count(outward, "reasoning_tokens") if outward else None) or 0)
 
 
 def _count(member: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = member.get(name) if isinstance(member, dict) else None
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
+    if isinstance(member, dict):
+        for name in names:
+            value = member.get(name)
+            if type(value) is int and value >= 0:  # JSON's true is no count
+                return value
     return None
 
 
@@ -54,12 +54,12 @@ def find(data: bytes) -> Usage | None:
     The last, because vLLM echoes parts of a request (metadata, tool schemas) before it and nothing after it
     (vllm/entrypoints/openai/*/protocol.py, the order of the fields).
     """
-    if data.find(USAGE) < 0:
-        return None
-    for member in reversed(_MEMBER.findall(data)):
-        usage = _parsed(member)
-        if usage is not None:
+    start = data.rfind(USAGE)
+    while start >= 0:
+        member = _MEMBER.match(data, start)
+        if member is not None and (usage := _parsed(member[1])) is not None:
             return usage
+        start = data.rfind(USAGE, 0, start)
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from time import monotonic
 from types import TracebackType
 
 from upstream.connection import Connection, Headers
@@ -22,7 +23,7 @@ MAX_ATTEMPTS = 2
 _JOIN = 16 * 1024  # bytes up to which copying a body behind its head is cheaper than a second write
 _HOLD = 1024 * 1024  # bytes of an answer that may wait for their reader before the server is paused
 
-Compose = Callable[[ServerSpec], tuple[bytes, bytes]]
+Compose = Callable[[Server], tuple[bytes, bytes]]
 """Makes the request's head and body for the server that was chosen."""
 
 Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -49,10 +50,10 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._uploading = False
-        self.sent = self._loop.time()
+        self.sent = monotonic()
         self.last_byte = 0.0  # when the last byte of the body came; 0 before the first: a head alone is no sign of life
         self.status = 0
-        self.headers: Headers = []
+        self.headers: Headers = {}
         self.pending: list[bytes] = []
         self.paused = False
         self.complete = False
@@ -62,16 +63,12 @@ class Answer:
     def server(self) -> ServerSpec:
         return self._server.spec
 
-    def header(self, name: bytes) -> bytes | None:
-        """The first value of a header, by its name in lower case."""
-        return next((value for key, value in self.headers if key == name), None)
-
     # What the story does
 
     async def started(self) -> None:
         """Wait for the first bytes of the body, or the end of an empty one. Raises UpstreamError."""
         while not (self.pending or self.complete):
-            await self._wait()
+            await self._news()
 
     def flow_to(self, sink: Callable[[bytes], None]) -> None:
         """From now on give every chunk to ``sink``, those that wait first."""
@@ -84,7 +81,7 @@ class Answer:
     async def ended(self) -> None:
         """Wait for the end. Raises UpstreamError when the answer breaks off."""
         while not self.complete:
-            await self._wait()
+            await self._news()
 
     async def collect(self, limit: int) -> bytes:
         """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
@@ -109,7 +106,7 @@ class Answer:
     def resume(self) -> None:
         if self.paused and not self.complete:
             self.paused = False
-            self.last_byte = self._loop.time()
+            self.last_byte = monotonic()
             self._connection.resume_reading()
 
     def fail(self, error: UpstreamError) -> None:
@@ -127,12 +124,12 @@ class Answer:
 
         def send(data: bytes, more: bool) -> None:
             self._connection.send_more(data, more=more)
-            self.sent = self._loop.time()
+            self.sent = monotonic()
 
         self._uploading = True
         await upload(send, self._drained)
         self._uploading = False
-        self.sent = self._loop.time()
+        self.sent = monotonic()
 
     async def _drained(self) -> bool:
         while self._connection.write_paused and self._wanted:
@@ -144,12 +141,12 @@ class Answer:
     def _wanted(self) -> bool:
         return self.error is None and not self.complete
 
-    async def _wait(self) -> None:
-        if self.error is None and not self.complete:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+    def _news(self) -> asyncio.Future[None]:
+        """To be awaited: something will have happened. Raises the UpstreamError that has."""
         if self.error is not None:
             raise self.error
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     # What the connection calls
 
@@ -157,18 +154,20 @@ class Answer:
         self.status, self.headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        self.last_byte = self._loop.time()
+        self.last_byte = monotonic()
         if self._sink is not None:
             self._sink(data)
             return
         self.pending.append(data)
         if len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
             self.pause()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def on_end(self) -> None:
-        self.last_byte = self.last_byte or self._loop.time()
         self.complete = True
+        if not self.last_byte:
+            self.last_byte = monotonic()
         self._wake()
 
     def on_failure(self, error: UpstreamError) -> None:
@@ -180,9 +179,10 @@ class Answer:
             self._writable.set_result(None)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        if self.error is not None or self.complete:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self._writable is not None and not self._wanted:
             self.on_writable()
 
     # What the clock calls
@@ -244,7 +244,17 @@ class Attempt:
         """
         while True:
             try:
-                return await self._once(compose, upload)
+                # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
+                fresh = upload is not None or bool(self._tried)
+                server = self.server = self._pool.choose(self._tried)
+                self._tried.append(server)
+                server.enter()
+                connection = (None if fresh else server.parked()) or await server.connect(self._timeouts.connect)
+                answer = self._send(server, connection, compose, more=upload is not None)
+                if upload is not None:
+                    await answer.upload(upload)
+                await answer.started()
+                return answer
             except UpstreamError as error:
                 self.failures.append(error)
                 self._note(error)
@@ -252,31 +262,16 @@ class Attempt:
                     raise
                 self._give_back()
 
-    async def _once(self, compose: Compose, upload: Upload | None) -> Answer:
-        kept = (
-            upload is None and not self._tried
-        )  # a streamed body can't be sent again; a second attempt trusts no kept connection: the next one may be stale as well
-        server = self._take()
-        connection = (server.parked() if kept else None) or await server.connect(self._timeouts.connect)
+    def _send(self, server: Server, connection: Connection, compose: Compose, *, more: bool) -> Answer:
         answer = self._answer = Answer(server, connection, self._timeouts)
         self._deadlines.watch(answer)
-        head, body = compose(server.spec)
+        head, body = compose(server)
         if len(body) < _JOIN:
-            connection.send(head + body, answer, more=upload is not None)
+            connection.send(head + body, answer, more=more)
         else:
             connection.send(head, answer, more=True)
-            connection.send_more(body, more=upload is not None)
-        if upload is not None:
-            await answer.upload(upload)
-        await answer.started()
+            connection.send_more(body, more=more)
         return answer
-
-    def _take(self) -> Server:
-        server = self._pool.choose(self._tried)
-        self._tried.append(server)
-        server.enter()
-        self.server = server
-        return server
 
     def _give_back(self) -> None:
         if self._answer is not None:

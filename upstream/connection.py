@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from time import monotonic
 from typing import Protocol
 
 import httptools
@@ -27,14 +28,15 @@ STALE_WITHIN = 1.0
 """Seconds after a request went out in which the close of a reused connection is taken for the server's idle
 limit. Later than that the server had the request, and may have acted upon it."""
 
-Headers = list[tuple[bytes, bytes]]
+Headers = dict[bytes, bytes]
+"""An answer's headers by name, in lower case; of several of one name the first."""
 
 
 class Receiver(Protocol):
     """Whoever takes one answer. After ``on_end`` or ``on_failure`` nothing more is called."""
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """The final status and headers, names in lower case; interim (1xx) answers are not told."""
+        """The final status and headers; interim (1xx) answers are not told."""
 
     def on_body(self, data: bytes) -> None:
         """The next bytes of the body, without their framing."""
@@ -55,7 +57,6 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: str, on_idle: Callable[[Connection], None]) -> None:
         self._server = server
         self._on_idle = on_idle
-        self._clock = asyncio.get_running_loop().time
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._paused = False
@@ -64,7 +65,7 @@ class Connection(asyncio.Protocol):
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
-        self._headers: Headers = []
+        self._headers: Headers = {}
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._answered = False  # a byte of an answer has come
         self._in_body = False
@@ -90,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._answered = False
         self._head_size = 0
         self._request_open = more
-        self._sent = self._clock()
+        self._sent = monotonic()
         self.uses += 1
         self._transport.write(data)
 
@@ -147,7 +148,7 @@ class Connection(asyncio.Protocol):
             return
         if exc is None and self._in_body and not self._framed:
             receiver.on_end()  # a body without a length ends with its connection (RFC 9112, section 6.3)
-        elif self.uses > 1 and not self._answered and self._clock() - self._sent < STALE_WITHIN:
+        elif self.uses > 1 and not self._answered and monotonic() - self._sent < STALE_WITHIN:
             receiver.on_failure(StaleConnection(self._server, "closed a kept connection as it was used again"))
         else:
             receiver.on_failure(Disconnected(self._server, f"closed the connection {'in' if self._answered else 'before'} its answer"))
@@ -165,15 +166,12 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             raise _DesyncError  # more than one answer to one request
-        self._headers = []
-        self._framed = False
+        self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
             return  # a trailer: nothing here is told by one
-        name = name.lower()
-        self._framed = self._framed or name == b"content-length" or name == b"transfer-encoding"
-        self._headers.append((name, value))
+        self._headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -181,9 +179,10 @@ class Connection(asyncio.Protocol):
             return  # an interim answer (100, 103): the real one follows
         self._in_body = True
         self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
-        self._framed = self._framed or status in (204, 304)
+        headers = self._headers
+        self._framed = b"content-length" in headers or b"transfer-encoding" in headers or status in (204, 304)
         if self._receiver is not None:
-            self._receiver.on_head(status, self._headers)
+            self._receiver.on_head(status, headers)
 
     def on_body(self, data: bytes) -> None:
         self._head_size = 0
@@ -202,7 +201,8 @@ class Connection(asyncio.Protocol):
         if self._request_open or not self._keep_alive or self.closed:
             self.close()
         else:
-            self.resume_reading()
+            if self._paused:
+                self.resume_reading()
             self._on_idle(self)
         if receiver is not None:
             receiver.on_end()
@@ -250,27 +250,26 @@ class Parking:
     def __init__(self, expiry: float) -> None:
         self.expiry = expiry
         self._idle: list[tuple[float, Connection]] = []
-        self._clock = asyncio.get_running_loop().time
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def park(self, connection: Connection) -> None:
-        self._idle.append((self._clock(), connection))
+        self._idle.append((monotonic(), connection))
 
     def take(self) -> Connection | None:
         """A connection that is still good, or None."""
         while self._idle:
             since, connection = self._idle.pop()
             if not connection.closed:
-                if self._clock() - since < self.expiry:
+                if monotonic() - since < self.expiry:
                     return connection
                 connection.close()
         return None
 
     def sweep(self) -> None:
         """Close what has waited too long; called every second or so."""
-        limit = self._clock() - self.expiry
+        limit = monotonic() - self.expiry
         keep = []
         for since, connection in self._idle:
             if since > limit and not connection.closed:

@@ -8,10 +8,10 @@ long as its spec is the same. The rule: ``in_flight`` changes only in
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
+from time import monotonic
 from typing import Protocol
 
 from upstream.address import Address
@@ -60,9 +60,9 @@ class Server:
         self.condition = condition
         self.in_flight = 0
         self.mirror: Mirror = [0.0]
-        self._clock = asyncio.get_running_loop().time
         self._avoid_until = 0.0
         self._parking = Parking(spec.keep_idle)
+        self._heads: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
     def __repr__(self) -> str:
@@ -78,6 +78,17 @@ class Server:
         self.in_flight -= 1
         self.mirror[0] = self.in_flight
 
+    def head(self, path: str) -> bytes:
+        """How a POST to it begins: request line, Host and its own key; made once for each path."""
+        found = self._heads.get(path)
+        if found is None:
+            address, key = self.spec.address, self.spec.api_key
+            lines = f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n" + (
+                f"authorization: Bearer {key}\r\n" if key else ""
+            )
+            found = self._heads[path] = lines.encode()
+        return found
+
     @property
     def load(self) -> float:
         """In flight by weight: the measure of busyness."""
@@ -86,11 +97,11 @@ class Server:
     @property
     def available(self) -> bool:
         """It is up and has not just refused a connection."""
-        return self.condition is Condition.UP and self._clock() >= self._avoid_until
+        return self.condition is Condition.UP and monotonic() >= self._avoid_until
 
     def refused(self) -> None:
         """A connection to it could not be made: pass it over for a moment."""
-        self._avoid_until = self._clock() + AVOID_FOR
+        self._avoid_until = monotonic() + AVOID_FOR
 
     def parked(self) -> Connection | None:
         """A kept connection that is still good, if there is one."""

@@ -37,7 +37,7 @@ def test_a_line() -> None:
     written = line(record(started=1_760_000_000.25, usage=Usage(3, 2, 1, 0), duration=0.25, first_byte=0.125, detail="a\nb"))
     assert written.endswith(b"}\n") and written.count(b"\n") == 1
     assert orjson.loads(written) == {
-        "time": "2025-10-09T08:53:20.250Z", "request_id": "req_1", "key": "team-a", "endpoint": "/v1/chat/completions", "model": "tiny",
+        "time": "2025-10-09T08:53:20.250000Z", "request_id": "req_1", "key": "team-a", "endpoint": "/v1/chat/completions", "model": "tiny",
         "server": "tiny#0", "status": 200, "request_bytes": 1, "answer_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
         "cached_tokens": 1, "queue_ms": 0.0, "first_byte_ms": 125.0, "total_ms": 250.0, "detail": "a\nb",
     }  # fmt: skip

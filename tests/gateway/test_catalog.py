@@ -69,7 +69,7 @@ def test_hidden_and_unknown_are_told_alike() -> None:
 
 
 def test_an_instance_serves_its_model_alone() -> None:
-    mounted = CATALOG.targets["/i-1/2/v1/chat/completions"].mounted
+    mounted = CATALOG.targets[b"/i-1/2/v1/chat/completions"].mounted
     assert mounted is not None and mounted.model.id == "Qwen/big"
     assert CATALOG.mounted("/i-1/1/v1/models", "/v1/models") is mounted
     assert CATALOG.mounted("/i-1/3/v1/models", "/v1/models") is None

@@ -130,7 +130,8 @@ def test_series_exist_from_the_start(board: Board) -> None:
 def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
     first = RelayMetrics(board)
     first.settle(record())
-    first.in_flight("tiny")[0] = 3
+    for _ in range(3):
+        first.in_flight("tiny").__enter__()
     successor = Board(os.dup(board.fd))
     try:
         RelayMetrics(successor).settle(record())

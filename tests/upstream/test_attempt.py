@@ -23,7 +23,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def compose(spec: ServerSpec) -> tuple[bytes, bytes]:
+def compose(server: Server) -> tuple[bytes, bytes]:
     return b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n", b"?"
 
 
@@ -298,7 +298,7 @@ async def test_cancelling_gives_everything_back() -> None:
 
 
 async def test_an_error_in_composing_gives_everything_back() -> None:
-    def fails(_: ServerSpec) -> tuple[bytes, bytes]:
+    def fails(_: Server) -> tuple[bytes, bytes]:
         raise ZeroDivisionError
 
     async with scripted(answers) as server, way(server.port) as one:
@@ -402,7 +402,7 @@ def upload_of(pieces: int, *, last: bool = True, wait: float = 0.0) -> Upload:
     return upload
 
 
-def compose_upload(pieces: int) -> Callable[[ServerSpec], tuple[bytes, bytes]]:
+def compose_upload(pieces: int) -> Callable[[Server], tuple[bytes, bytes]]:
     return lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (pieces * 65536 + 1), b"?")
 
 

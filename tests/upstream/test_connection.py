@@ -31,7 +31,7 @@ class Taken:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: Headers = []
+        self.headers: Headers = {}
         self.pieces: list[bytes] = []
         self.error: UpstreamError | None = None
         self.ends = 0
@@ -116,7 +116,7 @@ async def test_a_whole_answer(name: str, piece: int) -> None:
         for turn in range(1, 3 if stays else 2):
             taken = await asked(one)
             assert (taken.error, taken.status, taken.body) == (None, 204 if not body else 200, body)
-            assert all(key == key.lower() and key not in (b"link", b"x") for key, _ in taken.headers)
+            assert all(key == key.lower() and key not in (b"link", b"x") for key in taken.headers)
             assert len(idle) == (turn if stays else 0)
             assert one.closed is not stays
         assert server.accepted == 1
