@@ -6,7 +6,6 @@ leaves, in whatever state, the task that serves it is cancelled at once.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator
 from time import monotonic
@@ -17,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gateway.catalog import Target
 from gateway.errors import Refusal
 from gateway.routes import Body
+from upstream.story import Signal, Story
 
 if TYPE_CHECKING:
     from gateway.edge import EdgeProtocol
@@ -60,7 +60,7 @@ class Call:
         self._limit = door.body_limit
         self._received: list[bytes] = []
         self._size = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Signal | None = None
         self._expects_continue = b"expect" in headers and headers[b"expect"].lower() == b"100-continue"
         self._spoilt: Refusal | None = None
         self.bytes_in = 0
@@ -78,7 +78,7 @@ class Call:
         # The connection
         self.disconnected = False
         self.message_event = _UNHEARD
-        self.task: asyncio.Task[None] | None = None
+        self.task: Story | None = None
 
     # Reading
 
@@ -116,12 +116,13 @@ class Call:
             raise Refusal("request_too_large", f"The body is larger than {self._limit} bytes.")
 
     async def _wait(self) -> None:
-        self._waiter = self._edge.loop.create_future()
+        self._waiter = Signal()
         await self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """What waits for the body goes on, but not inside the parser."""
+        if self._waiter is not None:
+            self._edge.due, self._waiter = self._waiter.tell, None
 
     def received(self, data: bytes) -> None:
         """The parser gave more of the body."""
@@ -130,10 +131,12 @@ class Call:
         self.bytes_in += len(data)
         self.too_large = self.bytes_in > self._limit
         self._received.append(data)
-        self._size += len(data)
-        if self._size > _UPLOAD_AHEAD and self.target.route.body is Body.FORM and self.task is not None:
-            self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
-        if self._waiter is not None:
+        if self.target.route.body is Body.FORM:
+            self._size += len(data)
+            if self._size > _UPLOAD_AHEAD and self.task is not None:
+                self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
+            self._wake()
+        elif self.too_large:
             self._wake()
 
     def spoil(self, refusal: Refusal) -> None:
@@ -147,8 +150,7 @@ class Call:
         self.more_body = False
         if self._edge.flow.read_paused:
             self._edge.flow.resume_reading()
-        if self._waiter is not None:
-            self._wake()
+        self._wake()
 
     # Writing
 

@@ -10,7 +10,7 @@ client leaves, every call on its connection is told at once; requests are answer
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.call import Call
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
+from upstream.story import Story
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -68,6 +69,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._lingering = False
         self._resuming = False
+        self.due: Callable[[], None] | None = None
+        """What is to be done when the parser has returned: the stories of this connection run outside of it."""
         self.quiet_since: float | None = None
         """When the connection was first seen idle; None since it last said something."""
 
@@ -82,15 +85,15 @@ class EdgeProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             self._refuse_bytes(_refusal_of(error))
-            return
         except httptools.HttpParserError:
             self._refuse_bytes(Refusal("invalid_request", "The request is not valid HTTP/1.1."))
-            return
         except httptools.HttpParserUpgrade as offer:
             self._read_on(data[offer.args[0] :])
-            return
-        if self._head_size > MAX_HEAD:
-            self._refuse_bytes(_head_too_large())
+        else:
+            if self._head_size > MAX_HEAD:
+                self._refuse_bytes(_head_too_large())
+        if self.due is not None:
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         waiting = [cycle for cycle, _ in self.pipeline]
@@ -210,16 +213,23 @@ class EdgeProtocol(HttpToolsProtocol):
     def _start(self, call: Call) -> None:
         self.cycle = self._call = call
         self.quiet_since = None
-        call.task = task = self.loop.create_task(self.door.serve(call))
-        self.tasks.add(task)
+        call.task = story = Story(self.door.serve(call))
+        self.tasks.add(story)  # type: ignore[arg-type]  # it can be cancelled, which is all that is done to what is in there
+        self.due = story.step
+
+    def _go_on(self) -> None:
+        due, self.due = self.due, None
+        if due is not None:
+            due()
 
     def on_call_settled(self, call: Call) -> None:
-        """Nothing more happens for it. The task tells it itself: a callback for its end would be one more turn of the loop."""
+        """Nothing more happens for it."""
         self.tasks.discard(call.task)
 
     def _start_asgi_task(self, cycle: Any, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):
             self._start(cycle)
+            self.loop.call_soon(self._go_on)
         else:
             self.cycle = cycle
             super()._start_asgi_task(cycle, app)

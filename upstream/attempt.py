@@ -8,7 +8,6 @@ makes vLLM abort the request.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
 from types import TracebackType
@@ -18,6 +17,7 @@ from upstream.deadlines import Deadlines, Timeouts
 from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, TotalTimeout, UpstreamError
 from upstream.pool import Pool
 from upstream.server import Condition, Server, ServerSpec
+from upstream.story import Signal
 
 MAX_ATTEMPTS = 2
 _JOIN = 16 * 1024  # bytes up to which copying a body behind its head is cheaper than a second write
@@ -38,17 +38,16 @@ class Answer:
     callback that brought them.
     """
 
-    __slots__ = ("_connection", "_loop", "_server", "_sink", "_timeouts", "_uploading", "_waiter", "_writable", "complete", "error",
-                 "headers", "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
+    __slots__ = ("_connection", "_server", "_sink", "_timeouts", "_uploading", "_waiter", "_writable", "complete", "error",
+                 "expectant", "headers", "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
 
     def __init__(self, server: Server, connection: Connection, timeouts: Timeouts) -> None:
-        self._loop = asyncio.get_running_loop()
         self._server = server
         self._connection = connection
         self._timeouts = timeouts
         self._sink: Callable[[bytes], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
+        self._waiter: Signal | None = None
+        self._writable: Signal | None = None
         self._uploading = False
         self.sent = monotonic()
         self.last_byte = 0.0  # when the last byte of the body came; 0 before the first: a head alone is no sign of life
@@ -58,6 +57,7 @@ class Answer:
         self.paused = False
         self.complete = False
         self.error: UpstreamError | None = None
+        self.expectant = True
 
     @property
     def server(self) -> ServerSpec:
@@ -133,7 +133,7 @@ class Answer:
 
     async def _drained(self) -> bool:
         while self._connection.write_paused and self._wanted:
-            self._writable = self._loop.create_future()
+            self._writable = Signal()
             await self._writable
         return self._wanted
 
@@ -141,11 +141,11 @@ class Answer:
     def _wanted(self) -> bool:
         return self.error is None and not self.complete
 
-    def _news(self) -> asyncio.Future[None]:
+    def _news(self) -> Signal:
         """To be awaited: something will have happened. Raises the UpstreamError that has."""
         if self.error is not None:
             raise self.error
-        self._waiter = self._loop.create_future()
+        self._waiter = Signal()
         return self._waiter
 
     # What the connection calls
@@ -161,7 +161,10 @@ class Answer:
         self.pending.append(data)
         if len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
             self.pause()
-        if self._waiter is not None:
+
+    def on_read(self) -> None:
+        if self.pending:
+            self.expectant = False
             self._wake()
 
     def on_end(self) -> None:
@@ -175,15 +178,16 @@ class Answer:
         self._wake()
 
     def on_writable(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
+        writable, self._writable = self._writable, None
+        if writable is not None:
+            writable.tell()
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
         if self._writable is not None and not self._wanted:
             self.on_writable()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.tell()
 
     # What the clock calls
 

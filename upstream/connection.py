@@ -35,11 +35,17 @@ Headers = dict[bytes, bytes]
 class Receiver(Protocol):
     """Whoever takes one answer. After ``on_end`` or ``on_failure`` nothing more is called."""
 
+    expectant: bool
+    """It wants ``on_read``."""
+
     def on_head(self, status: int, headers: Headers) -> None:
         """The final status and headers; interim (1xx) answers are not told."""
 
     def on_body(self, data: bytes) -> None:
         """The next bytes of the body, without their framing."""
+
+    def on_read(self) -> None:
+        """What the last read brought has been told, and the answer is not whole yet."""
 
     def on_end(self) -> None:
         """The answer is whole."""
@@ -123,7 +129,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # both loops give a full Transport here
 
     def data_received(self, data: bytes) -> None:
-        if self._receiver is None:
+        receiver = self._receiver
+        if receiver is None:
             self.close()  # bytes that nobody asked for: this connection can't be trusted
             return
         self._answered = True
@@ -137,6 +144,8 @@ class Connection(asyncio.Protocol):
             self._finish()
         elif self._head_size > MAX_HEAD:
             self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
+        elif receiver.expectant and receiver is self._receiver:
+            receiver.on_read()
 
     def eof_received(self) -> None:
         return None  # closes the transport; connection_lost tells

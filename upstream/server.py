@@ -8,6 +8,7 @@ long as its spec is the same. The rule: ``in_flight`` changes only in
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -109,7 +110,13 @@ class Server:
 
     async def connect(self, timeout: float) -> Connection:
         """A new connection; raises ConnectTimeout or ConnectFailed."""
-        return await connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park)
+        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park))
+        try:
+            return await connecting
+        except asyncio.CancelledError:
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                connecting.result().close()  # it was made in the very moment in which nobody wanted it any more
+            raise
 
     def sweep(self) -> None:
         """Close connections that were kept too long."""

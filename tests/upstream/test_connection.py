@@ -37,6 +37,11 @@ class Taken:
         self.ends = 0
         self._over = asyncio.Event()
 
+    expectant = False
+
+    def on_read(self) -> None:
+        raise AssertionError("it did not want to know")
+
     def on_head(self, status: int, headers: Headers) -> None:
         assert not self.status, "an answer has one head"
         self.status, self.headers = status, headers
