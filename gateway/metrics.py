@@ -159,7 +159,7 @@ class RelayMetrics:
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""
         model = record.model or OTHER
-        requests, durations = self._outcome(model, record.endpoint, record.status)
+        requests, durations = self._outcomes.get((model, record.endpoint, record.status)) or self._outcome(record, model)
         requests[0] += 1
         observe(durations, _DURATION, record.duration)
         observe(self._overhead, _OVERHEAD, record.overhead)
@@ -170,13 +170,11 @@ class RelayMetrics:
         if record.code is not None or record.incomplete is not None or record.failures:
             self._count_failures(record, model)
 
-    def _outcome(self, model: str, endpoint: str, status: int) -> tuple[Cells, Cells]:
-        key = (model, endpoint, status)
-        found = self._outcomes.get(key)
-        if found is None:
-            requests = self.cells("requests_total", model, endpoint, str(status))
-            found = self._outcomes[key] = (requests, self.cells("request_duration_seconds", model, endpoint))
-        return found
+    def _outcome(self, record: Record, model: str) -> tuple[Cells, Cells]:
+        requests = self.cells("requests_total", model, record.endpoint, str(record.status))
+        made = (requests, self.cells("request_duration_seconds", model, record.endpoint))
+        self._outcomes[model, record.endpoint, record.status] = made
+        return made
 
     def _count_tokens(self, key: str, model: str, usage: Usage) -> None:
         cells = self._tokens.get((key, model))

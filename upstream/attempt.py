@@ -65,11 +65,6 @@ class Answer:
 
     # What the story does
 
-    async def started(self) -> None:
-        """Wait for the first bytes of the body, or the end of an empty one. Raises UpstreamError."""
-        while not (self.pending or self.complete):
-            await self._news()
-
     def flow_to(self, sink: Callable[[bytes], None]) -> None:
         """From now on give every chunk to ``sink``, those that wait first."""
         pending, self.pending = self.pending, []
@@ -81,7 +76,7 @@ class Answer:
     async def ended(self) -> None:
         """Wait for the end. Raises UpstreamError when the answer breaks off."""
         while not self.complete:
-            await self._news()
+            await self.news()
 
     async def collect(self, limit: int) -> bytes:
         """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
@@ -141,8 +136,8 @@ class Answer:
     def _wanted(self) -> bool:
         return self.error is None and not self.complete
 
-    def _news(self) -> Signal:
-        """To be awaited: something will have happened. Raises the UpstreamError that has."""
+    def news(self) -> Signal:
+        """To be awaited: the first bytes of the body have come, or its end. Raises the UpstreamError where there is none to wait for."""
         if self.error is not None:
             raise self.error
         self._waiter = Signal()
@@ -257,7 +252,8 @@ class Attempt:
                 answer = self._send(server, connection, compose, more=upload is not None)
                 if upload is not None:
                     await answer.upload(upload)
-                await answer.started()
+                while not (answer.pending or answer.complete):
+                    await answer.news()
                 return answer
             except UpstreamError as error:
                 self.failures.append(error)
