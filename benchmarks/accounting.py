@@ -1,0 +1,90 @@
+"""What a proxy costs, by the operating system's own accounting of its whole process tree.
+
+The rule: a cost is the difference of two readings of one tree. A child that ended in between still counts, because its parent's
+`cutime` and `cstime` hold it (proc(5)).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+
+PROXY_CORE = 0
+LOAD_CORE = 1
+
+
+class TooFewCores(Exception):
+    """Proxy and load cannot be kept apart on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A process and all its descendants."""
+
+    pid: int
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that are alive, the root first."""
+        root = psutil.Process(self.pid)
+        return [root, *root.children(recursive=True)]
+
+    def cpu(self) -> float:
+        """User and system time, in seconds, of the living and of the children that they have waited for."""
+        return sum(_cpu(each) for each in self.processes())
+
+    def rss(self) -> int:
+        """Resident memory in bytes; what processes share is counted in each."""
+        return sum(_rss(each) for each in self.processes())
+
+
+def _cpu(process: psutil.Process) -> float:
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+@dataclass(slots=True)
+class Cost:
+    """CPU seconds of a `with` block: the proxy's tree, and this process, which may be generating the load."""
+
+    proxy: float = field(default=0.0)
+    own: float = field(default=0.0)
+
+
+@contextmanager
+def cost(tree: Tree | None) -> Iterator[Cost]:
+    """Fill in a `Cost` when the block ends. Without a tree (nothing is measured) the proxy's is 0."""
+    spent = Cost()
+    before, own = tree.cpu() if tree else 0.0, _cpu(psutil.Process())
+    yield spent
+    spent.proxy = (tree.cpu() if tree else 0.0) - before
+    spent.own = _cpu(psutil.Process()) - own
+
+
+@contextmanager
+def pinned_to(core: int) -> Iterator[None]:
+    """Keep this process, and what it starts, on one core.
+
+    Raises:
+        TooFewCores: the core is not there, or not ours to use.
+    """
+    before = os.sched_getaffinity(0)
+    if not {PROXY_CORE, core} <= before:
+        raise TooFewCores(f"cores {PROXY_CORE} and {core} are needed; there are {sorted(before)}")
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
