@@ -23,12 +23,14 @@ class TooFewCores(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A process and all its descendants."""
+    """A process and all its descendants; of None, nothing, which costs nothing."""
 
-    pid: int
+    pid: int | None
 
     def processes(self) -> list[psutil.Process]:
         """Those that are alive, the root first."""
+        if self.pid is None:
+            return []
         root = psutil.Process(self.pid)
         return [root, *root.children(recursive=True)]
 
@@ -55,6 +57,12 @@ def _rss(process: psutil.Process) -> int:
         return 0
 
 
+def connections(process: psutil.Process, port: int) -> int:
+    """How many clients of a port of its own a process is connected with."""
+    found = process.net_connections("tcp4")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)
+
+
 @dataclass(slots=True)
 class Cost:
     """CPU seconds of a `with` block: the proxy's tree, and this process, which may be generating the load."""
@@ -64,12 +72,12 @@ class Cost:
 
 
 @contextmanager
-def cost(tree: Tree | None) -> Iterator[Cost]:
-    """Fill in a `Cost` when the block ends. Without a tree (nothing is measured) the proxy's is 0."""
+def cost(tree: Tree) -> Iterator[Cost]:
+    """Fill in a `Cost` when the block ends."""
     spent = Cost()
-    before, own = tree.cpu() if tree else 0.0, _cpu(psutil.Process())
+    before, own = tree.cpu(), _cpu(psutil.Process())
     yield spent
-    spent.proxy = (tree.cpu() if tree else 0.0) - before
+    spent.proxy = tree.cpu() - before
     spent.own = _cpu(psutil.Process()) - own
 
 

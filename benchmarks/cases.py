@@ -1,29 +1,26 @@
-"""The cases: what is measured, and how. `CASES` is the table.
-
-Each is one function from a `Stage` to rows of its section. Times are seconds, sizes bytes; `cpu` is the proxy's CPU seconds for one
-request or one event. The rule: a turn that is not free of errors says so in its row.
-"""
+"""The cases: what is measured, of whom, and how often. `CASES` is the table; each is one function from a `Stage` to rows of its section."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import statistics
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import monotonic
-
-import httpx2
+from functools import partial
 
 from benchmarks import standin
-from benchmarks.accounting import cost
-from benchmarks.load import difference, load, whole_answer
-from benchmarks.peers import Running, Setting
+from benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
+from benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
+from benchmarks.peers import GATEWAY, NGINX, Proxy, Running, Setting, started, token
+from benchmarks.process import DidNotStart
 from benchmarks.stage import DIRECT, Stage
-from benchmarks.streams import Crowd, crowd, percentile
-from benchmarks.wire import chat
+from benchmarks.streams import crowd
+from benchmarks.wire import MODEL, TOKEN, chat
 
 Case = Callable[[Stage], Awaitable[None]]
-_SETTLE = 1.0  # seconds between the opening of streams and the measurement
-_WARM = 1.0  # seconds of load before a proxy's first measurement
+_WITHIN_LOAD = 2.0  # seconds after its begin
+_LONG = "a long load"
+ALONE = (GATEWAY.name,)
 
 
 @contextmanager
@@ -31,10 +28,10 @@ def _direct(stage: Stage, port: int) -> Iterator[Running]:
     """The upstream itself, as one of those who have turns."""
     place = stage.place("direct")
     place.mkdir()
-    yield Running(DIRECT, port, None, place)
+    yield Running(DIRECT, port, Tree(None), place)
 
 
-# JSON requests
+# Beside the peers
 
 
 async def json(stage: Stage) -> None:
@@ -43,37 +40,6 @@ async def json(stage: Stage) -> None:
         for proxy in stage.turns([*alive, direct]):
             await loaded(stage, proxy, "64 connections", chat(), 64, 3.0)
             await loaded(stage, proxy, "1 connection", chat(), 1, 2.0)
-
-
-async def loaded(stage: Stage, proxy: Running, variant: str, body: bytes, connections: int, seconds: float) -> None:
-    """One turn under wrk's load: `cpu`, `rate`, `p50`, `p99`."""
-    fault, length = await _inspected(proxy.port, body)
-    if fault:
-        stage.add(proxy.name, variant, {}, (fault,))
-        return
-    if stage.section.find(proxy.name, variant) is None:
-        await load(proxy.port, body, length, connections, _WARM, stage.workshop())
-    with cost(proxy.tree) as spent:
-        run = await load(proxy.port, body, length, connections, seconds * stage.scale.seconds, stage.workshop())
-    values = {"rate": run.requests / run.seconds, "p50": run.p50, "p99": run.p99}
-    stage.add(proxy.name, variant, values | _cpu(proxy, spent.proxy, run.requests), run.faults)
-
-
-async def _inspected(port: int, body: bytes) -> tuple[str | None, int]:
-    """What is wrong with a proxy's answer, if anything, and how long its body is."""
-    try:
-        status, answer = await asyncio.to_thread(whole_answer, port, body)
-    except httpx2.HTTPError as error:
-        return f"no answer: {error!r}", 0
-    return difference(status, answer), len(answer)
-
-
-def _cpu(proxy: Running, seconds: float, count: int) -> dict[str, float]:
-    """CPU for each of so many; nothing where there is no proxy or nothing came."""
-    return {"cpu": seconds / count} if proxy.tree and count else {}
-
-
-# Streams
 
 
 async def streams(stage: Stage) -> None:
@@ -87,30 +53,150 @@ async def streams(stage: Stage) -> None:
             await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
 
 
-async def streaming(stage: Stage, proxy: Running, variant: str, count: int, rate: float, seconds: float) -> None:
-    """One turn with so many streams: `cpu`, `rate`, `p50`, `p99` of an event's delay; `load`, the CPU of the clients themselves."""
+async def many(stage: Stage) -> None:
+    """2,000 and 5,000 streams of 2 events a second; every turn with a fresh process, since memory is compared with that at rest."""
+    with standin.stream_server(stage.place("upstream"), 2) as port:
+        for proxy in stage.rounds(list(stage.proxies()), most=2):
+            await _alone(stage, proxy, Setting((port,)), partial(_growing, stage))
+
+
+async def _growing(stage: Stage, proxy: Running) -> None:
+    rss_at_rest = proxy.tree.rss()
     async with crowd(proxy.port, chat(stream=True)) as clients:
-        try:
-            await clients.grow(count)
-            await asyncio.sleep(_SETTLE * stage.scale.seconds)
-            values = await window(proxy, clients, seconds * stage.scale.seconds)
-        except TimeoutError:
-            stage.add(proxy.name, variant, {}, (f"only {len(clients.clients)} of {count} streams opened in time", *clients.faults()))
-            return
-        values["streams"] = count
-        missing = () if values["rate"] > 0.95 * count * rate else (f"saturated: {values['rate'] / (count * rate):.0%} of the events came",)
-        stage.add(proxy.name, variant, values, (*clients.faults(), *missing))
+        for count in (2000, 5000):
+            await crowded(stage, proxy, clients, f"{count:,} streams", stage.scale.streams(count), 2, 4.0, rss_at_rest)
 
 
-async def window(proxy: Running, clients: Crowd, seconds: float) -> dict[str, float]:
-    """What so many seconds cost and brought."""
-    with clients.window(), cost(proxy.tree) as spent:
-        before = monotonic()
-        await asyncio.sleep(seconds)
-        took = monotonic() - before
-    values = {"rate": clients.events / took, "load": spent.own / took}
-    delays = {"p50": percentile(clients.delays, 0.5), "p99": percentile(clients.delays, 0.99)}
-    return values | {name: delay / 1e9 for name, delay in delays.items() if delay is not None} | _cpu(proxy, spent.proxy, clients.events)
+async def flood(stage: Stage) -> None:
+    """One stream of 200,000 events as fast as it is read."""
+    count = stage.scale.streams(200_000)
+    with (
+        standin.stream_server(stage.place("upstream"), 0, count) as port,
+        stage.running(Setting((port,))) as alive,
+        _direct(stage, port) as direct,
+    ):
+        for proxy in stage.turns([*alive, direct]):
+            await flooded(stage, proxy, f"{count:,} events", count, 8.0)
 
 
-CASES: Mapping[str, Case] = {"json": json, "streams": streams}
+async def prompts(stage: Stage) -> None:
+    """Requests of 4 KB, 100 KB and 1 MB."""
+    sizes = {"4 KB": 4_000, "100 KB": 100_000, "1 MB": 1_000_000}
+    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive:
+        for proxy in stage.turns(alive):
+            for name, size in sizes.items():
+                await loaded(stage, proxy, name, chat(size=size), 16, 2.0)
+
+
+async def ttfb(stage: Stage) -> None:
+    """New streams while 64 connections ask for JSON."""
+    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
+        for proxy in stage.turns([*alive, direct]):
+            await first_events(stage, proxy, "64 connections of JSON beside", 4.0 * stage.scale.seconds)
+
+
+async def servers(stage: Stage) -> None:
+    """1, 16 and 200 servers of one model."""
+    with standin.json_servers(stage.place("upstream"), 200) as ports:
+        for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
+            for count in (1, 16, 200):
+                await _started_and_loaded(stage, proxy, f"{count} servers", Setting(ports[:count]))
+
+
+# The gateway alone
+
+
+async def keys(stage: Stage) -> None:
+    """1, 1,000 and 100,000 keys; requests come with up to a thousand of them in turn."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count in (1, 1000, 100_000):
+                setting = Setting(ports, keys=count)
+                used = [token(number) for number in setting.key_numbers[:: max(1, count // 1000)]]
+                await _started_and_loaded(stage, proxy, f"{count:,} keys", setting, used)
+
+
+async def models(stage: Stage) -> None:
+    """1, 100 and 1,000 models, all of one server."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count in (1, 100, 1000):
+                names = tuple(f"{MODEL}-{number}" for number in range(count))
+                await _started_and_loaded(stage, proxy, f"{count:,} models", Setting(ports, models=names))
+
+
+async def relays(stage: Stage) -> None:
+    """1 and 2 relays, on both cores, which they share with the load."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count, variant in ((1, "1 relay"), (2, "2 relays")):
+                setting = Setting(ports, relays=count, cores=(PROXY_CORE, LOAD_CORE))
+                await _alone(stage, proxy, setting, partial(_split, stage, variant))
+
+
+async def _split(stage: Stage, variant: str, proxy: Running) -> None:
+    """As `loaded`, and `most`, the share of the connections that the busiest relay has."""
+    asking = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
+    await asyncio.sleep(_WITHIN_LOAD)
+    counts = [connections(each, proxy.port) for each in proxy.tree.processes() if "relay" in each.cmdline()]
+    await asking
+    stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
+
+
+async def rest(stage: Stage) -> None:
+    """Memory with no request yet, of everyone; then the gateway's under a long load."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies())):
+            await _alone(stage, proxy, Setting(ports), partial(_at_rest, stage))
+        for proxy in stage.proxies(ALONE):
+            await _alone(stage, proxy, Setting(ports), partial(_growth, stage))
+
+
+async def _at_rest(stage: Stage, proxy: Running) -> None:
+    """`rss` of so many `processes`; `idle`, the share of a core that it takes with nothing to do."""
+    sizes = [each.memory_info().rss for each in proxy.tree.processes()]
+    stage.add(proxy.name, "at rest", {"rss": sum(sizes), "processes": len(sizes), **await idle(proxy, 2.0 * stage.scale.seconds)})
+
+
+async def _growth(stage: Stage, proxy: Running) -> None:
+    """`rss` every second; `growth`, bytes a minute, is the slope of the second half."""
+    sizes: list[int] = []
+    seconds = stage.scale.growth
+    every = min(1.0, seconds / 10)
+    asking = asyncio.create_task(loaded(stage, proxy, _LONG, chat(), 16, seconds / stage.scale.seconds))
+    while not asking.done():
+        await asyncio.wait([asking], timeout=every)
+        sizes.append(proxy.tree.rss())
+        proxy.forget_log()
+    await asking
+    half = sizes[len(sizes) // 2 :]
+    slope, _ = statistics.linear_regression(range(len(half)), half)
+    stage.add(proxy.name, _LONG, {"rss": sizes[-1], "growth": slope * 60 / every})
+
+
+# What they share
+
+
+async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[Running], Awaitable[None]]) -> None:
+    """A turn with a process of its own; where that does not start, the proxy is absent."""
+    try:
+        with started(proxy, setting, stage.place(proxy.name)) as running:
+            await turn(running)
+    except DidNotStart as error:
+        stage.absent(proxy.name, str(error))
+
+
+async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,)) -> None:
+    """`ready`, the seconds until it answered; `rss` and `idle` before the load; then as `loaded`."""
+
+    async def turn(running: Running) -> None:
+        values = {"ready": running.ready, "rss": running.tree.rss(), **await idle(running, 2.0 * stage.scale.seconds)}
+        await loaded(stage, running, variant, chat(setting.models[-1]), 64, 2.0, tokens)
+        stage.add(running.name, variant, values)
+
+    await _alone(stage, proxy, setting, turn)
+
+
+CASES: Mapping[str, Case] = {
+    each.__name__: each for each in (json, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
+}

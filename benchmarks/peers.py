@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import httpx2
@@ -41,6 +42,12 @@ class Setting:
     keys: int = KEYS
     relays: int = 1
     cores: tuple[int, ...] = (PROXY_CORE,)
+
+    @property
+    def key_numbers(self) -> range:
+        """The numbers of the gateway's keys; that of `wire.TOKEN` is among them."""
+        first = max(0, int(TOKEN.rpartition("-")[2]) - self.keys + 1)
+        return range(first, first + self.keys)
 
     def urls(self, path: str = "") -> list[str]:
         return [f"http://127.0.0.1:{port}{path}" for port in self.upstreams]
@@ -74,13 +81,14 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A proxy that answers. `tree` is None where there is no proxy and the load goes straight to the upstream."""
+    """A proxy that answers, `ready` seconds after its start. `tree` is that of None where the load goes straight to the upstream."""
 
     name: str
     port: int
-    tree: Tree | None
+    tree: Tree
     folder: Path
     streams: int = 300
+    ready: float = 0.0
 
     def forget_log(self) -> None:
         """Empty the files that it has written, so that a long measurement does not fill the disk."""
@@ -95,8 +103,9 @@ def started(proxy: Proxy, setting: Setting, folder: Path) -> Iterator[Running]:
     folder.mkdir(parents=True)
     [port] = free_ports(1)
     command = proxy.command(setting, folder, port)
-    with running(command.words, folder, setting.cores, command.environ, lambda: _answers(port, setting.models[0]), _START) as tree:
-        yield Running(proxy.name, port, tree, folder, proxy.streams)
+    began = monotonic()
+    with running(command.words, folder, setting.cores, command.environ, lambda: _answers(port, setting.models[-1]), _START) as tree:
+        yield Running(proxy.name, port, tree, folder, proxy.streams, monotonic() - began)
 
 
 def _answers(port: int, model: str) -> bool:
@@ -118,19 +127,12 @@ def token(number: int) -> str:
 
 
 def _gateway(setting: Setting, folder: Path, port: int) -> Command:
-    keys = [{"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest()} for n in _key_numbers(setting.keys)]
+    keys = [{"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest()} for n in setting.key_numbers]
     server = {"host": "127.0.0.1", "port": port, "relays": setting.relays, "admin": {"port": 0}, "drain": "1s"}
     models = [{"id": model, "servers": [{"url": url, "model": MODEL} for url in setting.urls()]} for model in setting.models]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
     (folder / "gateway.yaml").write_text(yaml.safe_dump({"server": server, "models": models, "keys_file": "keys.yaml"}))
     return Command([str(Path(sys.executable).parent / "vllm-gateway"), "serve", "gateway.yaml"], {"XDG_STATE_HOME": str(folder)})
-
-
-def _key_numbers(count: int) -> Iterator[int]:
-    """So many keys, with that of `wire.TOKEN` among them."""
-    used = int(TOKEN.rpartition("-")[2])
-    first = max(0, used - count + 1)
-    yield from range(first, first + count)
 
 
 # nginx and Envoy: one header is compared, nothing else is looked at

@@ -90,6 +90,13 @@ class Stage:
                 yield proxy
                 proxy.forget_log()
 
+    def rounds(self, proxies: Sequence[Proxy], most: int | None = None) -> Iterator[Proxy]:
+        """Whose turn it is, round by round, for who gets a process of its own in every turn."""
+        count = min(self.scale.rounds, most or self.scale.rounds)
+        for number in range(count):
+            say(f"round {number + 1} of {count}")
+            yield from (proxy for proxy in proxies if proxy.name not in self.section.absent)
+
     def add(self, proxy: str, variant: str, values: Values, faults: tuple[str, ...] = ()) -> None:
         """Note what a turn has brought."""
         self.section.row(proxy, variant).add(values, faults)

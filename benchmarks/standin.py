@@ -46,7 +46,7 @@ def json_servers(folder: Path, count: int = 1, models: Sequence[str] = (wire.MOD
         listens=" ".join(f"listen 127.0.0.1:{port} backlog=8192;" for port in ports),
         models=wire.models(models).decode(),
         completion=wire.completion().decode(),
-        stream=(wire.event(0) + wire.DONE).decode().replace("\n", "\\n"),
+        stream=(wire.prompt_event() + wire.DONE).decode().replace("\n", "\\n"),
     )
     (folder / "nginx.conf").write_text(text)
     command = ["nginx", "-p", str(folder), "-c", "nginx.conf", "-e", "stderr"]

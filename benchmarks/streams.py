@@ -104,6 +104,17 @@ class Crowd:
                 self.clients += made
                 await asyncio.gather(*(each.began for each in made))
 
+    async def first_event(self, seconds: float = 20.0) -> int:
+        """Open one stream, read its first event, leave; nanoseconds from connecting. Raises TimeoutError."""
+        began = monotonic_ns()
+        client = Client(self, sampled=False)
+        async with asyncio.timeout(seconds):
+            await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", self.port)
+            await client.began
+        took = monotonic_ns() - began
+        client.leave()
+        return took
+
     def faults(self) -> Iterator[str]:
         """What went wrong so far, in words."""
         if self.refused:
@@ -120,9 +131,9 @@ class Crowd:
 
 
 @asynccontextmanager
-async def crowd(port: int, body: bytes) -> AsyncIterator[Crowd]:
+async def crowd(port: int, body: bytes, path: str = "/v1/chat/completions") -> AsyncIterator[Crowd]:
     """An empty crowd; those who are still there at the end leave."""
-    made = Crowd(port, request(body))
+    made = Crowd(port, request(body, path))
     try:
         yield made
     finally:

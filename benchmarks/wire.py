@@ -30,6 +30,11 @@ def chat(model: str = MODEL, size: int = 300, *, stream: bool = False) -> bytes:
     return json.dumps(body).encode()
 
 
+def prompt() -> bytes:
+    """A request for a stream of the older kind, /v1/completions."""
+    return json.dumps({"model": MODEL, "prompt": "Why?", "max_tokens": 128, "temperature": 0.7, "stream": True}).encode()
+
+
 def completion() -> bytes:
     """An answer of 750 bytes as vLLM words it, with usage."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "reasoning": None}
@@ -67,11 +72,18 @@ def stamp_in(data: bytes) -> int | None:
 
 
 def _event_around() -> tuple[bytes, bytes]:
-    choice = {"index": 0, "delta": {"content": "@"}, "logprobs": None, "finish_reason": None}
+    choice = {"index": 0, "delta": {"content": "@"}, "finish_reason": None}
     body = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": _CREATED, "model": MODEL, "choices": [choice]}
     head, tail = json.dumps(body, separators=(",", ":")).split("@")
     filling = " " * (_EVENT_SIZE - len(f"data: {head}@{tail}\n\n") - _STAMP)
     return f"data: {head}@".encode(), f"{filling}{tail}\n\n".encode()
+
+
+def prompt_event() -> bytes:
+    """An event of an answer to `prompt`."""
+    choice = {"index": 0, "text": " Because", "logprobs": None, "finish_reason": None, "stop_reason": None}
+    body = {"id": "cmpl-1", "object": "text_completion", "created": _CREATED, "model": MODEL, "choices": [choice], "usage": None}
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 _EVENT_HEAD, _EVENT_TAIL = _event_around()
