@@ -100,7 +100,7 @@ async def servers(stage: Stage) -> None:
     with standin.json_servers(stage.place("upstream"), 200) as ports:
         for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
             for count in (1, 16, 200):
-                await _started_and_loaded(stage, proxy, f"{count} servers", Setting(ports[:count]))
+                await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
 
 
 # The gateway alone
@@ -113,7 +113,7 @@ async def keys(stage: Stage) -> None:
             for count in (1, 1000, 100_000):
                 setting = Setting(ports, keys=count)
                 used = [token(number) for number in setting.key_numbers[:: max(1, count // 1000)]]
-                await _started_and_loaded(stage, proxy, f"{count:,} keys", setting, used)
+                await _started_and_loaded(stage, proxy, counted(count, "key"), setting, used)
 
 
 async def models(stage: Stage) -> None:
@@ -122,16 +122,16 @@ async def models(stage: Stage) -> None:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 100, 1000):
                 names = tuple(f"{MODEL}-{number}" for number in range(count))
-                await _started_and_loaded(stage, proxy, f"{count:,} models", Setting(ports, models=names))
+                await _started_and_loaded(stage, proxy, counted(count, "model"), Setting(ports, models=names))
 
 
 async def relays(stage: Stage) -> None:
     """1 and 2 relays, on both cores, which they share with the load."""
     with standin.json_servers(stage.place("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
-            for count, variant in ((1, "1 relay"), (2, "2 relays")):
+            for count in (1, 2):
                 setting = Setting(ports, relays=count, cores=(PROXY_CORE, LOAD_CORE))
-                await _alone(stage, proxy, setting, partial(_split, stage, variant))
+                await _alone(stage, proxy, setting, partial(_split, stage, counted(count, "relay")))
 
 
 async def _split(stage: Stage, variant: str, proxy: Running) -> None:
@@ -175,6 +175,11 @@ async def _growth(stage: Stage, proxy: Running) -> None:
 
 
 # What they share
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 key`, `1,000 keys`."""
+    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[Running], Awaitable[None]]) -> None:

@@ -51,7 +51,7 @@ def test_the_stamp_says_on_what() -> None:
 
 def test_the_gateway_alone_is_compared_with_its_first_variant() -> None:
     made = Section("keys", "2027-01-02", 1, 9, MACHINE, {"vllm-gateway": "1.0"})
-    made.row("vllm-gateway", "1 keys").add({"cpu": 40e-6}, ())
+    made.row("vllm-gateway", "1 key").add({"cpu": 40e-6}, ())
     made.row("vllm-gateway", "1,000 keys").add({"cpu": 60e-6}, ())
     text = report.document("{{keys}}", {"keys": made})
     assert "first = 1" in text and "| 1,000 keys | 60.0 | 1.50 |" in text
