@@ -21,7 +21,8 @@ from upstream.server import Server
 
 
 class Outbound(msgspec.Struct):
-    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written."""
+    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written;
+    ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
 
     call: Call
     entry: Entry
@@ -35,6 +36,7 @@ class Outbound(msgspec.Struct):
     translation: Translation | None = None
     upload: Upload | None = None
     composed_at: float | None = None
+    hint: int | None = None
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
