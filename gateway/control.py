@@ -64,7 +64,8 @@ async def run(config: Config, announcer: Announcer) -> int:
         control = Control(config, announcer)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
         control.launcher = await stack.enter_async_context(launcher)
-        control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=_PROBE_DEADLINE))
+        prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
+        control.prober = await stack.enter_async_context(prober)
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
         await stack.enter_async_context(_admin_port(control, admin))
         announcer.summary(config, data, admin)
@@ -182,10 +183,8 @@ class Control:
         self.announcer.serving(self._up(), len(plan.places(self.config)))
 
     def _last_line(self, name: str) -> str:
-        if name not in self.known.snapshots:
-            return ""
-        lines = self.launcher.log_tail(name).splitlines()
-        return lines[-1] if lines else ""
+        snapshot = self.known.snapshots.get(name)
+        return snapshot.progress if snapshot else ""
 
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
@@ -204,7 +203,8 @@ class Control:
         self._stages[snapshot.name] = snapshot.state
         if before is snapshot.state:
             return
-        self._count_launch(snapshot)
+        if before is Stage.STARTING:
+            self._count_launch(snapshot)
         self.announcer.launched(snapshot)
         if self._generation and not self._draining:
             self._configure()
@@ -220,6 +220,11 @@ class Control:
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
         self._tell_health()
+
+    def lost(self, probe: Probe) -> None:
+        """The prober tells of a server that will not come back by itself; one that was launched here is started anew."""
+        if probe.name in self.known.snapshots:
+            self.launcher.renew(probe.name, probe.reason, _STOP_GRACE)
 
     def taken(self) -> None:
         """A relay serves by a new generation."""
@@ -297,6 +302,8 @@ class Control:
                 "since": snapshot.since,
                 "pid": snapshot.pid,
                 "restarts": snapshot.restarts,
+                "given_up": snapshot.given_up,
+                "progress": snapshot.progress,
                 "log": str(snapshot.log),
                 "last_log_lines": self.launcher.log_tail(place.name).splitlines()[-20:],
             }

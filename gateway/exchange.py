@@ -19,6 +19,7 @@ import msgspec
 from msgspec import field
 
 from gateway.auth import Keyring
+from gateway.beginning import hint
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
@@ -71,7 +72,7 @@ async def exchange(call: Call, gate: Gate) -> None:
             else:
                 outbound = _json(await _body(call, account), call, catalog, account, key)
             model = outbound.entry.model
-            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines) as attempt:
+            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
                 answer = await attempt.answer(outbound.compose, outbound.upload)
                 account.answered(answer, outbound)
@@ -106,7 +107,10 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.model, call.target.route)
     account.stream = prepared.stream
-    return Outbound.of_json(call, entry, name, prepared)
+    outbound = Outbound.of_json(call, entry, name, prepared)
+    if entry.pool.wants_hint:
+        outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
+    return outbound
 
 
 async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:

@@ -21,7 +21,8 @@ from upstream.server import Server
 
 
 class Outbound(msgspec.Struct):
-    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written."""
+    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written;
+    ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
 
     call: Call
     entry: Entry
@@ -36,6 +37,7 @@ class Outbound(msgspec.Struct):
     behind: int | None = 0
     """Bytes of the body that are uploaded behind what is encoded; None where nobody knows."""
     composed_at: float | None = None
+    hint: int | None = None
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:

@@ -18,7 +18,6 @@ from upstream.address import Address
 from upstream.health import Probe, Target
 from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
-from upstream.policy import POLICIES
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import LaunchSettings
 
@@ -119,7 +118,7 @@ def _model(model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Mo
         servers=tuple(servers),
         aliases=model.aliases,
         mounts=model.mounts,
-        balance=model.balance if model.balance in POLICIES else "least_busy",
+        balance=model.balance,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         defaults=model.defaults,
         overrides=model.overrides,

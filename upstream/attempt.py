@@ -207,14 +207,18 @@ class Answer:
 
 
 class Attempt:
-    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good."""
+    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good.
 
-    __slots__ = ("_answer", "_deadlines", "_pool", "_timeouts", "_tried", "failures", "server")
+    ``hint``: the same for requests that begin alike, for a pool that wants one.
+    """
 
-    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines) -> None:
+    __slots__ = ("_answer", "_deadlines", "_hint", "_pool", "_timeouts", "_tried", "failures", "server")
+
+    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, hint: int | None = None) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
+        self._hint = hint
         self._tried: list[Server] = []
         self._answer: Answer | None = None
         self.server: Server | None = None
@@ -245,7 +249,7 @@ class Attempt:
             try:
                 # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
                 fresh = upload is not None or bool(self._tried)
-                server = self.server = self._pool.choose(self._tried)
+                server = self.server = self._pool.choose(self._tried, self._hint)
                 self._tried.append(server)
                 server.enter()
                 connection = (None if fresh else server.parked()) or await server.connect(self._timeouts.connect)

@@ -91,6 +91,16 @@ class Server:
         return found
 
     @property
+    def name(self) -> str:
+        """As in its spec."""
+        return self.spec.name
+
+    @property
+    def weight(self) -> float:
+        """As in its spec."""
+        return self.spec.weight
+
+    @property
     def load(self) -> float:
         """In flight by weight: the measure of busyness."""
         return self.in_flight / self.spec.weight

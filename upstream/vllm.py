@@ -31,6 +31,11 @@ ENV_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+RPC_FOLDER = "VLLM_RPC_BASE_PATH"
+"""Where vLLM's processes put the sockets between them (vllm/envs.py). It takes none of them away.
+
+Not TMPDIR: the locks that let only one of several servers download a model are there.
+"""
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to connect when the operator binds them all
 
 

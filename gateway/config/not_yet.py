@@ -27,7 +27,6 @@ NOT_YET: dict[str, str] = {
     "models[].launch.group": _NONE,
     "models[].discover": _NONE,
     "models[].loras": _NONE,
-    "models[].balance=prefix": "has no effect yet: servers are chosen as with least_busy",
     "models[].queue": _NONE,
     "models[].max_inflight": _NONE,
     "models[].keepalive": _NONE,

@@ -176,6 +176,16 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
             yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
+def _own_places(draft: Draft) -> Iterator[Problem]:
+    """Replicas cannot listen in one place."""
+    for model in draft.models:
+        launch = model.get("launch")
+        replicas, args = launch.get("replicas").value, launch.get("args")
+        if type(replicas) is int and replicas > 1:
+            for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
+                yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; leave it out, and each gets its own socket")
+
+
 def _launched_loras(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         for lora in model.each("loras"):
@@ -300,6 +310,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _one_discovery,
     _gpus,
     _launch_settings,
+    _own_places,
     _launched_loras,
     _body_fields,
     _fallbacks,

@@ -196,6 +196,15 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {env: {'1 A': b}}", ["3: launch.env.1 A: expected a name such as HF_HOME, found text"]),
         ("launch: {gpus: [[0, 0]]}", ["3: launch.gpus[0]: expected the numbers of this replica's GPUs, each once"]),
         ("launch: {args: {x: }}", ["3: launch.args.x: has no value; write true for an option that takes none"]),
+        (
+            "launch: {replicas: 2, args: {port: 8001}}",
+            ["3: launch.args.port: 2 replicas cannot share one port; leave it out, and each gets its own socket"],
+        ),
+        (
+            "launch: {replicas: 2, args: {uds: /x.sock}}",
+            ["3: launch.args.uds: 2 replicas cannot share one uds; leave it out, and each gets its own socket"],
+        ),
+        ("launch: {replicas: 1, args: {port: 8001}}", []),
         ("launch: {replicas: true}", ["3: launch.replicas: expected a whole number, found true"]),
         ("launch: {replicas: '2'}", ["3: launch.replicas: expected a whole number, found '2'; write it without quotes"]),
         ("launch: {model: 7}", ["3: launch.model: expected text, found 7; write it in quotes"]),

@@ -7,6 +7,7 @@ whatever was refused.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -191,7 +192,11 @@ class Simulator:
         return Fast(self.journal.shown())
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if time.monotonic() >= self._healthy_at else 503)
+        return Response(status_code=200 if self._well() else 503)
+
+    def _well(self) -> bool:
+        sick = self.settings.start.sick_while
+        return time.monotonic() >= self._healthy_at and not (sick and os.path.exists(sick))
 
     async def _version(self, _: Request) -> Response:
         return Fast({"version": VERSION})
