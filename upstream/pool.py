@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from upstream.policy import POLICIES, Policy
-from upstream.server import Condition, Server, ServerSpec
+from upstream.server import COMING, Condition, Server, ServerSpec
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now. ``loading`` says that one is on its way."""
+    """No server of a model can take a request now. ``loading`` says that one will be able to."""
 
     def __init__(self, *, loading: bool) -> None:
         super().__init__("loading" if loading else "none is up")
@@ -29,6 +29,11 @@ class Pool:
         self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
         self._turn = 0
 
+    @property
+    def is_up(self) -> bool:
+        """Whether one of them is up."""
+        return any(server.condition is Condition.UP for server in self.servers)
+
     def choose(self, tried: Sequence[Server] = ()) -> Server:
         """The server for the next attempt: an untried, available one by the policy; else what is left.
 
@@ -40,7 +45,7 @@ class Pool:
             return servers[0]
         up = [server for server in servers if server.condition is Condition.UP]
         if not up:
-            raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
+            raise NoServerError(loading=any(server.condition in COMING for server in servers))
         fresh = [server for server in up if server not in tried] or up
         self._turn += 1
         return self._policy([server for server in fresh if server.available] or fresh, self._turn)

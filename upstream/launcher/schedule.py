@@ -167,7 +167,7 @@ def _waiting_since(view: View) -> float:
 
 
 def _why(view: View) -> str:
-    return "there is room" if view.wanted is None else "it is asked for"
+    return "eager, and there is room" if view.wanted is None else "asked for"
 
 
 def _blockers(view: View, holding: Sequence[View], by: Callable[[View], Any]) -> list[View]:
