@@ -40,7 +40,7 @@ class Call:
     """
 
     __slots__ = (
-        "_chunked", "_cors", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
+        "_ahead", "_chunked", "_cors", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
         "began", "bytes_in", "bytes_out", "disconnected", "events", "headers", "http10", "id", "keep_alive", "message_event", "more_body",
         "on_pause", "on_resume", "response_complete", "started", "status", "target", "task", "too_large",
     )  # fmt: skip
@@ -63,6 +63,7 @@ class Call:
         self._waiter: Signal | None = None
         self._expects_continue = b"expect" in headers and headers[b"expect"].lower() == b"100-continue"
         self._spoilt: Refusal | None = None
+        self._ahead = False
         self.bytes_in = 0
         self.more_body = True
         self.too_large = int(headers.get(b"content-length", b"0")) > self._limit
@@ -100,6 +101,12 @@ class Call:
         self._edge.flow.resume_reading()
         return data
 
+    def read_ahead(self) -> None:
+        """Read a body that is streamed on before anybody takes it, up to its limit: its client's leaving is to be seen meanwhile."""
+        self._ahead = True
+        if self._edge.flow.read_paused:
+            self._edge.flow.resume_reading()
+
     @property
     def _over(self) -> bool:
         return self.too_large or self._spoilt is not None
@@ -133,7 +140,7 @@ class Call:
         self._received.append(data)
         if self.target.route.body is Body.FORM:
             self._size += len(data)
-            if self._size > _UPLOAD_AHEAD and self.task is not None:
+            if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()
         elif self.too_large:
