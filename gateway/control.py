@@ -213,7 +213,7 @@ class Control:
         if self._generation and not self._draining:
             self.configure()
             self._watch_servers()
-        self.fleet.changed(snapshot)
+            self.fleet.changed(snapshot)
 
     def _count_launch(self, snapshot: Snapshot) -> None:
         outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from upstream.policy import POLICIES, Policy
-from upstream.server import COMING, Condition, Server, ServerSpec
+from upstream.server import Condition, Server, ServerSpec
 
 
 class NoServerError(Exception):
@@ -45,7 +45,7 @@ class Pool:
             return servers[0]
         up = [server for server in servers if server.condition is Condition.UP]
         if not up:
-            raise NoServerError(loading=any(server.condition in COMING for server in servers))
+            raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
         fresh = [server for server in up if server not in tried] or up
         self._turn += 1
         return self._policy([server for server in fresh if server.available] or fresh, self._turn)

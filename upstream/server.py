@@ -23,16 +23,12 @@ AVOID_FOR = 2.0
 
 
 class Condition(StrEnum):
-    """What control knows of a server from its probes and its process. ``AWAY``: it is well, and takes no new requests for now."""
+    """What control knows of a server from its probes and its process. ``AWAY``: it gets no requests, by the gateway's own will."""
 
     UP = "up"
     LOADING = "loading"
     AWAY = "away"
     DOWN = "down"
-
-
-COMING = frozenset({Condition.LOADING, Condition.AWAY})
-"""The conditions of which a server comes back by itself."""
 
 
 @dataclass(frozen=True, slots=True)
