@@ -248,9 +248,9 @@ class Control:
         conditions, lengths = plan.conditions(self.config, known), plan.max_model_len(self.config, known)
         return self.relays.tell(Health(conditions, lengths, self.fleet.telling()))
 
-    def condition(self, server: str) -> Condition:
-        """What is known of a server."""
-        return plan.condition(server, self.known)
+    def conditions(self) -> Mapping[str, Condition]:
+        """What is known of every server."""
+        return plan.conditions(self.config, self.known)
 
     def acts(self, action: Action) -> None:
         """Tell the operator what is done."""

@@ -35,6 +35,7 @@ STOP_GRACE = 10.0
 FIRST_PROBE = 3.0
 """Seconds after which a server that was found is known to be up or down."""
 _LOOK, _CLOSE_LOOK = 0.25, 0.05  # seconds between two looks at the picture, where nothing calls for one; while something drains
+_GATHER = 0.01  # seconds in which more may come that calls for the same look
 _SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
 _log = logging.getLogger("vllm_gateway.fleet")
@@ -53,8 +54,8 @@ class Host(Protocol):
     def tell_health(self) -> int:
         """Tell the relays what is known of servers and models; returns the number of that word."""
 
-    def condition(self, server: str) -> Condition:
-        """What is known of a server."""
+    def conditions(self) -> Mapping[str, Condition]:
+        """What is known of every server."""
 
     def acts(self, action: Action) -> None:
         """Tell the operator what is done."""
@@ -120,7 +121,8 @@ class Fleet:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._pause()):
                         await self._nudged.wait()
-                self.look()
+                await asyncio.sleep(_GATHER)
+                self._look_again()
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -132,6 +134,12 @@ class Fleet:
     def nudge(self) -> None:
         """Something has changed that may call for a look."""
         self._nudged.set()
+
+    def _look_again(self) -> None:
+        try:
+            self.look()
+        except Exception:  # noqa: BLE001  the outer edge: the models stay as they are until the next look
+            _log.exception("a look at the models")
 
     def look(self) -> None:
         """Draw the picture, decide, begin."""
@@ -157,8 +165,9 @@ class Fleet:
         for resident in self._residents.values():
             resident.used(self._tally.sum("requests_total", resident.id), self._tally.sum("inflight_requests", resident.id), now)
             resident.see(snapshots, now)
+        conditions = self._host.conditions() if self._found else {}
         for found in self._found.values():
-            found.see(map(self._host.condition, found.servers), now)
+            found.see((conditions[name] for name in found.servers), now)
 
     def _view(self, resident: Resident) -> View:
         return resident.view(
@@ -283,7 +292,8 @@ class Fleet:
 
     async def _roll(self, resident: Resident) -> None:
         """One server after the other, those that are down first, so that never more than one is missing. Raises RefusedOperation."""
-        for spec in sorted(resident.specs, key=lambda spec: self._host.condition(spec.name) is Condition.UP):
+        conditions = self._host.conditions()
+        for spec in sorted(resident.specs, key=lambda spec: conditions[spec.name] is Condition.UP):
             await self._renew(resident, spec)
 
     async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
@@ -298,7 +308,7 @@ class Fleet:
         resident.away.discard(name)
         self._launcher.start(spec)
         await _until(lambda: (snapshot := self._snapshot(name)) is None or snapshot.concluded)
-        if self._host.condition(name) is not Condition.UP:
+        if self._host.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
         number = self._host.tell_health()
         await _until(lambda: self._relays.hold(number))
@@ -311,9 +321,8 @@ class Fleet:
     async def start(self, model: str) -> None:
         """Have a model brought up, and no longer held down; returns when that has begun. Raises RefusedOperation."""
         resident = self._resident(model)
-        self._refuse_while_working(resident)
         resident.held = False
-        if resident.phase is Phase.FAILED:
+        if resident.phase is Phase.FAILED and resident.task is None:
             self._stop(resident)
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
@@ -339,7 +348,8 @@ class Fleet:
     async def restart(self, model: str) -> None:
         """Have a model's servers replaced, one after the other; returns when that has begun. Raises RefusedOperation."""
         resident = self._resident(model)
-        self._refuse_while_working(resident)
+        if resident.task is not None and not resident.ending:
+            raise RefusedOperation(f"{model} is being worked on; try again when it is ready, or stop it")
         if resident.phase in (Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING):
             raise RefusedOperation(f"{model} is {resident.phase}; only a model that runs can be restarted")
         self._spawn(resident, self._roll(resident))
@@ -349,10 +359,6 @@ class Fleet:
         if resident is None:
             raise RefusedOperation(f"{model} is not launched by the gateway" if model in self._found else f"there is no model {model}")
         return resident
-
-    def _refuse_while_working(self, resident: Resident) -> None:
-        if resident.task is not None and not resident.ending:
-            raise RefusedOperation(f"{resident.id} is being worked on; try again when it is ready, or stop it")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

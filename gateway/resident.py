@@ -17,7 +17,7 @@ from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
 from upstream.launcher.schedule import Phase, View
 
-FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 10.0, 5.0
+FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
 """Seconds that each is expected to take before it has been measured."""
 REMEMBERED = 5
 """Of so many the longest counts."""
@@ -107,7 +107,7 @@ class Resident:
     def view(self, *, asked: float | None, in_flight: int, acknowledged: bool) -> View:
         """How it is to be seen. ``asked``: since when requests wait for it."""
         launch = self.launch
-        parked_awake = self.sleeps and self._began is None and self.phase is not Phase.STOPPED
+        wakes = self.sleeps and (self.step is Phase.STARTING or self.phase in (Phase.READY, Phase.DRAINING, Phase.SLEEPING))
         return View(
             self.id,
             self.phase,
@@ -121,7 +121,7 @@ class Resident:
             acknowledged=acknowledged,
             ready_since=self.ready_since,
             last_use=self.last_use,
-            pace=(self.wakes if parked_awake else self._starts).longest,
+            pace=(self.wakes if wakes else self._starts).longest,
             leave=self.stops.longest,
             eager=launch.start == "eager" and (launch.idle_stop is None or not self._has_been_up),
             sleeps=self.sleeps,
