@@ -86,7 +86,7 @@ class Board:
     def new_names(self, seen: int) -> list[str]:
         """The names of the series after the first ``seen`` ones."""
         self._read_index()
-        return list(itertools.islice(self._index, seen, None))
+        return list(itertools.islice(self._index, seen, None)) if len(self._index) > seen else []
 
     def _append(self, name: str, count: int) -> Cells:
         encoded = name.encode()
