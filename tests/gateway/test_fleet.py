@@ -125,10 +125,11 @@ async def test_it_sleeps_when_unused_and_a_request_wakes_it(tmp_path: Path, leve
             for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"), ("POST", "/collective_rpc")):
                 assert (await one.client.request(method, path)).status_code == 404, "clients do not reach the routes for that"
             assert (await one.ask(A)).status_code == 200
-            asked = [each["path"] + "?" * bool(each["query"]) + each["query"] for each in server.get("/sim/requests").json()]
+            asked = [f"{each['path']}?{each['query']}".rstrip("?") for each in server.get("/sim/requests").json()]
         assert one.launches(A) == 1 and one.pids(A) == [pid]
         waking = ["/wake_up"] if level == 1 else ["/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
-        assert [path for path in asked if path.startswith(("/sleep", "/wake_up", "/coll"))] == [f"/sleep?level={level}", *waking]
+        asked = [path for path in asked if path.startswith(("/sleep", "/wake_up", "/coll"))]
+        assert asked[: len(waking) + 1] == [f"/sleep?level={level}", *waking], "and perhaps it sleeps again by now"
 
 
 async def test_those_that_can_sleep_make_room_by_it(tmp_path: Path) -> None:
@@ -161,8 +162,10 @@ async def test_one_that_cannot_sleep_is_stopped(tmp_path: Path) -> None:
 
 async def test_a_busy_one_is_waited_for_and_not_cut(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, **SHARED), on_demand(B, **SHARED), drain="100ms") as one:
+        began = time.monotonic()
         assert (await one.ask(A)).status_code == 200
-        stream, *_ = await one.streams(A, seconds=4.0)
+        turn = 2 * (time.monotonic() - began)
+        stream, *_ = await one.streams(A, seconds=turn + 2.0)
         other = asyncio.create_task(one.ask(B))
         await one.reaches(A, "draining")
         late = asyncio.create_task(one.ask(A))
