@@ -64,6 +64,7 @@ class Call(msgspec.Struct, eq=False):
     # The body
     _received: list[bytes] = field(default_factory=list)
     _size: int = 0
+    _ahead: bool = False
     _waiter: Signal | None = None
     _continued: bool = False
     _spoilt: Refusal | None = None
@@ -103,6 +104,12 @@ class Call(msgspec.Struct, eq=False):
         self.edge.flow.resume_reading()
         return data
 
+    def read_ahead(self) -> None:
+        """Read a body that is streamed on before anybody takes it, up to its limit: its client's leaving is to be seen meanwhile."""
+        self._ahead = True
+        if self.edge.flow.read_paused:
+            self.edge.flow.resume_reading()
+
     @property
     def _over(self) -> bool:
         return self.too_large or self._spoilt is not None
@@ -136,7 +143,7 @@ class Call(msgspec.Struct, eq=False):
         self._received.append(data)
         if self.target.route.body is Body.FORM:
             self._size += len(data)
-            if self._size > _UPLOAD_AHEAD and self.task is not None:
+            if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()
         elif self.too_large:

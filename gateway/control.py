@@ -25,17 +25,18 @@ from gateway import __version__, plan
 from gateway.admin import application
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
+from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed
 from gateway.relays import Relays, relays
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
+from upstream.launcher.schedule import Action
 from upstream.server import Condition
 
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
-_STOP_GRACE = 10.0  # seconds that a launched server has to end by itself once nothing is in flight on it
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -66,14 +67,17 @@ async def run(config: Config, announcer: Announcer) -> int:
         control.launcher = await stack.enter_async_context(launcher)
         prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
         control.prober = await stack.enter_async_context(prober)
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
+        control.fleet = Fleet(config, control.launcher, control.relays, control)
         await stack.enter_async_context(_admin_port(control, admin))
         announcer.summary(config, data, admin)
         announcer.notes(notes(config))
-        control.start()
+        control.begin()
+        fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         await asked.get()
         waiting.cancel()
+        fleet.cancel()
         data.close()  # the relays close theirs: who comes now is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     return 0
@@ -82,7 +86,7 @@ async def run(config: Config, announcer: Announcer) -> int:
 async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
     """Clients first, then servers; a second signal ends the patience."""
     control.announcer.stopping(control.config.server.drain)
-    stopping = asyncio.create_task(control.stop())
+    stopping = asyncio.create_task(control.end())
     impatient = asyncio.create_task(asked.get())
     await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
     for task in (stopping, impatient):
@@ -147,6 +151,7 @@ class Control:
     launcher: Launcher
     prober: Prober
     relays: Relays
+    fleet: Fleet
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
         self.config = config
@@ -161,26 +166,25 @@ class Control:
 
     # Starting and stopping
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Launch, probe, and have the relays serve."""
-        for spec in plan.launches(self.config):
-            self.launcher.start(spec)
-        self._configure()
+        self.fleet.look()
+        self.configure()
         self._watch_servers()
 
-    async def stop(self) -> None:
+    async def end(self) -> None:
         """Let clients finish, then end the servers."""
         self._draining = True
         await self.relays.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
-        await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
+        await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
 
     async def report_progress(self) -> None:
         """Tell the operator how the servers come up, until all have."""
         while waiting := plan.unconcluded(self.config, self.known):
             self.announcer.waiting(waiting, time.time() - self._started, self._last_line)
             await asyncio.sleep(self.announcer.interval)
-        self.announcer.serving(self._up(), len(plan.places(self.config)))
+        self.announcer.serving(self._up(), sum(place.name not in self.fleet.away() for place in plan.places(self.config)))
 
     def _last_line(self, name: str) -> str:
         snapshot = self.known.snapshots.get(name)
@@ -195,7 +199,7 @@ class Control:
     def known(self) -> plan.Knowledge:
         snapshots = plan.by_name(self.launcher.snapshots())
         probes = {probe.name: probe for probe in self.prober.probes()}
-        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots})
+        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots}, self.fleet.away())
 
     def launched(self, snapshot: Snapshot) -> None:
         """The launcher tells of a change."""
@@ -207,8 +211,9 @@ class Control:
             self._count_launch(snapshot)
         self.announcer.launched(snapshot)
         if self._generation and not self._draining:
-            self._configure()
+            self.configure()
             self._watch_servers()
+            self.fleet.changed(snapshot)
 
     def _count_launch(self, snapshot: Snapshot) -> None:
         outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)
@@ -219,28 +224,60 @@ class Control:
         """The prober tells of a change."""
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
-        self._tell_health()
+        self.tell_health()
+        self.fleet.nudge()
 
     def lost(self, probe: Probe) -> None:
         """The prober tells of a server that will not come back by itself; one that was launched here is started anew."""
         if probe.name in self.known.snapshots:
-            self.launcher.renew(probe.name, probe.reason, _STOP_GRACE)
+            self.launcher.renew(probe.name, probe.reason, STOP_GRACE)
 
-    def taken(self) -> None:
-        """A relay serves by a new generation."""
+    def nudged(self) -> None:
+        """A relay has said something."""
+        if not self._draining:
+            self.fleet.nudge()
 
-    def _configure(self) -> None:
+    def configure(self) -> None:
+        """Have the relays serve by the servers that there are now."""
         self._generation += 1
         self.relays.configure(plan.state(self.config, self.known, self._generation, int(self._started)))
-        self._tell_health()
+        self.tell_health()
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
-        self._tell_health()
+        self.tell_health()
 
-    def _tell_health(self) -> None:
+    def tell_health(self) -> int:
+        """Tell the relays what is known of servers and models; returns the number of that word."""
         known = self.known
-        self.relays.tell(Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known)))
+        conditions, lengths = plan.conditions(self.config, known), plan.max_model_len(self.config, known)
+        return self.relays.tell(Health(conditions, lengths, self.fleet.telling()))
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """What is known of every server."""
+        return plan.conditions(self.config, self.known)
+
+    def acts(self, action: Action) -> None:
+        """Tell the operator what is done."""
+        self.announcer.acts(action)
+
+    # What operators ask for; each raises fleet.RefusedOperation with words for them
+
+    async def start(self, model: str) -> None:
+        """Bring a model up, also one that was stopped by ``stop``."""
+        await self.fleet.start(model)
+
+    async def stop(self, model: str) -> None:
+        """Let a model's requests finish, end its servers, and hold it down."""
+        await self.fleet.stop(model)
+
+    async def restart(self, model: str) -> None:
+        """Replace a model's servers, one after the other."""
+        await self.fleet.restart(model)
+
+    async def wake(self, model: str) -> None:
+        """Wake a model as a request would."""
+        await self.fleet.wake(model)
 
     # What the admin port shows
 
@@ -256,10 +293,11 @@ class Control:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
-            up = plan.condition(place.name, known) is Condition.UP
-            series[Series("server_up", (place.model.id, place.name))] = (float(up),)
-        for labels, count in self._launches.items():
-            series[Series("launches_total", labels)] = (count,)
+            up, labels = plan.condition(place.name, known) is Condition.UP, (place.model.id, place.name)
+            series[Series("server_up", labels)] = (float(up),)
+            series.setdefault(Series("server_inflight", labels), (0,))
+        for outcome, count in self._launches.items():
+            series[Series("launches_total", outcome)] = (count,)
         series[Series("config_reloads_total", ("success",))] = (0,)
         series[Series("config_reloads_total", ("failure",))] = (0,)
         series[Series("config_last_reload_successful", ())] = (1,)
@@ -282,8 +320,13 @@ class Control:
         }
 
     def _model_status(self, model: str, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        standing = self.fleet.standing(model)
         return {
             "id": model,
+            "state": standing.state.value,
+            "since": standing.since,
+            "queued": standing.queued,
+            "waiting_s": standing.waiting,
             "in_flight": int(series.get(Series("inflight_requests", (model,)), (0,))[0]),
             "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model.id == model],
         }

@@ -153,6 +153,9 @@ class RelayMetrics:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""
         return self._in_flight.get(model) or self._in_flight.setdefault(model, InFlight(self.cells("inflight_requests", model)))
 
+    def queued(self, model: str) -> Cells:
+        return self.cells("queued_requests", model)
+
     def auth_failed(self, code: str) -> None:
         self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
 
@@ -252,6 +255,33 @@ def summed(boards: Iterable[Board]) -> dict[Series, list[float]]:
             before = total.get(series)
             total[series] = [a + b for a, b in zip(before, reading.values, strict=True)] if before else list(reading.values)
     return total
+
+
+class Tally:
+    """Sums of single series over all boards, for those who look often: a look costs a few additions, not a decoding of everything.
+
+    ``by``: for each family, which of its labels its sums are by.
+    """
+
+    def __init__(self, boards: Sequence[Board], by: Mapping[str, int]) -> None:
+        self._boards = boards
+        self._by = by
+        self._seen = [0] * len(boards)
+        self._cells: dict[tuple[str, str], list[Cells]] = {}
+
+    def sum(self, family: str, label: str) -> float:
+        """The sum of the first cells of a family's series with this label."""
+        self._note_new_ones()
+        return sum(cells[0] for cells in self._cells.get((family, label), ()))
+
+    def _note_new_ones(self) -> None:
+        for number, board in enumerate(self._boards):
+            for name in board.new_names(self._seen[number]):
+                self._seen[number] += 1
+                series = Series.decode(name)
+                if series.family in self._by:
+                    key = series.family, series.labels[self._by[series.family]]
+                    self._cells.setdefault(key, []).append(board.cells(name, 1))
 
 
 def by_family(series: Mapping[Series, Sequence[float]]) -> Iterator[tuple[str, Family, list[tuple[tuple[str, ...], Sequence[float]]]]]:

@@ -6,13 +6,14 @@ URL for one that was found.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
-from gateway.state import Key, Model, State
+from gateway.state import Key, Model, Queue, State
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -53,19 +54,38 @@ def _places_of(model: conf.Model, urls: Mapping[str, int]) -> Iterator[Place]:
 
 
 def launches(config: Config) -> tuple[LaunchSpec, ...]:
-    """What the launcher starts."""
+    """What the launcher is given to start, sooner or later."""
+    return tuple(spec for model in config.models for spec in launches_of(config, model))
+
+
+def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
+    """A model's replicas; none for one that is not launched here."""
+    launch = model.launch
+    if launch is None:
+        return ()
     return tuple(
-        LaunchSpec(place.name, _settings(place.model, number), place.model.launch.startup_timeout)
-        for model in config.models
-        if model.launch is not None
-        for number, place in enumerate(place for place in _places_of(model, {}) if place.server is None)
-        if place.model.launch is not None
+        LaunchSpec(f"{model.id}#{number}", _settings(config, model, launch, number), launch.startup_timeout)
+        for number in range(launch.replicas)
     )
 
 
-def _settings(model: conf.Model, number: int) -> LaunchSettings:
+def may_be_stopped(config: Config, model: conf.Model) -> bool:
+    """Whether a model is launched and not always up: it is woken by a request, rests when unused, or makes room for another one."""
     launch = model.launch
-    assert launch is not None
+    if launch is None:
+        return False
+    rests = launch.start == "on_demand" or launch.idle_stop is not None or launch.idle_sleep is not None or launch.group is not None
+    return rests or any(
+        other.launch.start == "on_demand" and gpus(launch) & gpus(other.launch) for other in config.models if other.launch is not None
+    )
+
+
+def gpus(launch: conf.Launch) -> frozenset[int]:
+    """The GPUs of all its replicas."""
+    return frozenset(gpu for replica in launch.gpus or () for gpu in replica)
+
+
+def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: int) -> LaunchSettings:
     return LaunchSettings(
         model=launch.model or model.id,
         served_names=(model.id,),
@@ -73,27 +93,32 @@ def _settings(model: conf.Model, number: int) -> LaunchSettings:
         args=launch.args,
         env=plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
+        sleeps=launch.idle_sleep is not None,
+        drain=config.server.drain,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What control knows of servers at a moment, each by its name. ``keys`` are the internal keys of launched ones."""
+    """What control knows of servers at a moment, each by its name. ``keys`` are the internal keys of launched ones; ``away``
+    are those that are stopped, asleep, or to take no new requests."""
 
     snapshots: Mapping[str, Snapshot]
     probes: Mapping[str, Probe]
     keys: Mapping[str, str]
+    away: Set[str] = frozenset()
 
 
 def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
     """What the relays serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for place in places(config):
-        specs[place.model.id].append(_spec(place, known))
+        if place.server is not None or place.name in known.snapshots:
+            specs[place.model.id].append(_spec(place, known))
     return State(
         generation=generation,
         keys=tuple(_key(key) for key in config.keys),
-        models=tuple(_model(model, specs[model.id], created) for model in config.models),
+        models=tuple(_model(config, model, specs[model.id], created) for model in config.models),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
         log_user=config.log.user,
@@ -111,7 +136,13 @@ def _secret(server: conf.Server) -> str | None:
     return server.api_key.get_secret_value() if server.api_key is not None else None
 
 
-def _model(model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
+def _queue(config: Config, model: conf.Model) -> Queue | None:
+    """What one relay lets wait: its share of the whole, since a client's connection may end up in any of them."""
+    queue = model.queue or (conf.Queue() if may_be_stopped(config, model) else None)
+    return None if queue is None else Queue(math.ceil(queue.size / config.server.relays), queue.wait)
+
+
+def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
     timeouts = model.timeouts
     return Model(
         id=model.id,
@@ -120,6 +151,8 @@ def _model(model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Mo
         mounts=model.mounts,
         balance=model.balance,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
+        queue=_queue(config, model),
+        keepalive=model.keepalive,
         defaults=model.defaults,
         overrides=model.overrides,
         created=created,
@@ -153,6 +186,8 @@ def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
 
 def condition(name: str, known: Knowledge) -> Condition:
     """A launched server is loading until it was ready, and from then on what its probes say, as a found one is."""
+    if name in known.away:
+        return Condition.AWAY
     snapshot, probe = known.snapshots.get(name), known.probes.get(name)
     if snapshot is not None and (snapshot.state is not Stage.READY or probe is None):
         return _LAUNCHED.get(snapshot.state, Condition.DOWN)
@@ -174,12 +209,15 @@ def max_model_len(config: Config, known: Knowledge) -> dict[str, int]:
 
 def unconcluded(config: Config, known: Knowledge) -> list[str]:
     """The servers whose first start, or first probe, has had no result yet."""
-    return [place.name for place in places(config) if not _concluded(place.name, known)]
+    return [place.name for place in places(config) if not _concluded(place, known)]
 
 
-def _concluded(name: str, known: Knowledge) -> bool:
-    snapshot = known.snapshots.get(name)
-    return snapshot.concluded if snapshot is not None else name in known.probes
+def _concluded(place: Place, known: Knowledge) -> bool:
+    """One that is started on demand counts from the beginning, as does one that was stopped again."""
+    launch, snapshot = place.model.launch, known.snapshots.get(place.name)
+    if place.name in known.away or (launch is not None and launch.start == "on_demand"):
+        return True
+    return snapshot.concluded if snapshot is not None else place.name in known.probes
 
 
 def by_name(snapshots: Iterable[Snapshot]) -> dict[str, Snapshot]:

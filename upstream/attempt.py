@@ -240,6 +240,10 @@ class Attempt:
         """How often the request was sent again."""
         return max(len(self._tried) - 1, 0)
 
+    def turn_to(self, pool: Pool) -> None:
+        """Choose among these servers from now on: while the request waited for one, the model's may have been started anew."""
+        self._pool = pool
+
     async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
         """An answer whose first bytes are here.
 

@@ -15,7 +15,7 @@ from upstream.server import Condition, Server, ServerSpec
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now. ``loading`` says that one is on its way."""
+    """No server of a model can take a request now. ``loading`` says that one will be able to."""
 
     def __init__(self, *, loading: bool) -> None:
         super().__init__("loading" if loading else "none is up")
@@ -30,6 +30,11 @@ class Pool:
         self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
         self._affinity = Affinity(self.servers) if balance == "prefix" and len(servers) > 1 else None
         self._turn = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether one of them is up."""
+        return any(server.condition is Condition.UP for server in self.servers)
 
     @property
     def wants_hint(self) -> bool:

@@ -8,9 +8,11 @@ environment, never among the words and never in a repr.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal
 
 from upstream.address import Address
@@ -45,7 +47,8 @@ class LaunchSettings:
 
     ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
     ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
-    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``.
+    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``sleeps``: it can be put to sleep.
+    ``drain``: seconds that vLLM itself gives what is in flight, where something else than the gateway tells it to end.
     """
 
     model: str
@@ -55,6 +58,8 @@ class LaunchSettings:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: tuple[int | str, ...] = ()
     listen: Literal["uds", "tcp"] = "uds"
+    sleeps: bool = False
+    drain: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,21 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     if wrong := problems(settings):
         raise ValueError("; ".join(wrong))
     place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
-    flags = {"served-model-name": list(settings.served_names)} | place | _by_flag(settings.args)
+    flags = {"served-model-name": list(settings.served_names)} | place | _wanted_flags(settings) | _by_flag(settings.args)
     words = [word for flag, value in flags.items() for word in _words(flag, value)]
     return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
+
+
+def is_vllm(command: Sequence[str]) -> bool:
+    """Whether a command starts vLLM, or the simulator that knows its flags; with or without something before it."""
+    return any(PurePath(word).name in ("vllm", "simulate", "upstream.simulator") or word.startswith("vllm.") for word in command)
+
+
+def _wanted_flags(settings: LaunchSettings) -> dict[str, Value]:
+    """What the gateway asks for, unless the operator has written another value."""
+    sleep: dict[str, Value] = {"enable-sleep-mode": True} if settings.sleeps else {}
+    drain: dict[str, Value] = {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and is_vllm(settings.command) else {}
+    return sleep | drain
 
 
 def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[str]:
@@ -120,6 +137,8 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
         yield "args.port: a port is a number from 1 to 65535"
     yield from (f"args.{flag}: {why}" for flag, why in REFUSED_ARGS.items() if flag in args)
     yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
+    if settings.sleeps and args.get("enable-sleep-mode") is False:
+        yield "args.enable-sleep-mode: idle_sleep needs it"
     yield from (f"env.{name}: {why}" for name, why in REFUSED_ENV.items() if name in settings.env)
     if settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env:
         yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
@@ -155,4 +174,5 @@ def _word(value: Value) -> str:
 
 def _environment(settings: LaunchSettings, api_key: str) -> dict[str, str]:
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
-    return ENV_DEFAULTS | gpus | dict(settings.env) | {"VLLM_API_KEY": api_key}
+    sleep = {"VLLM_SERVER_DEV_MODE": "1"} if settings.sleeps else {}  # opens /sleep and /wake_up
+    return ENV_DEFAULTS | gpus | sleep | dict(settings.env) | {"VLLM_API_KEY": api_key}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
+from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
 from upstream import vllm
 
@@ -168,7 +169,8 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
         launch = model.get("launch")
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
         gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
-        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus))
+        sleeps = launch.get("idle_sleep").value is not None
+        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps)
         for wrong in vllm.problems(settings):
             place, message = wrong.split(": ", 1)
             section, _, name = place.partition(".")
@@ -184,6 +186,47 @@ def _own_places(draft: Draft) -> Iterator[Problem]:
         if type(replicas) is int and replicas > 1:
             for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
                 yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; leave it out, and each gets its own socket")
+
+
+def _groups(draft: Draft) -> Iterator[Problem]:
+    groups = [group.get("id") for group in draft.top.each("groups")]
+    yield from _repeated(groups, "group")
+    known = {group.value for group in groups if isinstance(group.value, str)}
+    for model in draft.models:
+        group = model.get("launch", "group")
+        if known and isinstance(group.value, str) and group.value not in known:
+            yield group.problem(f"names no group{did_you_mean(group.value, known)}")
+
+
+def _eager_in_groups(draft: Draft) -> Iterator[Problem]:
+    """A group that cannot run what is to be started with the gateway."""
+    bounds = {str(group.get("id").value): group.get("max_running").value for group in draft.top.each("groups")}
+    eager = Counter[str]()
+    for model in draft.models:
+        launch = model.get("launch")
+        group, start = launch.get("group").value, launch.get("start")
+        if not isinstance(group, str) or start.value not in (None, "eager"):
+            continue
+        eager[group] += 1
+        bound = bounds.get(group)
+        bound = 1 if bound is None else bound
+        if isinstance(bound, int) and eager[group] > bound:
+            yield start.problem(f"the group `{group}` runs {bound} at once, and more of its models are eager; write on_demand")
+
+
+def _idle_order(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        launch = model.get("launch")
+        stop, sleep = (_seconds(launch.get(name)) for name in ("idle_stop", "idle_sleep"))
+        if stop is not None and sleep is not None and stop <= sleep:
+            yield launch.get("idle_sleep").problem("the servers would be stopped before they could sleep: idle_stop is not longer")
+
+
+def _seconds(place: Place) -> float | None:
+    try:
+        return parse_duration(place.value)
+    except ValueError:
+        return None
 
 
 def _launched_loras(draft: Draft) -> Iterator[Problem]:
@@ -311,6 +354,9 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _gpus,
     _launch_settings,
     _own_places,
+    _groups,
+    _eager_in_groups,
+    _idle_order,
     _launched_loras,
     _body_fields,
     _fallbacks,

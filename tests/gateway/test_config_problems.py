@@ -395,3 +395,30 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
         assert [one for one in said if "\n" in one or one.split(": ", 2)[-1].startswith(pydantics)] == []
 
     check()
+
+
+def about_launches(folder: Path, groups: str, *launches: str) -> list[str]:
+    """What is said about models with these launches, without file and line."""
+    models = "".join(f"  - {{id: m{number}, launch: {{{launch}}}}}\n" for number, launch in enumerate(launches))
+    return [each.split(": ", 1)[1] for each in problems(folder, f"models:\n{models}keys: [{{id: k, anonymous: true}}]\n{groups}\n")]
+
+
+def test_groups(tmp_path: Path) -> None:
+    two = "groups: [{id: a, max_running: 2}, {id: b}]"
+    assert about_launches(tmp_path, two, "group: a", "group: a", "group: b", "group: b, start: on_demand") == []
+    assert about_launches(tmp_path, "", "group: free", "group: free, start: on_demand") == []
+    assert about_launches(tmp_path, two, "group: aa") == ["models[0].launch.group: names no group; did you mean `a`?"]
+    assert about_launches(tmp_path, "groups: [{id: a}, {id: a}]", "group: a") == ["groups[1].id: this group is already on line 4"]
+    assert about_launches(tmp_path, two, "group: b", "group: b") == [
+        "models[1].launch.start: the group `b` runs 1 at once, and more of its models are eager; write on_demand"
+    ]
+
+
+def test_idleness(tmp_path: Path) -> None:
+    assert about_launches(tmp_path, "", "idle_stop: 2m, idle_sleep: 1m") == []
+    assert about_launches(tmp_path, "", "idle_stop: 1m, idle_sleep: 60s") == [
+        "models[0].launch.idle_sleep: the servers would be stopped before they could sleep: idle_stop is not longer"
+    ]
+    assert about_launches(tmp_path, "", "idle_sleep: 1m, args: {enable_sleep_mode: false}") == [
+        "models[0].launch.args.enable_sleep_mode: idle_sleep needs it"
+    ]

@@ -94,6 +94,7 @@ class Simulator:
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
+            Route("/collective_rpc", self._rpc, methods=["POST"]),
         ]
         generating = [Route(path, partial(self._generate, read), methods=["POST"]) for path, read in GENERATING.items()]
         at_once = [Route(path, partial(self._reply, reply), methods=["POST"]) for path, reply in AT_ONCE.items()]
@@ -242,6 +243,9 @@ class Simulator:
     async def _wake(self, request: Request) -> Response:
         self.engine.awake.set()
         return Fast({"status": "awake", "tags": request.query_params.getlist("tags") or None})
+
+    async def _rpc(self, _: Request) -> Response:
+        return Fast({"results": [None]})
 
     async def _is_sleeping(self, _: Request) -> Response:
         return Fast({"is_sleeping": not self.engine.awake.is_set()})
