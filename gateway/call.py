@@ -220,6 +220,10 @@ class Call(msgspec.Struct, eq=False):
         if data and not self.disconnected:
             self._put(b"", data)
 
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """Writes chunks that are framed already, for an answer that has begun; None where it is not sent in chunks."""
+        return self.edge.transport.write if self._chunked and not self.disconnected else None
+
     def _put(self, head: bytes, data: bytes) -> None:
         self.bytes_out += len(data)
         if self._chunked and data:

@@ -146,7 +146,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
         parser, targets = self.parser, self.door.targets
-        target = targets.get(self.url) or (targets.get(self.url.partition(b"?")[0]) if b"?" in self.url else None)
+        target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
             return

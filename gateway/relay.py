@@ -125,6 +125,7 @@ class EventRelay(Passing):
         self._translation = translation
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
         self._last = b""
+        self._through: Callable[[bytes], None] | None = None
 
     async def run(self) -> None:
         """Relay to the end.
@@ -134,11 +135,23 @@ class EventRelay(Passing):
         """
         call, answer = self._call, self._answer
         self.first_byte = answer.last_byte
-        _couple(call, answer, self._pass)
+        _couple(call, answer, self._pass, self._pass_chunk)
         await answer.ended()
         if self.failure is not None and not call.started:
             raise self.failure
         self._finish()
+
+    def _pass_chunk(self, data: bytes, framed: bytes) -> None:
+        """One chunk that ends with an event: as it is, frame and all, unless something in it is to be looked at."""
+        # ``find``, because ``in`` takes bytes for a number first, and makes and drops an exception for each that is none.
+        remarkable = data.find(USAGE) >= 0 or data.find(b"error") >= 0 or data.find(_ABORTED) >= 0
+        if remarkable or self._through is None or self.gaps is None or self._splitter.held:
+            self._pass(data)
+            return
+        self.gaps.mark(self._answer.last_byte)
+        self._last = data
+        self._call.bytes_out += len(data)
+        self._through(framed)
 
     def _pass(self, data: bytes) -> None:
         if self.failure is not None and not self._call.started:
@@ -169,6 +182,8 @@ class EventRelay(Passing):
             self.aborted = True
         if not self._call.started:
             self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
+            if self._translation is None:
+                self._through = self._call.chunk_writer()
         else:
             self._call.write(whole)
 
@@ -238,10 +253,10 @@ def _length(answer: Answer) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None]) -> None:
+def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None], chunks: Callable[[bytes, bytes], None] | None = None) -> None:
     """Let the answer flow; a client that reads slowly slows its server down, also one that had fallen behind before."""
     call.on_pause, call.on_resume = answer.pause, answer.resume
-    answer.flow_to(sink)
+    answer.flow_to(sink, chunks)
     if call.write_paused:
         answer.pause()
 

@@ -78,11 +78,21 @@ def find(data: bytes) -> Usage | None:
     """
     start = data.rfind(USAGE)
     while start >= 0:
-        member = _MEMBER.match(data, start)
-        if member is not None and (usage := _parsed(member[1])) is not None:
+        member = _member(data, start)
+        if member is not None and (usage := _parsed(member)) is not None:
             return usage
         start = data.rfind(USAGE, 0, start)
     return None
+
+
+def _member(data: bytes, start: int) -> bytes | None:
+    """The object behind ``"usage":``, if it is whole."""
+    opened = start + len(USAGE)
+    closed = data.find(b"}", opened, opened + _CARRY)
+    if closed > 0 and data[opened : opened + 1] == b"{" and data.find(b"{", opened + 1, closed) < 0:
+        return data[opened : closed + 1]  # the ordinary one, with nothing nested in it: found without the expression below
+    member = _MEMBER.match(data, start)
+    return member[1] if member is not None else None
 
 
 def _parsed(member: bytes) -> Usage | None:

@@ -55,6 +55,7 @@ class Answer(msgspec.Struct, eq=False):
     error: UpstreamError | None = None
     expectant: bool = True
     _sink: Callable[[bytes], None] | None = None
+    _chunks: Callable[[bytes, bytes], None] | None = None
     _waiter: Signal | None = None
     _writable: Signal | None = None
     _uploading: bool = False
@@ -65,12 +66,12 @@ class Answer(msgspec.Struct, eq=False):
 
     # What the story does
 
-    def flow_to(self, sink: Callable[[bytes], None]) -> None:
-        """From now on give every chunk to ``sink``, those that wait first."""
+    def flow_to(self, sink: Callable[[bytes], None], chunks: Callable[[bytes, bytes], None] | None = None) -> None:
+        """From now on give everything to ``sink``, what waits first; a whole chunk, where it is known as one, to ``chunks`` instead."""
         pending, self.pending = self.pending, []
         for data in pending:
             sink(data)
-        self._sink = sink
+        self._sink, self._chunks = sink, chunks
         self.resume()
 
     async def ended(self) -> None:
@@ -156,6 +157,15 @@ class Answer(msgspec.Struct, eq=False):
         self.pending.append(data)
         if len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
             self.pause()
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        if self._chunks is not None:
+            self.last_byte = monotonic()
+            self._chunks(data, framed)
+            return
+        self.on_body(data)
+        if self.expectant:
+            self.on_read()
 
     def on_read(self) -> None:
         if self.pending:

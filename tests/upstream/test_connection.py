@@ -33,11 +33,17 @@ class Taken:
         self.status = 0
         self.headers: Headers = {}
         self.pieces: list[bytes] = []
+        self.whole_chunks = 0
         self.error: UpstreamError | None = None
         self.ends = 0
         self._over = asyncio.Event()
 
     expectant = False
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        assert framed == b"%x\r\n%b\r\n" % (len(data), data)
+        self.whole_chunks += 1
+        self.on_body(data)
 
     def on_read(self) -> None:
         raise AssertionError("it did not want to know")
