@@ -58,9 +58,9 @@ class Relay:
 
     def take(self, state: State) -> None:
         """Serve by this generation from now on; what is under way keeps the one it began with."""
-        servers = self.fleet.reconcile(spec for model in state.models for spec in model.servers)
+        servers = self.fleet.reconcile(spec for model in state.bases for spec in model.servers)
         self.metrics.expect(state)
-        for model in state.models:
+        for model in state.bases:
             for spec in model.servers:
                 servers[spec.name].mirror = self.metrics.cells("server_inflight", model.id, spec.name)
         self.state = state

@@ -145,7 +145,7 @@ class RelayMetrics:
                 self.cells(family, name)
             for reason in INCOMPLETE_REASONS:
                 self.cells("incomplete_total", name, reason)
-        for model in state.models:
+        for model in state.bases:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
 

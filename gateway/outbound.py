@@ -65,7 +65,7 @@ class Outbound(msgspec.Struct):
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
-        body = self.encode(server.spec.model)
+        body = self.encode(self.entry.model.served or server.spec.model)
         head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
             server.head(self.path),
             self.content_type,

@@ -28,7 +28,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone."""
+    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone.
+
+    A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
+    name under which all of them know it.
+    """
 
     id: str
     servers: tuple[ServerSpec, ...]
@@ -40,6 +44,8 @@ class Model:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     owned_by: str = "vllm-gateway"
     created: int = 0
+    parent: str | None = None
+    served: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +58,8 @@ class State:
     body_limit: int = 20 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
     log_user: bool = False
+
+    @property
+    def bases(self) -> tuple[Model, ...]:
+        """The models that have servers of their own: all but the LoRA adapters."""
+        return tuple(model for model in self.models if model.parent is None)

@@ -31,7 +31,18 @@ ENV_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+ADAPTERS_AT_ONCE = 8
+"""Adapters that may share a batch unless the operator says otherwise: vLLM sets GPU memory aside for each."""
+
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to connect when the operator binds them all
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: the ``name`` that it is served under, and where it is loaded from."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,8 @@ class LaunchSettings:
 
     ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
     ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
-    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``.
+    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``adapters`` are served
+    beside the model.
     """
 
     model: str
@@ -50,6 +62,7 @@ class LaunchSettings:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: tuple[int | str, ...] = ()
     listen: Literal["uds", "tcp"] = "uds"
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     if wrong := problems(settings):
         raise ValueError("; ".join(wrong))
     place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
-    flags = {"served-model-name": list(settings.served_names)} | place | _by_flag(settings.args)
+    flags = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _by_flag(settings.args)
     words = [word for flag, value in flags.items() for word in _words(flag, value)]
     return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
 
@@ -114,10 +127,27 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
     if "port" in args and not _is_port(args["port"]):
         yield "args.port: a port is a number from 1 to 65535"
     yield from (f"args.{flag}: {why}" for flag, why in REFUSED_ARGS.items() if flag in args)
+    if settings.adapters:
+        yield from (f"args.{flag}: loras says it already" for flag in ("enable-lora", "lora-modules") if flag in args)
     yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
     yield from (f"env.{name}: {why}" for name, why in REFUSED_ENV.items() if name in settings.env)
     if settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env:
         yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
+
+
+def _adapter_flags(settings: LaunchSettings) -> dict[str, Value]:
+    """What vLLM needs to serve the adapters (vllm/entrypoints/launchers/cli_args.py, vllm/config/lora.py).
+
+    Its own defaults keep one adapter at a time: requests for two would take turns, each reading its adapter from disk.
+    """
+    adapters = settings.adapters
+    if not adapters:
+        return {}
+    modules = [{"name": each.name, "path": each.path, "base_model_name": settings.served_names[0]} for each in adapters]
+    flags: dict[str, Value] = {"enable-lora": True, "lora-modules": modules}
+    if len(adapters) > 1 and not {"max-loras", "max-cpu-loras"} & _by_flag(settings.args).keys():
+        flags |= {"max-loras": min(len(adapters), ADAPTERS_AT_ONCE), "max-cpu-loras": len(adapters)}
+    return flags
 
 
 def _is_port(value: Value) -> bool:

@@ -26,7 +26,6 @@ NOT_YET: dict[str, str] = {
     "models[].launch.idle_sleep": _NONE,
     "models[].launch.group": _NONE,
     "models[].discover": _NONE,
-    "models[].loras": _NONE,
     "models[].balance=prefix": "has no effect yet: servers are chosen as with least_busy",
     "models[].queue": _NONE,
     "models[].max_inflight": _NONE,

@@ -71,7 +71,7 @@ class Draft:
 
     @cached_property
     def names(self) -> list[Place]:
-        """Every id, alias and LoRA id: what clients can ask for."""
+        """Every id and alias, of models and of LoRA adapters: what clients can ask for."""
         return [name for model in self.models for name in _names(model) if isinstance(name.value, str)]
 
     @cached_property
@@ -84,6 +84,7 @@ def _names(model: Place) -> Iterator[Place]:
     yield from model.each("aliases")
     for lora in model.each("loras"):
         yield lora.get("id")
+        yield from lora.each("aliases")
 
 
 def problems(draft: Draft) -> Iterator[Problem]:
@@ -168,7 +169,8 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
         launch = model.get("launch")
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
         gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
-        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus))
+        adapters = tuple(vllm.Adapter("-", "-") for _ in model.each("loras"))
+        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), adapters=adapters)
         for wrong in vllm.problems(settings):
             place, message = wrong.split(": ", 1)
             section, _, name = place.partition(".")

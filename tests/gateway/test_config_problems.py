@@ -182,6 +182,12 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("servers: [{url: 'http://a'}, {url: 'http://a'}]", ["3: servers[1].url: this server is already on line 3"]),
         ("discover: {}", ["3: discover: expected one of kubernetes and dns"]),
         ("launch: {}\nloras: [{id: l}]", ["4: loras[0]: path is missing: where the launched server loads the adapter from"]),
+        (
+            "launch: {}\naliases: [a]\nloras: [{id: m, path: /l}, {id: l, path: /l, aliases: [a, l]}]",
+            [f"5: loras[0].id: this name of a model is already on line 2{TWICE}"]
+            + [f"5: loras[1].aliases[{at}]: this name of a model is already on line {line}{TWICE}" for at, line in ((0, 4), (1, 5))],
+        ),
+        ("launch: {args: {enable-lora: true}}\nloras: [{id: l, path: /l}]", ["3: launch.args.enable-lora: loras says it already"]),
         ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'"]),
         ("launch: {}\naliases: [m]", [f"4: aliases[0]: this name of a model is already on line 2{TWICE}"]),
         ("launch: {}\nmounts: [/a/]", [f"4: mounts[0]: {NO_MOUNT}"]),

@@ -41,6 +41,8 @@ TOOL_PARSERS: Final = tuple(
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 DEFAULT_CONTEXT: Final = 40960
 
+_LORA_NEEDS: Final = {"name", "path"}
+_LORA_FIELDS: Final = _LORA_NEEDS | {"base_model_name", "is_3d_lora_weight"}
 _SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -50,10 +52,11 @@ class BadArguments(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter that is served under a name of its own."""
+    """An adapter that is served under a name of its own. ``base`` is the name of its model, empty for the first one."""
 
     name: str
     path: str
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         request_id_headers=bool(given.enable_request_id_headers),
         trust_chat_template=bool(given.trust_request_chat_template),
         thinks_by_default=template_defaults.get("enable_thinking", True) is not False,
-        loras=tuple(_lora(text) for text in given.lora_modules or []),
+        loras=_loras(given),
         sleeps=bool(given.enable_sleep_mode) and environ.get("VLLM_SERVER_DEV_MODE") == "1",
         shutdown_timeout=float(given.shutdown_timeout or 0),
         keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
@@ -237,9 +240,22 @@ def _size(text: str | None) -> int:
     return int(float(found[1]) * _SIZES.get(found[2], 1))
 
 
+def _loras(given: argparse.Namespace) -> tuple[Lora, ...]:
+    loras = tuple(map(_lora, given.lora_modules or []))
+    if loras and not given.enable_lora:
+        raise BadArguments("RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA.")
+    return loras
+
+
 def _lora(text: str) -> Lora:
-    if text.startswith("{"):
+    """``name=path``, or JSON where there is a comma (LoRAParserAction)."""
+    if "=" in text and "," not in text:
+        name, _, path = text.partition("=")
+        return Lora(name, path)
+    try:
         said = json.loads(text)
-        return Lora(said["name"], said["path"])
-    name, _, path = text.partition("=")
-    return Lora(name, path)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict) or not _LORA_NEEDS <= said.keys() <= _LORA_FIELDS:
+        _parser().error(f"Invalid {'JSON format' if said is None else 'fields'} for --lora-modules: {text}")
+    return Lora(said["name"], said["path"], said.get("base_model_name") or "")
