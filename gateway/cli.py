@@ -8,6 +8,7 @@ Commands import what they need when they run, so that the command itself starts 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from typer.core import TyperCommand
 from gateway import __version__
 
 if TYPE_CHECKING:
+    from gateway.admin_client import AdminClient
     from gateway.config import Config, ConfigurationError, Key, Problem
 
 FAILED, BAD_USAGE = 1, 2
@@ -28,6 +30,12 @@ _HELP = """One URL and one key in front of your vLLM servers.
 
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
+_DEFAULT = Path("gateway.yaml")
+_WIDE = 200
+RunningConfig = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
+                       show_default=False)
+]  # fmt: skip
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
 
 
@@ -147,6 +155,53 @@ def schema() -> int:
     from gateway.config import schema as json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def status(
+    config: RunningConfig = _DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what /status says, for programs.")] = False,
+) -> int:
+    """Show the models of the running gateway and how they are."""
+    from rich.console import Console
+
+    from gateway.picture import picture
+    from gateway.status_terminal import show
+
+    def shown(known: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(known, indent=2))
+        else:  # what is no terminal has no width: nothing is to be wrapped there
+            show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    return _asked(config, lambda gateway: shown(gateway.status()))
+
+
+def _operation(name: str, about: str) -> Callable[..., int]:
+    """A command that has something done to a model of the running gateway."""
+
+    def run(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
+    ) -> int:
+        return _asked(config, lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
+
+    run.__doc__ = about
+    return run
+
+
+def _asked(config: Path, ask: Callable[[AdminClient], None]) -> int:
+    """Have a conversation with the gateway that runs with this configuration."""
+    from gateway.admin_client import RefusedError, UnreachableError, admin_client
+    from gateway.admin_socket import socket_path
+
+    try:
+        with admin_client(socket_path(config, os.environ)) as gateway:
+            ask(gateway)
+    except UnreachableError:
+        hint = "" if config.exists() else ", and there is no such file; name it with --config"
+        return _say_error(f"no gateway of this user runs with {config}{hint}", FAILED)
+    except RefusedError as error:
+        return _say_error(str(error), FAILED)
     return 0
 
 
@@ -284,5 +339,15 @@ def _say_error(message: str, code: int) -> int:
     return code
 
 
-_COMMANDS: dict[str, Callable[..., int]] = {"serve": serve, "check": check, "schema": schema, "demo": demo}
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "serve": serve,
+    "check": check,
+    "status": status,
+    "start": _operation("start", "Start a model's servers in the running gateway."),
+    "stop": _operation("stop", "Stop a model's servers, and keep them stopped until `start` or `wake`."),
+    "restart": _operation("restart", "Stop a model's servers and start them anew."),
+    "wake": _operation("wake", "Bring a model up as a request for it would."),
+    "schema": schema,
+    "demo": demo,
+}
 _KEYS_COMMANDS: dict[str, Callable[..., int]] = {"new": keys_new, "hash": keys_hash, "verify": keys_verify}

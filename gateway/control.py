@@ -16,26 +16,33 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
+from starlette.applications import Starlette
 
-from gateway import __version__, plan
-from gateway.admin import application
+from gateway import __version__, admin_socket, plan
+from gateway import config as conf
+from gateway.admin import application, operators_application
+from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
 from gateway.link import Health
-from gateway.metrics import Series, summed
+from gateway.metrics import Series, summed, tokens_by_model
+from gateway.operations import RefusedOperation
+from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from upstream.health import Probe, Prober
-from upstream.launcher import Launcher, Snapshot
+from upstream.launcher import Launcher, LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition
 
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _STOP_GRACE = 10.0  # seconds that a launched server has to end by itself once nothing is in flight on it
+_LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -52,24 +59,28 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(message)s")
     for chatty in ("httpx2", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return asyncio.run(run(config, announcer or Announcer()))
+    return asyncio.run(run(config, path, announcer or Announcer()))
 
 
-async def run(config: Config, announcer: Announcer) -> int:
-    """Start everything, wait for the word to stop, stop everything."""
+async def run(config: Config, path: Path, announcer: Announcer) -> int:
+    """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
     asked = _stop_signals()
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
+        commands = _admin_socket(path, stack)
         control = Control(config, announcer)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
         control.launcher = await stack.enter_async_context(launcher)
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=_PROBE_DEADLINE))
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
-        await stack.enter_async_context(_admin_port(control, admin))
+        await stack.enter_async_context(_served(application(control), admin))
+        if commands is not None:
+            await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
+        await stack.enter_async_context(_background(control.watch_tokens()))
         announcer.summary(config, data, admin)
         announcer.notes(notes(config))
-        control.start()
+        control.begin()
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         await asked.get()
         waiting.cancel()
@@ -81,7 +92,7 @@ async def run(config: Config, announcer: Announcer) -> int:
 async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
     """Clients first, then servers; a second signal ends the patience."""
     control.announcer.stopping(control.config.server.drain)
-    stopping = asyncio.create_task(control.stop())
+    stopping = asyncio.create_task(control.end())
     impatient = asyncio.create_task(asked.get())
     await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
     for task in (stopping, impatient):
@@ -119,9 +130,20 @@ def log_folder() -> Path:
     return Path(state) / "vllm-gateway" / "logs"
 
 
+def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
+    """The socket for commands; None where there can be none, which is no reason not to serve. Raises StartError."""
+    try:
+        return stack.enter_context(admin_socket.listening(admin_socket.socket_path(path, os.environ)))
+    except SocketTakenError as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        _log.warning("no admin socket, so commands will not reach this gateway: %s", error)
+        return None
+
+
 @asynccontextmanager
-async def _admin_port(control: Control, listener: socket.socket) -> AsyncIterator[None]:
-    config = uvicorn.Config(application(control), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+async def _served(app: Starlette, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto") -> AsyncIterator[None]:
+    config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
     server = uvicorn.Server(config)
     async with _background(server._serve([listener])):
         yield
@@ -141,7 +163,7 @@ async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
 
 
 class Control:
-    """What control knows, and whom it tells. The admin port's ``Overview``."""
+    """What control knows, and whom it tells. The ``Overview`` and the ``Operations`` of the admin port and socket."""
 
     launcher: Launcher
     prober: Prober
@@ -157,22 +179,61 @@ class Control:
             (model.id, outcome): 0 for model in config.models if model.launch for outcome in ("ready", "failed")
         }
         self._stages: dict[str, Stage] = {}
+        self._changed: dict[str, float] = {}
+        self._rates = Rates()
 
     # Starting and stopping
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Launch, probe, and have the relays serve."""
         for spec in plan.launches(self.config):
             self.launcher.start(spec)
         self._configure()
         self._watch_servers()
 
-    async def stop(self) -> None:
+    async def end(self) -> None:
         """Let clients finish, then end the servers."""
         self._draining = True
         await self.relays.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
         await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
+
+    # What an operator may have done
+
+    async def start(self, model: str) -> None:
+        """Launch the servers of a model that are not there."""
+        there = {snapshot.name for snapshot in self.launcher.snapshots()}
+        for spec in self._launches_of(model):
+            if spec.name not in there:
+                self.launcher.start(spec)
+
+    async def stop(self, model: str) -> None:
+        """End the servers of a model; nothing starts them again by itself."""
+        there = {snapshot.name for snapshot in self.launcher.snapshots()}
+        names = [spec.name for spec in self._launches_of(model) if spec.name in there]
+        await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
+        for name in names:
+            self._stages.pop(name, None)
+            self._changed[name] = time.time()
+        self._configure()
+        self._watch_servers()
+
+    async def restart(self, model: str) -> None:
+        """End the servers of a model and start them anew."""
+        await self.stop(model)
+        await self.start(model)
+
+    async def wake(self, model: str) -> None:
+        """As ``start``."""
+        await self.start(model)
+
+    def _launches_of(self, model: str) -> list[LaunchSpec]:
+        if self._draining:
+            raise RefusedOperation("the gateway is shutting down")
+        specs = [spec for spec in plan.launches(self.config) if spec.name.rpartition("#")[0] == model]
+        if not specs:
+            raise RefusedOperation(f"{model} is not launched by this gateway: its servers run elsewhere")
+        return specs
 
     async def report_progress(self) -> None:
         """Tell the operator how the servers come up, until all have."""
@@ -189,6 +250,12 @@ class Control:
 
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
+
+    async def watch_tokens(self) -> None:
+        """Look at the counts of tokens, again and again."""
+        while True:
+            self._rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            await asyncio.sleep(_LOOK_EVERY)
 
     # What is known
 
@@ -219,6 +286,7 @@ class Control:
         """The prober tells of a change."""
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
+        self._changed[probe.name] = time.time()
         self._tell_health()
 
     def taken(self) -> None:
@@ -251,7 +319,7 @@ class Control:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
-            up = plan.condition(place.name, known) is Condition.UP
+            up = plan.standing(place, known) is Condition.UP
             series[Series("server_up", (place.model.id, place.name))] = (float(up),)
         for labels, count in self._launches.items():
             series[Series("launches_total", labels)] = (count,)
@@ -265,6 +333,7 @@ class Control:
         known, series = self.known, summed(self.relays.boards)
         return {
             "version": __version__,
+            "time": time.time(),
             "started": self._started,
             "ready": self.not_ready() is None,
             "reason": self.not_ready(),
@@ -273,24 +342,37 @@ class Control:
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses
             ],
-            "models": [self._model_status(model.id, known, series) for model in self.config.models],
+            "models": [self._model_status(model, known, series) for model in self.config.models],
         }
 
-    def _model_status(self, model: str, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+    def _model_status(self, model: conf.Model, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        places = [place for place in plan.places(self.config) if place.model is model]
+        servers = [self._server_status(place, known, series) for place in places]
         return {
-            "id": model,
-            "in_flight": int(series.get(Series("inflight_requests", (model,)), (0,))[0]),
-            "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model.id == model],
+            **self._traffic(model.id, series),
+            "aliases": list(model.aliases),
+            "state": plan.model_state(places, known),
+            "since": max((server["since"] for server in servers if server["since"] is not None), default=None),
+            "queued": int(series.get(Series("queued_requests", (model.id,)), (0,))[0]),
+            "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
+            "servers": servers,
         }
+
+    def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
+        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._rates.of(model))}
 
     def _server_status(self, place: plan.Place, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
         snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
         shown: dict[str, Any] = {
             "name": place.name,
-            "condition": plan.condition(place.name, known).value,
+            "condition": plan.standing(place, known).value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }
+        if place.server is None:
+            shown["state"] = Stage.STOPPED.value
         if snapshot is not None:
             shown |= {
                 "state": snapshot.state.value,

@@ -91,7 +91,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
     """What the relays serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for place in places(config):
-        specs[place.model.id].append(_spec(place, known))
+        if place.server is not None or place.name in known.snapshots:
+            specs[place.model.id].append(_spec(place, known))
     return State(
         generation=generation,
         keys=tuple(_key(key) for key in config.keys),
@@ -157,7 +158,26 @@ _LAUNCHED = {Stage.STARTING: Condition.LOADING, Stage.READY: Condition.UP}
 
 def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
     """What relays are told of each server."""
-    return {place.name: condition(place.name, known) for place in places(config)}
+    return {place.name: standing(place, known) for place in places(config)}
+
+
+def standing(place: Place, known: Knowledge) -> Condition:
+    """A server's condition; one that the operator has stopped is down."""
+    stopped = place.server is None and place.name not in known.snapshots
+    return Condition.DOWN if stopped else condition(place.name, known)
+
+
+def model_state(places: Sequence[Place], known: Knowledge) -> str:
+    """A model's state in one word: what the best of its servers is in."""
+    conditions = [standing(place, known) for place in places]
+    if Condition.UP in conditions:
+        return "ready"
+    stages = [known.snapshots[place.name].state for place in places if place.name in known.snapshots]
+    if Stage.STARTING in stages or (not stages and Condition.LOADING in conditions):
+        return "starting"
+    if all(stage in (Stage.STOPPING, Stage.STOPPED) for stage in stages) and places[0].server is None:
+        return "draining" if stages else "stopped"
+    return "failed"
 
 
 def condition(name: str, known: Knowledge) -> Condition:
@@ -184,12 +204,15 @@ def max_model_len(config: Config, known: Knowledge) -> dict[str, int]:
 
 def unconcluded(config: Config, known: Knowledge) -> list[str]:
     """The servers whose first start, or first probe, has had no result yet."""
-    return [place.name for place in places(config) if not _concluded(place.name, known)]
+    return [place.name for place in places(config) if not _concluded(place, known)]
 
 
-def _concluded(name: str, known: Knowledge) -> bool:
-    snapshot = known.snapshots.get(name)
-    return snapshot.concluded if snapshot is not None else name in known.probes
+def _concluded(place: Place, known: Knowledge) -> bool:
+    """What the operator has stopped is not waited for."""
+    snapshot = known.snapshots.get(place.name)
+    if snapshot is None:
+        return place.server is None or place.name in known.probes
+    return snapshot.concluded or snapshot.state in (Stage.STOPPING, Stage.STOPPED)
 
 
 def by_name(snapshots: Iterable[Snapshot]) -> dict[str, Snapshot]:
