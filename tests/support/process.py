@@ -121,10 +121,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[
 
 
 @contextmanager
-def gateway(folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0) -> Iterator[Gateway]:
-    """Run ``vllm-gateway serve``; in the end nothing of it is left."""
-    with tempfile.TemporaryDirectory(prefix="gw-") as runtime:  # a short path: unix sockets allow 107 bytes
-        yield from _running(folder, Path(runtime), config, ready, seconds)
+def gateway(
+    folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0, runtime: Path | None = None
+) -> Iterator[Gateway]:
+    """Run ``vllm-gateway serve``; in the end nothing of it is left. ``runtime`` stands in for a runtime folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="gw-") as own:  # a short path: unix sockets allow 107 bytes
+        yield from _running(folder, runtime or Path(own), config, ready, seconds)
 
 
 def _running(folder: Path, runtime: Path, config: dict[str, Any], ready: bool, seconds: float) -> Iterator[Gateway]:
