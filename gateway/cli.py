@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -135,19 +135,50 @@ def simulate(context: typer.Context) -> int:
 def check(file: ConfigFile) -> int:
     """Say what is wrong with a configuration.
 
-    Every problem is one line, `file:line: path: message`; so is every setting that has no effect yet.
-    Secrets it refers to are looked up as `serve` would. Exits with 2 when there are problems.
+    Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
+    Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
+    GPUs, files. Exits with 2 when there are problems.
     """
-    from gateway.config import ConfigurationError, load, notes
+    from gateway.config import ConfigurationError, Note, load, notes
 
+    config, found = None, _preflight(file)
     try:
         config = load(file)
+        found += notes(config)
     except ConfigurationError as error:
-        return _print_problems(error)
-    for note in notes(config):
-        _print_problem(note, "yellow")
-    typer.echo(f"{file} is fine: {_counted(config, len(notes(config)))}")
+        found += error.problems
+    for problem in _in_order(found, file):
+        _print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
+    if config is None or not all(isinstance(problem, Note) for problem in found):
+        return BAD_USAGE
+    typer.echo(f"{file} is fine: {_counted(config, len(found))}")
     return 0
+
+
+def _preflight(file: Path) -> list[Problem]:
+    """What the launches of a configuration would fail on here."""
+    import functools
+
+    from gateway import preflight
+    from gateway.config import drafted
+    from upstream import gpus, installed_vllm, vllm_names
+    from upstream.vllm import inherited
+
+    draft, environ = drafted(file), inherited(os.environ, Path(sys.executable).parent)
+    if draft is None:
+        return []
+
+    @functools.cache
+    def names(command: tuple[str, ...]) -> vllm_names.Names:
+        return installed_vllm.names(command, environ, lambda words: typer.echo(words, err=True)) or vllm_names.built_in()
+
+    machine = preflight.Machine(names, gpus.count(environ), Path(os.path.abspath(file)).parent)
+    return list(preflight.problems(draft, machine))
+
+
+def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
+    """By file and line, those of the configuration itself before those of other files."""
+    return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
 
 
 def schema() -> int:
@@ -175,6 +206,31 @@ def status(
             show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     return _asked(config, lambda gateway: shown(gateway.status()))
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
+) -> int:
+    """Print what starts a model's servers.
+
+    One for each replica, for a shell, with what the gateway adds to the environment. Secrets are shown as ***, and so
+    is the internal key; XXXXXXXX stands for the private folder that each run makes anew.
+    """
+    from gateway.config import ConfigurationError, load
+    from gateway.config.problems import did_you_mean
+    from gateway.shown_launch import shown_launches
+
+    try:
+        known = load(config)
+    except ConfigurationError as error:
+        return _print_problems(error, err=True)
+    found = next((each for each in known.models if each.id == model), None)
+    if found is None:
+        return _say_error(f"there is no model {model} in {config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+    if found.launch is None:
+        return _say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
+    typer.echo("\n\n".join(shown_launches(known, model)))
+    return 0
 
 
 def _operation(name: str, about: str) -> Callable[..., int]:
@@ -344,9 +400,10 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "status": status,
     "start": _operation("start", "Start a model's servers in the running gateway."),
-    "stop": _operation("stop", "Stop a model's servers, and keep them stopped until `start` or `wake`."),
+    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),
     "restart": _operation("restart", "Stop a model's servers and start them anew."),
     "wake": _operation("wake", "Bring a model up as a request for it would."),
+    "command": command,
     "schema": schema,
     "demo": demo,
 }

@@ -38,6 +38,7 @@ from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition
+from upstream.vllm import inherited
 
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
@@ -70,7 +71,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         commands = _admin_socket(path, stack)
         control = Control(config, announcer)
-        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
+        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=inherited(os.environ, Path(sys.executable).parent))
         control.launcher = await stack.enter_async_context(launcher)
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=_PROBE_DEADLINE))
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
@@ -107,12 +108,6 @@ def _stop_signals() -> asyncio.Queue[int]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, asked.put_nowait, number)
     return asked
-
-
-def _environ() -> dict[str, str]:
-    """What launched servers inherit; commands that are installed beside this program are found without being on PATH."""
-    path = os.environ.get("PATH", os.defpath)
-    return {**os.environ, "PATH": f"{path}{os.pathsep}{Path(sys.executable).parent}"}
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,9 +8,11 @@ environment, never among the words and never in a repr.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from upstream.address import Address
@@ -102,6 +104,11 @@ def knows_no_uds(log_tail: str) -> bool:
     return _NO_UDS.search(log_tail) is not None
 
 
+def inherited(environ: Mapping[str, str], beside: Path) -> dict[str, str]:
+    """The environment that a server's own variables are set over; commands in ``beside`` are found without being on PATH."""
+    return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{beside}"}
+
+
 def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:
     """The words and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
 
@@ -155,10 +162,10 @@ def _is_port(value: Value) -> bool:
 
 
 def _by_flag(args: Mapping[str, Value]) -> dict[str, Value]:
-    return {_flag(key): value for key, value in args.items()}
+    return {flag_of(key): value for key, value in args.items()}
 
 
-def _flag(key: str) -> str:
+def flag_of(key: str) -> str:
     """``max_model_len`` -> ``max-model-len``; what follows a dot names a field of a JSON argument and keeps its form."""
     head, dot, rest = key.removeprefix("--").partition(".")
     return head.replace("_", "-") + dot + rest

@@ -6,6 +6,7 @@ part that has not the right shape is simply not there for it. The shape itself i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -178,6 +179,58 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
             yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
+def may_run_together(one: Place, other: Place) -> bool:
+    """Whether two launched models can be up at the same time: they can't when they take turns."""
+    group = one.get("launch", "group").value
+    if group is not None and group == other.get("launch", "group").value:
+        return False
+    return all(model.get("launch", "start").value in (None, "eager") for model in (one, other))
+
+
+def _launch_ports(draft: Draft) -> Iterator[Problem]:
+    """Fixed ports of launched servers: one of its own for each that runs at the same time, and none of the gateway's."""
+    before: list[tuple[Place, _Listening]] = []
+    for model in draft.models:
+        args = model.get("launch", "args")
+        mine = _Listening.at(args.get("host").value, args.get("port"), "127.0.0.1")
+        if mine is None:
+            continue
+        own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
+        other = next((place for place, one in before if one.clashes(mine) and may_run_together(place, model)), None)
+        if own is not None:
+            yield mine.place.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.place.path))}")
+        elif other is not None:
+            yield mine.place.problem(f"port {mine.port} is given to `{other.get('id').value}` too, and both run at once")
+        before.append((model, mine))
+
+
+class _Listening(NamedTuple):
+    """Something that will listen."""
+
+    host: str
+    port: int
+    place: Place
+
+    @classmethod
+    def at(cls, host: object, place: Place, default_host: str, default_port: int | None = None) -> _Listening | None:
+        """None where no port is fixed."""
+        value = default_port if place.value is None else place.value
+        fixed = not isinstance(value, bool) and re.fullmatch("[0-9]{1,5}", str(value)) is not None and int(str(value)) > 0
+        return cls(str(host or default_host), int(str(value)), place) if fixed else None
+
+    def clashes(self, other: _Listening) -> bool:
+        together = self.host == other.host or any(host in _WILDCARD_HOSTS for host in (self.host, other.host))
+        return self.port == other.port and together
+
+
+def _own_ports(draft: Draft) -> Iterator[_Listening]:
+    """The data port and the admin port, whether written or not."""
+    server = draft.top.get("server")
+    admin = server.get("admin")
+    data_port = _Listening.at(server.get("host").value, server.get("port"), "0.0.0.0", 8000)  # noqa: S104  the default
+    yield from filter(None, (data_port, _Listening.at(admin.get("host").value, admin.get("port"), "127.0.0.1", 9090)))
+
+
 def _launched_loras(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         for lora in model.each("loras"):
@@ -271,13 +324,9 @@ def _teams(draft: Draft) -> Iterator[Problem]:
 
 
 def _ports(draft: Draft) -> Iterator[Problem]:
-    server = draft.top.get("server")
-    data, admin = server.get("port").value, server.get("admin", "port")
-    data, other = 8000 if data is None else data, 9090 if admin.value is None else admin.value
-    hosts = [server.get("host").value or "0.0.0.0", server.get("admin", "host").value or "127.0.0.1"]  # noqa: S104  the default
-    together = hosts[0] == hosts[1] or any(host in _WILDCARD_HOSTS for host in hosts)
-    if isinstance(data, int) and data == other and data != 0 and together:
-        yield admin.problem(f"the admin port and the data port are both {data}; they need one each")
+    match list(_own_ports(draft)):
+        case [data, admin] if data.clashes(admin):
+            yield admin.place.problem(f"the admin port and the data port are both {data.port}; they need one each")
 
 
 def _shared_limits(draft: Draft) -> Iterator[Problem]:
@@ -302,6 +351,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _one_discovery,
     _gpus,
     _launch_settings,
+    _launch_ports,
     _launched_loras,
     _body_fields,
     _fallbacks,

@@ -273,6 +273,27 @@ def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
     assert about_server(tmp_path, text) == said
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            "args: {port: 9001}",
+            "args: {port: '9001'}",
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both run at once"],
+        ),
+        ("args: {port: 9001, host: 127.0.0.2}", "args: {port: 9001}", []),
+        ("args: {port: 9001}, group: g", "args: {port: 9001}, group: g", []),
+        ("args: {port: 9001}, start: on_demand", "args: {port: 9001}", []),
+        ("args: {port: 8000}", "", ["3: models[0].launch.args.port: port 8000 is the gateway's own, server.port"]),
+        ("args: {port: 9090, host: '::'}", "", ["3: models[0].launch.args.port: port 9090 is the gateway's own, server.admin.port"]),
+        ("args: {port: 9090, host: 10.0.0.7}", "", []),
+    ],
+)
+def test_ports_of_launched_servers(tmp_path: Path, first: str, second: str, said: list[str]) -> None:
+    models = f"models:\n  # two\n  - {{id: a, launch: {{{first}}}}}\n  - {{id: b, launch: {{{second}}}}}\n"
+    assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in said]
+
+
 def test_limits_in_memory_do_not_hold_over_relays(tmp_path: Path) -> None:
     text = "server: {relays: 4}\nmodels: [{id: m, launch: {}}]\nkeys:\n  - {id: k, anonymous: true, limits: {concurrent: 1}}\n"
     said = "g.yaml:4: keys[0].limits: 4 relays would count apart and let more than the limit pass: set limits_store, or server.relays to 1"

@@ -1,6 +1,6 @@
 """The command line: vLLM's own flags and the simulator's, read into one frozen value.
 
-Owns the parsing. vLLM's flags are accepted from its own table (``vllm_flags``); those that mean something here
+Owns the parsing. vLLM's flags are accepted from its own table (``vllm_names``); those that mean something here
 are in ``_MEANT``, the others are left aside. A flag that vLLM does not have fails with argparse's words, status 2.
 """
 
@@ -18,26 +18,9 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 import yaml
 
-from upstream.simulator import vllm_flags
+from upstream import vllm_names
 from upstream.simulator.behaviour import Behaviour, setting
 
-REASONING_PARSERS: Final = tuple(
-    """
-    cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47 granite
-    granite_thinking_parser hf holo2 hunyuan_a13b hy_v3 hy_v4 inkling k2_horizon kimi_k2 kimi_k3 ling3 mimo minicpmv minimax_m2
-    minimax_m2_append_think minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 openai_gptoss plamo3 poolside_v1 qwen3 seed_oss
-    step3 step3p5
-    """.split()  # noqa: SIM905
-)
-TOOL_PARSERS: Final = tuple(
-    """
-    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
-    functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b hy_v3 hy_v4 inkling
-    internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5
-    minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder qwen3_json
-    qwen3_xml seed_oss step3 step3p5 xlam
-    """.split()  # noqa: SIM905
-)
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 DEFAULT_CONTEXT: Final = 40960
 
@@ -150,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
     for names, options in _VLLM_FORMS:
         for name in sorted(names):
-            shorts = [short for short, long in vllm_flags.SHORT.items() if long == name]
+            shorts = [short for short, long in vllm_names.SHORT.items() if long == name]
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
@@ -160,11 +143,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
-    (vllm_flags.VALUES, {}),
-    (vllm_flags.LISTS, {"nargs": "+"}),
-    (vllm_flags.OPTIONAL, {"nargs": "?"}),
-    (vllm_flags.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
-    (vllm_flags.SWITCHES, {"action": "store_true"}),
+    (vllm_names.VALUES, {}),
+    (vllm_names.LISTS, {"nargs": "+"}),
+    (vllm_names.OPTIONAL, {"nargs": "?"}),
+    (vllm_names.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
+    (vllm_names.SWITCHES, {"action": "store_true"}),
 )
 
 
@@ -220,10 +203,10 @@ def _as_arguments(name: str, value: object) -> list[str]:
 def _check_parsers(given: argparse.Namespace) -> None:
     if given.enable_auto_tool_choice and not given.tool_call_parser:
         raise BadArguments("TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser")
-    if given.enable_auto_tool_choice and given.tool_call_parser not in TOOL_PARSERS:
-        raise BadArguments(_unknown("tool call", given.tool_call_parser, TOOL_PARSERS))
-    if given.reasoning_parser and given.reasoning_parser not in REASONING_PARSERS:
-        raise BadArguments(_unknown("reasoning", given.reasoning_parser, REASONING_PARSERS))
+    if given.enable_auto_tool_choice and given.tool_call_parser not in vllm_names.TOOL_PARSERS:
+        raise BadArguments(_unknown("tool call", given.tool_call_parser, vllm_names.TOOL_PARSERS))
+    if given.reasoning_parser and given.reasoning_parser not in vllm_names.REASONING_PARSERS:
+        raise BadArguments(_unknown("reasoning", given.reasoning_parser, vllm_names.REASONING_PARSERS))
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
