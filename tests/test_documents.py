@@ -89,7 +89,14 @@ def checked(folder: Path, text: str) -> str:
         if kind == "file":
             (folder / name).write_text("a-secret\n")
     (folder / "gateway.yaml").write_text(text)
+    for path in re.findall(r" (\./[\w./-]+)", text):
+        (folder / path).mkdir(parents=True)
+    program = folder / "bin" / "nvidia-smi"  # a machine with the two GPUs that are spoken of
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: one (UUID: GPU-0)'\necho 'GPU 1: two (UUID: GPU-1)'\n")
+    program.chmod(0o755)
     environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
+    environ["PATH"] = f"{program.parent}{os.pathsep}{environ['PATH']}"
     words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr

@@ -242,7 +242,7 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
         "models:\n  - id: m\n    launch:\n      gpus: [[3]]\n      args: {secnd: 1}\n    lunch: 1\nkeys: [{id: k, anonymous: true}]\n"
     )
     program = Path(sys.executable).with_name("vllm-gateway")
-    words = [program, "check", "g.yaml"]
+    words = [str(program), "check", "g.yaml"]
     runs = [subprocess.run(words, cwd=tmp_path, env=own_vllm, capture_output=True, text=True, timeout=60) for _ in range(2)]
     assert [run.returncode for run in runs] == [2, 2]
     assert [run.stderr for run in runs] == ["asking vLLM 9.9 for its options (once; it takes some seconds)\n", ""]
