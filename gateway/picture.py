@@ -95,13 +95,13 @@ def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
         queued=model.get("queued", 0),
         waiting=duration(waiting) if waiting else "",
         speed=_speed(model["tokens_per_second"]),
-        servers=tuple(_server(server, now) for server in model["servers"]),
+        servers=tuple(_server(server, now, model["state"]) for server in model["servers"]),
         adapters=tuple(AdapterPicture(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
     )
 
 
-def _server(server: Mapping[str, Any], now: float) -> ServerPicture:
-    state = _state(server)
+def _server(server: Mapping[str, Any], now: float, model: str) -> ServerPicture:
+    state = _state(server, model)
     lines = tuple(server.get("last_log_lines", ()))
     progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
     percent = _PERCENT.findall(progress)
@@ -120,11 +120,11 @@ def _server(server: Mapping[str, Any], now: float) -> ServerPicture:
     )
 
 
-def _state(server: Mapping[str, Any]) -> str:
-    """A launched server that was ready is well only as long as its probes say so."""
+def _state(server: Mapping[str, Any], model: str) -> str:
+    """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is."""
     stage = server.get("state")
     if stage is None or stage == "ready":
-        return _BY_CONDITION[server["condition"]]
+        return _BY_CONDITION.get(server["condition"], model)
     return _BY_STAGE.get(stage, str(stage))
 
 

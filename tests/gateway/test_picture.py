@@ -58,6 +58,13 @@ def test_a_servers_state_is_one_of_six_words(known: dict[str, Any], state: str) 
     assert picture(status(server(**known))).models[0].servers[0].state == state
 
 
+@pytest.mark.parametrize("state", ["sleeping", "draining", "stopped"])
+def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
+    for known in ({}, {"state": "ready"}):
+        shown = picture(status(server(condition="away", **known), state=state))
+        assert shown.models[0].servers[0].state == state
+
+
 def test_how_far_a_start_has_come() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
     starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])
