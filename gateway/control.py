@@ -227,7 +227,7 @@ class Control:
             raise RefusedOperation("the gateway is shutting down")
         specs = [spec for spec in plan.launches(self.config) if spec.name.rpartition("#")[0] == model]
         if not specs:
-            raise RefusedOperation(f"{model} is not launched by this gateway: its servers run elsewhere")
+            raise RefusedOperation(f"{model} is not launched by the gateway")
         return specs
 
     async def report_progress(self) -> None:

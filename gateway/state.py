@@ -47,6 +47,11 @@ class Model:
     parent: str | None = None
     served: str | None = None
 
+    @property
+    def base(self) -> str:
+        """The id of the model whose servers these are: its own, or its parent's."""
+        return self.parent or self.id
+
 
 @dataclass(frozen=True, slots=True)
 class State:

@@ -63,7 +63,7 @@ def test_a_model_is_started_anew(running: Gateway) -> None:
     [
         (("stop", "sim/on"), "there is no model sim/on; did you mean `sim/one`?"),
         (("restart", "sim/adapter"), "sim/adapter is a LoRA adapter on the servers of sim/one: name that"),
-        (("start", "far"), "far is not launched by this gateway: its servers run elsewhere"),
+        (("start", "far"), "far is not launched by the gateway"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_1(running: Gateway, words: tuple[str, ...], said: str) -> None:
