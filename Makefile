@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients lock clean
+.PHONY: run test check format vllm clients bench bench-peers lock clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -14,7 +14,7 @@ test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests
+	$(BIN)/mypy gateway upstream tests benchmarks
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
@@ -26,6 +26,12 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
+
+bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
+	$(BIN)/python -m benchmarks $(CASES)
+
+bench-peers: $(READY)  ## the peers that come from PyPI, each in an environment of its own
+	$(BIN)/python benchmarks/install.py
 
 # The interpreter makes the environment; a lock that changed is installed again.
 $(READY): requirements.lock pyproject.toml

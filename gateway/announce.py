@@ -16,6 +16,16 @@ from gateway.config import Config, Note
 from upstream.health import Probe
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
+from upstream.launcher.schedule import Action, Do
+
+_DONE = {
+    Do.START: "is started",
+    Do.WAKE: "is woken",
+    Do.DRAIN: "takes no new requests",
+    Do.RESUME: "takes requests again",
+    Do.SLEEP: "is put to sleep",
+    Do.STOP: "is stopped",
+}
 
 
 class Announcer:
@@ -48,7 +58,10 @@ class Announcer:
             self._say(f"waiting for {escape(name)} ({seconds:.0f} s)  [dim]{escape(last_line(name)[:160])}[/dim]")
 
     def serving(self, up: int, total: int) -> None:
-        """Every server has come up or failed."""
+        """Every server has come up or failed; one that is started on demand is not among the ``total``."""
+        if not total:
+            self._say("[green]ready[/green]: models start when they are asked for")
+            return
         self._say(f"[green]ready[/green]: {up} of {total} servers up" if up else f"[red]no server is up[/red] (of {total})")
 
     def launched(self, snapshot: Snapshot) -> None:
@@ -61,6 +74,10 @@ class Announcer:
     def probed(self, probe: Probe) -> None:
         """A server's health has changed."""
         self._say(f"{escape(probe.name)} is {'up' if probe.up else 'down: ' + escape(probe.reason)}")
+
+    def acts(self, action: Action) -> None:
+        """A model is brought up or down."""
+        self._say(f"{escape(action.model)} {_DONE[action.do]} ({escape(action.why)})")
 
     def stopping(self, drain: float) -> None:
         """The word to stop has come."""

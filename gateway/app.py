@@ -34,6 +34,7 @@ from gateway.link import Health
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
 from gateway.state import Key, State
+from gateway.waiting import Ask, Lobby, nobody
 from upstream.deadlines import Deadlines
 from upstream.pool import Fleet
 
@@ -44,11 +45,12 @@ _log = logging.getLogger("vllm_gateway.relay")
 class Relay:
     """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application."""
 
-    def __init__(self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog) -> None:
+    def __init__(self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog, ask: Ask = nobody) -> None:
         self.fleet = fleet
         self.metrics = metrics
         self.admission = Admission()
         self.deadlines = Deadlines()
+        self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.draining = False
         self.request_ids = request_ids()
         self._log = log
@@ -69,17 +71,20 @@ class Relay:
         self.catalog = Catalog(state.models, servers)
         self.targets = self.catalog.targets
         self.body_limit = state.body_limit
+        self.lobby.expect(state.bases)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
         for name, condition in health.conditions.items():
             self.fleet.set_condition(name, condition)
         self._max_model_len = dict(health.max_model_len)
+        self.lobby.learn(health.expected, self.catalog.is_up)
 
     def tick(self) -> None:
         """What is done a few times a second for all requests together."""
         self._tell_time()
         self.deadlines.tick()
+        self.lobby.tick()
         self._log.flush()
 
     def _tell_time(self) -> None:

@@ -6,10 +6,10 @@ The rule: no I/O and no memory of what strangers send. A token is hashed and loo
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 
 from gateway import keys
 from gateway.errors import Refusal
@@ -38,9 +38,7 @@ class Keyring:
         token = _bearer(authorization) if authorization is not None else api_key
         if not token:
             return self._nobody()
-        if not _TOKEN.match(token):
-            raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
-        key = self._by_digest.get(hashlib.sha256(token).digest())
+        key = self._by_digest.get(sha256(token).digest())
         if key is None:
             return self._stranger(token)
         if key.expires is not None and time.time() >= key.expires:
@@ -53,6 +51,8 @@ class Keyring:
         return self._anonymous
 
     def _stranger(self, token: bytes) -> Key:
+        if not _TOKEN.match(token):
+            raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
         if self._anonymous is None or token.startswith(b"sk-"):
             raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
         return self._anonymous
@@ -72,7 +72,7 @@ def _bearer(value: bytes) -> bytes:
     Raises Refusal invalid_api_key for another scheme.
     """
     scheme, _, token = value.partition(b" ")
-    if scheme.lower() != b"bearer":
+    if scheme != b"Bearer" and scheme.lower() != b"bearer":
         raise Refusal("invalid_api_key", "The Authorization header is not of the form 'Bearer <key>'.")
     return token.strip(b" ")
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec import field
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from gateway.catalog import Target
@@ -32,53 +34,55 @@ def request_ids() -> Iterator[str]:
             yield "req_" + digits[start : start + 24]
 
 
-class Call:
+class _Unheard:
+    """What uvicorn sets to wake an ASGI application; a Call has none."""
+
+    def set(self) -> None:
+        """Nothing waits here."""
+
+
+_UNHEARD = _Unheard()
+
+
+class Call(msgspec.Struct, eq=False):
     """One inference request and the way back to its client.
 
     It stands where uvicorn has its RequestResponseCycle and keeps the attributes that uvicorn's protocol reads
     there (``response_complete``, ``keep_alive``, ``disconnected``, ``message_event``).
     """
 
-    __slots__ = (
-        "_chunked", "_cors", "_edge", "_expects_continue", "_limit", "_received", "_size", "_spoilt", "_waiter",
-        "began", "bytes_in", "bytes_out", "disconnected", "events", "headers", "http10", "id", "keep_alive", "message_event", "more_body",
-        "on_pause", "on_resume", "response_complete", "started", "status", "target", "task", "too_large",
-    )  # fmt: skip
-
-    def __init__(self, edge: EdgeProtocol, target: Target, headers: dict[bytes, bytes], *, http10: bool, keep_alive: bool) -> None:
-        door = edge.door
-        self._edge = edge
-        self.target = target
-        self.headers = headers
-        self.id = next(door.request_ids)
-        self.began = monotonic()
-        self.http10 = http10
-        self.keep_alive = keep_alive
-        origin = headers.get(b"origin")
-        self._cors = b"" if origin is None else door.cors_lines(origin)
-        # The body
-        self._limit = door.body_limit
-        self._received: list[bytes] = []
-        self._size = 0
-        self._waiter: Signal | None = None
-        self._expects_continue = b"expect" in headers and headers[b"expect"].lower() == b"100-continue"
-        self._spoilt: Refusal | None = None
-        self.bytes_in = 0
-        self.more_body = True
-        self.too_large = int(headers.get(b"content-length", b"0")) > self._limit
-        # The answer
-        self._chunked = False
-        self.started = False
-        self.events = False
-        self.response_complete = False
-        self.status = 0
-        self.bytes_out = 0
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-        # The connection
-        self.disconnected = False
-        self.message_event = _UNHEARD
-        self.task: Story | None = None
+    edge: EdgeProtocol
+    target: Target
+    headers: dict[bytes, bytes]
+    id: str
+    limit: int
+    """Bytes that the body may have."""
+    too_large: bool
+    http10: bool
+    keep_alive: bool
+    began: float = field(default_factory=monotonic)
+    # The body
+    _received: list[bytes] = field(default_factory=list)
+    _size: int = 0
+    _ahead: bool = False
+    _waiter: Signal | None = None
+    _continued: bool = False
+    _spoilt: Refusal | None = None
+    bytes_in: int = 0
+    more_body: bool = True
+    # The answer
+    _chunked: bool = False
+    started: bool = False
+    events: bool = False
+    response_complete: bool = False
+    status: int = 0
+    bytes_out: int = 0
+    on_pause: Callable[[], None] | None = None
+    on_resume: Callable[[], None] | None = None
+    # The connection
+    disconnected: bool = False
+    message_event: _Unheard = _UNHEARD
+    task: Story | None = None
 
     # Reading
 
@@ -97,23 +101,29 @@ class Call:
             await self._wait()
         self._check()
         data, self._received, self._size = b"".join(self._received), [], 0
-        self._edge.flow.resume_reading()
+        self.edge.flow.resume_reading()
         return data
+
+    def read_ahead(self) -> None:
+        """Read a body that is streamed on before anybody takes it, up to its limit: its client's leaving is to be seen meanwhile."""
+        self._ahead = True
+        if self.edge.flow.read_paused:
+            self.edge.flow.resume_reading()
 
     @property
     def _over(self) -> bool:
         return self.too_large or self._spoilt is not None
 
     def _go_on(self) -> None:
-        if self._expects_continue and not self.too_large:
-            self._edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._expects_continue = False
+        if b"expect" in self.headers and not (self._continued or self.too_large) and self.headers[b"expect"].lower() == b"100-continue":
+            self.edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._continued = True
 
     def _check(self) -> None:
         if self._spoilt is not None:
             raise self._spoilt
         if self.too_large:
-            raise Refusal("request_too_large", f"The body is larger than {self._limit} bytes.")
+            raise Refusal("request_too_large", f"The body is larger than {self.limit} bytes.")
 
     async def _wait(self) -> None:
         self._waiter = Signal()
@@ -122,19 +132,19 @@ class Call:
     def _wake(self) -> None:
         """What waits for the body goes on, but not inside the parser."""
         if self._waiter is not None:
-            self._edge.due, self._waiter = self._waiter.tell, None
+            self.edge.due, self._waiter = self._waiter.tell, None
 
     def received(self, data: bytes) -> None:
         """The parser gave more of the body."""
         if self.response_complete or self.too_large:
             return  # nobody will read it
         self.bytes_in += len(data)
-        self.too_large = self.bytes_in > self._limit
+        self.too_large = self.bytes_in > self.limit
         self._received.append(data)
         if self.target.route.body is Body.FORM:
             self._size += len(data)
-            if self._size > _UPLOAD_AHEAD and self.task is not None:
-                self._edge.flow.pause_reading()  # streamed on as fast as the server takes it
+            if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
+                self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()
         elif self.too_large:
             self._wake()
@@ -148,8 +158,8 @@ class Call:
     def received_all(self) -> None:
         """The body is in."""
         self.more_body = False
-        if self._edge.flow.read_paused:
-            self._edge.flow.resume_reading()
+        if self.edge.flow.read_paused:
+            self.edge.flow.resume_reading()
         self._wake()
 
     # Writing
@@ -157,14 +167,20 @@ class Call:
     @property
     def write_paused(self) -> bool:
         """The client has fallen behind what was written."""
-        return self._edge.flow.write_paused
+        return self.edge.flow.write_paused
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer in one write. ``headers`` are lines that end with CRLF."""
-        self.begin(status, headers, len(body), body)
-        if not self.disconnected:
-            self.response_complete = True
-            self._edge.on_call_complete(self)
+        if self.disconnected:
+            return
+        size = self.bytes_out = len(body)
+        head = self._head(status, headers, b"content-length: %d\r\n" % size)
+        if size < _UPLOAD_AHEAD:
+            self.edge.transport.write(head + body)
+        else:
+            self.edge.transport.writelines((head, body))
+        self.response_complete = True
+        self.edge.on_call_complete(self)
 
     def begin(self, status: int, headers: bytes, length: int | None, body: bytes = b"", *, events: bool = False) -> None:
         """The head, with the first bytes of the body; without a length the body is chunked.
@@ -173,32 +189,31 @@ class Call:
         """
         if self.disconnected:
             return
-        self.started = True
         self.events = events
-        self.status = status
-        if self.more_body and not self.response_complete:
-            self.keep_alive = False  # the rest of the body is of no use: tell the client, read it off, close
         if length is not None:
             framing = b"content-length: %d\r\n" % length
         elif self.http10:
             framing, self.keep_alive = b"", False
         else:
             framing, self._chunked = b"transfer-encoding: chunked\r\n", True
+        self._put(self._head(status, headers, framing), body)
+
+    def _head(self, status: int, headers: bytes, framing: bytes) -> bytes:
+        self.started = True
+        self.status = status
+        if self.more_body and not self.response_complete:
+            self.keep_alive = False  # the rest of the body is of no use: tell the client, read it off, close
         if not self.keep_alive:
             framing += b"connection: close\r\n"
         elif self.http10:
             framing += b"connection: keep-alive\r\n"
+        door = self.edge.door
+        if b"origin" in self.headers:
+            framing += door.cors_lines(self.headers[b"origin"])
+        identity = self.id.encode()
         if self.target.route.anthropic:
-            framing += b"request-id: %b\r\n" % self.id.encode()  # the name that Anthropic's clients read
-        head = b"%bx-request-id: %b\r\n%b%b%b%b\r\n" % (
-            STATUS_LINE[status],
-            self.id.encode(),
-            headers,
-            self._cors,
-            framing,
-            self._edge.door.date_line,
-        )
-        self._put(head, body)
+            framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read
+        return b"%bx-request-id: %b\r\n%b%b%b\r\n" % (STATUS_LINE[status], identity, headers, framing, door.date_line)
 
     def write(self, data: bytes) -> None:
         """More of the body, at once."""
@@ -208,30 +223,28 @@ class Call:
     def _put(self, head: bytes, data: bytes) -> None:
         self.bytes_out += len(data)
         if self._chunked and data:
-            self._edge.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        elif len(data) > _UPLOAD_AHEAD and head:
-            self._edge.transport.writelines((head, data))
+            self.edge.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
         else:
-            self._edge.transport.write(head + data)
+            self.edge.transport.write(head + data)
 
     def finish(self) -> None:
         """The answer is whole."""
         if self.disconnected or self.response_complete:
             return
         if self._chunked:
-            self._edge.transport.write(b"0\r\n\r\n")
+            self.edge.transport.write(b"0\r\n\r\n")
         self.response_complete = True
-        self._edge.on_call_complete(self)
+        self.edge.on_call_complete(self)
 
     def abort(self) -> None:
         """The answer can't be completed: cut the connection, so that nobody takes it for whole."""
         self.response_complete = True
         self.keep_alive = False
-        self._edge.transport.abort()
+        self.edge.transport.abort()
 
     def settled(self) -> None:
         """Its story is over."""
-        self._edge.on_call_settled(self)
+        self.edge.on_call_settled(self)
 
     # What the edge tells
 
@@ -241,13 +254,3 @@ class Call:
             self.disconnected = True
             if self.task is not None:
                 self.task.cancel()
-
-
-class _Unheard:
-    """What uvicorn sets to wake an ASGI application; a Call has none."""
-
-    def set(self) -> None:
-        """Nothing waits here."""
-
-
-_UNHEARD = _Unheard()

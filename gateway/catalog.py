@@ -40,6 +40,7 @@ class Catalog:
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
         self.entries = tuple(Entry(model, Pool([servers[spec.name] for spec in model.servers], model.balance)) for model in models)
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
+        self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
         self.targets: dict[bytes, Target] = {path.encode(): Target(route) for path, route in ROUTES.items()}
         for mount, entry in self._mounts.items():
@@ -56,6 +57,16 @@ class Catalog:
         if entry is None or (mounted is not None and entry is not mounted) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
+
+    def pool(self, model: str) -> Pool | None:
+        """The servers of the model with this id, if there is one."""
+        entry = self._by_id.get(model)
+        return entry.pool if entry is not None else None
+
+    def is_up(self, model: str) -> bool:
+        """Whether a server of the model with this id is up."""
+        entry = self._by_id.get(model)
+        return entry is not None and entry.pool.is_up
 
     def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
         """The models that a key may use, in the order of the configuration."""

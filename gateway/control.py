@@ -29,20 +29,20 @@ from gateway.admin import application, operators_application
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
+from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
-from gateway.operations import RefusedOperation
 from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from upstream.health import Probe, Prober
-from upstream.launcher import Launcher, LaunchSpec, Snapshot
+from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
+from upstream.launcher.schedule import Action
 from upstream.server import Condition
 from upstream.vllm import inherited
 
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
-_STOP_GRACE = 10.0  # seconds that a launched server has to end by itself once nothing is in flight on it
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -73,8 +73,10 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control = Control(config, announcer)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=inherited(os.environ, Path(sys.executable).parent))
         control.launcher = await stack.enter_async_context(launcher)
-        control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=_PROBE_DEADLINE))
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.taken))
+        prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
+        control.prober = await stack.enter_async_context(prober)
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
+        control.fleet = Fleet(config, control.launcher, control.relays, control)
         await stack.enter_async_context(_served(application(control), admin))
         if commands is not None:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
@@ -82,9 +84,11 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         announcer.summary(config, data, admin)
         announcer.notes(notes(config))
         control.begin()
+        fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         await asked.get()
         waiting.cancel()
+        fleet.cancel()
         data.close()  # the relays close theirs: who comes now is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     return 0
@@ -163,6 +167,7 @@ class Control:
     launcher: Launcher
     prober: Prober
     relays: Relays
+    fleet: Fleet
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
         self.config = config
@@ -181,9 +186,8 @@ class Control:
 
     def begin(self) -> None:
         """Launch, probe, and have the relays serve."""
-        for spec in plan.launches(self.config):
-            self.launcher.start(spec)
-        self._configure()
+        self.fleet.look()
+        self.configure()
         self._watch_servers()
 
     async def end(self) -> None:
@@ -191,57 +195,18 @@ class Control:
         self._draining = True
         await self.relays.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
-        await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
-
-    # What an operator may have done
-
-    async def start(self, model: str) -> None:
-        """Launch the servers of a model that are not there."""
-        there = {snapshot.name for snapshot in self.launcher.snapshots()}
-        for spec in self._launches_of(model):
-            if spec.name not in there:
-                self.launcher.start(spec)
-
-    async def stop(self, model: str) -> None:
-        """End the servers of a model; nothing starts them again by itself."""
-        there = {snapshot.name for snapshot in self.launcher.snapshots()}
-        names = [spec.name for spec in self._launches_of(model) if spec.name in there]
-        await asyncio.gather(*(self.launcher.stop(name, _STOP_GRACE) for name in names))
-        for name in names:
-            self._stages.pop(name, None)
-            self._changed[name] = time.time()
-        self._configure()
-        self._watch_servers()
-
-    async def restart(self, model: str) -> None:
-        """End the servers of a model and start them anew."""
-        await self.stop(model)
-        await self.start(model)
-
-    async def wake(self, model: str) -> None:
-        """As ``start``."""
-        await self.start(model)
-
-    def _launches_of(self, model: str) -> list[LaunchSpec]:
-        if self._draining:
-            raise RefusedOperation("the gateway is shutting down")
-        specs = [spec for spec in plan.launches(self.config) if spec.name.rpartition("#")[0] == model]
-        if not specs:
-            raise RefusedOperation(f"{model} is not launched by the gateway")
-        return specs
+        await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
 
     async def report_progress(self) -> None:
         """Tell the operator how the servers come up, until all have."""
         while waiting := plan.unconcluded(self.config, self.known):
             self.announcer.waiting(waiting, time.time() - self._started, self._last_line)
             await asyncio.sleep(self.announcer.interval)
-        self.announcer.serving(self._up(), len(plan.places(self.config)))
+        self.announcer.serving(self._up(), sum(place.name not in self.fleet.away() for place in plan.places(self.config)))
 
     def _last_line(self, name: str) -> str:
-        if name not in self.known.snapshots:
-            return ""
-        lines = self.launcher.log_tail(name).splitlines()
-        return lines[-1] if lines else ""
+        snapshot = self.known.snapshots.get(name)
+        return snapshot.progress if snapshot else ""
 
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
@@ -258,7 +223,7 @@ class Control:
     def known(self) -> plan.Knowledge:
         snapshots = plan.by_name(self.launcher.snapshots())
         probes = {probe.name: probe for probe in self.prober.probes()}
-        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots})
+        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots}, self.fleet.away())
 
     def launched(self, snapshot: Snapshot) -> None:
         """The launcher tells of a change."""
@@ -266,11 +231,13 @@ class Control:
         self._stages[snapshot.name] = snapshot.state
         if before is snapshot.state:
             return
-        self._count_launch(snapshot)
+        if before is Stage.STARTING:
+            self._count_launch(snapshot)
         self.announcer.launched(snapshot)
         if self._generation and not self._draining:
-            self._configure()
+            self.configure()
             self._watch_servers()
+            self.fleet.changed(snapshot)
 
     def _count_launch(self, snapshot: Snapshot) -> None:
         outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)
@@ -282,23 +249,60 @@ class Control:
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
         self._changed[probe.name] = time.time()
-        self._tell_health()
+        self.tell_health()
+        self.fleet.nudge()
 
-    def taken(self) -> None:
-        """A relay serves by a new generation."""
+    def lost(self, probe: Probe) -> None:
+        """The prober tells of a server that will not come back by itself; one that was launched here is started anew."""
+        if probe.name in self.known.snapshots:
+            self.launcher.renew(probe.name, probe.reason, STOP_GRACE)
 
-    def _configure(self) -> None:
+    def nudged(self) -> None:
+        """A relay has said something."""
+        if not self._draining:
+            self.fleet.nudge()
+
+    def configure(self) -> None:
+        """Have the relays serve by the servers that there are now."""
         self._generation += 1
         self.relays.configure(plan.state(self.config, self.known, self._generation, int(self._started)))
-        self._tell_health()
+        self.tell_health()
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
-        self._tell_health()
+        self.tell_health()
 
-    def _tell_health(self) -> None:
+    def tell_health(self) -> int:
+        """Tell the relays what is known of servers and models; returns the number of that word."""
         known = self.known
-        self.relays.tell(Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known)))
+        conditions, lengths = plan.conditions(self.config, known), plan.max_model_len(self.config, known)
+        return self.relays.tell(Health(conditions, lengths, self.fleet.telling()))
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """What is known of every server."""
+        return plan.conditions(self.config, self.known)
+
+    def acts(self, action: Action) -> None:
+        """Tell the operator what is done."""
+        self.announcer.acts(action)
+
+    # What operators ask for; each raises RefusedOperation with words for them
+
+    async def start(self, model: str) -> None:
+        """Bring a model up, also one that was stopped by ``stop``."""
+        await self.fleet.start(model)
+
+    async def stop(self, model: str) -> None:
+        """Let a model's requests finish, end its servers, and hold it down."""
+        await self.fleet.stop(model)
+
+    async def restart(self, model: str) -> None:
+        """Replace a model's servers, one after the other."""
+        await self.fleet.restart(model)
+
+    async def wake(self, model: str) -> None:
+        """Wake a model as a request would."""
+        await self.fleet.wake(model)
 
     # What the admin port shows
 
@@ -314,10 +318,11 @@ class Control:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
-            up = plan.standing(place, known) is Condition.UP
-            series[Series("server_up", (place.model.id, place.name))] = (float(up),)
-        for labels, count in self._launches.items():
-            series[Series("launches_total", labels)] = (count,)
+            up, labels = plan.condition(place.name, known) is Condition.UP, (place.model.id, place.name)
+            series[Series("server_up", labels)] = (float(up),)
+            series.setdefault(Series("server_inflight", labels), (0,))
+        for outcome, count in self._launches.items():
+            series[Series("launches_total", outcome)] = (count,)
         series[Series("config_reloads_total", ("success",))] = (0,)
         series[Series("config_reloads_total", ("failure",))] = (0,)
         series[Series("config_last_reload_successful", ())] = (1,)
@@ -341,16 +346,16 @@ class Control:
         }
 
     def _model_status(self, model: conf.Model, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
-        places = [place for place in plan.places(self.config) if place.model is model]
-        servers = [self._server_status(place, known, series) for place in places]
+        standing = self.fleet.standing(model.id)
         return {
             **self._traffic(model.id, series),
             "aliases": list(model.aliases),
-            "state": plan.model_state(places, known),
-            "since": max((server["since"] for server in servers if server["since"] is not None), default=None),
-            "queued": int(series.get(Series("queued_requests", (model.id,)), (0,))[0]),
+            "state": standing.state.value,
+            "since": standing.since,
+            "queued": standing.queued,
+            "waiting_s": standing.waiting,
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
-            "servers": servers,
+            "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model is model],
         }
 
     def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
@@ -361,19 +366,19 @@ class Control:
         snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
         shown: dict[str, Any] = {
             "name": place.name,
-            "condition": plan.standing(place, known).value,
+            "condition": plan.condition(place.name, known).value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
             "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }
-        if place.server is None:
-            shown["state"] = Stage.STOPPED.value
         if snapshot is not None:
             shown |= {
                 "state": snapshot.state.value,
                 "since": snapshot.since,
                 "pid": snapshot.pid,
                 "restarts": snapshot.restarts,
+                "given_up": snapshot.given_up,
+                "progress": snapshot.progress,
                 "log": str(snapshot.log),
                 "last_log_lines": self.launcher.log_tail(place.name).splitlines()[-20:],
             }

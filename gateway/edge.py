@@ -153,8 +153,17 @@ class EdgeProtocol(HttpToolsProtocol):
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
             return
-        http10 = parser.get_http_version() == "1.0"
-        call = self._incoming = Call(self, target, _unique(self.headers), http10=http10, keep_alive=parser.should_keep_alive())
+        headers, limit = _unique(self.headers), self.door.body_limit
+        call = self._incoming = Call(
+            self,
+            target,
+            headers,
+            next(self.door.request_ids),
+            limit,
+            b"content-length" in headers and int(headers[b"content-length"]) > limit,
+            parser.get_http_version() == "1.0",
+            parser.should_keep_alive(),
+        )
         if busy:
             self.pipeline.appendleft((call, self.app))
         else:

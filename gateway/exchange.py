@@ -1,7 +1,7 @@
 """The story of one request, in the order in which it happens.
 
 accept → authenticate → admit → read the body → merge ``extra_body`` → resolve and authorise the model → apply
-policy → choose a server → send → relay → settle usage → metrics and log.
+policy → choose a server, or wait for one → send → relay → settle usage → metrics and log.
 
 The rules: everything taken is given back by the ``with`` that took it; every way out passes ``Account``, so a
 request is settled once; errors are told to the client in one place.
@@ -19,10 +19,12 @@ import msgspec
 from msgspec import field
 
 from gateway.auth import Keyring
+from gateway.beginning import hint
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
 from gateway.form import Form
+from gateway.keepalive import Keepalive
 from gateway.limits import Admission
 from gateway.metrics import RelayMetrics
 from gateway.outbound import Outbound
@@ -31,9 +33,10 @@ from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
 from gateway.state import Key, State
+from gateway.waiting import Lobby
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
-from upstream.errors import UpstreamError
+from upstream.errors import BadAnswer, UpstreamError
 from upstream.pool import NoServerError
 
 _ERROR_BODY_LIMIT = 64 * 1024
@@ -48,6 +51,7 @@ class Gate(Protocol):
     catalog: Catalog
     admission: Admission
     deadlines: Deadlines
+    lobby: Lobby
     metrics: RelayMetrics
     draining: bool
 
@@ -71,9 +75,14 @@ async def exchange(call: Call, gate: Gate) -> None:
             else:
                 outbound = _json(await _body(call, account), call, catalog, account, key)
             model = outbound.entry.model
-            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines) as attempt:
+            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
-                answer = await attempt.answer(outbound.compose, outbound.upload)
+                if model.keepalive is not None and account.stream:
+                    account.keepalive = Keepalive(call, model.keepalive, gate.deadlines)
+                try:
+                    answer = await attempt.answer(outbound.compose, outbound.upload)
+                except NoServerError as error:
+                    answer = await _in_turn(error, attempt, outbound, account)
                 account.answered(answer, outbound)
                 await _relay(call, answer, account, outbound)
 
@@ -106,7 +115,10 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.model, call.target.route)
     account.stream = prepared.stream
-    return Outbound.of_json(call, entry, name, prepared)
+    outbound = Outbound.of_json(call, entry, name, prepared)
+    if entry.pool.wants_hint:
+        outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
+    return outbound
 
 
 async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
@@ -132,6 +144,28 @@ def _check_media_type(call: Call) -> None:
         raise Refusal("unsupported_media_type", "A compressed body is not accepted.")
 
 
+async def _in_turn(error: NoServerError, attempt: Attempt, outbound: Outbound, account: Account) -> Answer:
+    """An answer of a model of which no server is up, once one is: in the order of arrival. Raises Refusal and UpstreamError.
+
+    The servers are those of the newest generation then: they may have been started while the request waited.
+    """
+    gate, model, since = account.gate, outbound.entry.model.base, monotonic()
+    if not gate.lobby.is_expected(model):
+        raise error
+    outbound.call.read_ahead()
+    while True:
+        try:
+            with gate.lobby.place(model, since) as place:
+                await place.called()
+        finally:
+            account.queued = monotonic() - since
+        attempt.turn_to(gate.catalog.pool(model) or outbound.entry.pool)
+        try:
+            return await attempt.answer(outbound.compose, outbound.upload)
+        except NoServerError:
+            continue
+
+
 async def _relay(call: Call, answer: Answer, account: Account, outbound: Outbound) -> None:
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
@@ -146,6 +180,8 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
             hides_usage=outbound.hides_usage,
             translation=outbound.translation,
         )
+    elif call.started:
+        raise BadAnswer(answer.server.name, "its answer is no stream, and a stream has been begun")
     elif outbound.translation is not None:
         relay = TranslatedRelay(call, answer, outbound.translation)
     else:
@@ -162,7 +198,7 @@ class Account(msgspec.Struct, eq=False):
     whatever it was, and the request is settled, once.
 
     ``started`` is since the epoch, every other time ``time.monotonic``; ``waited`` are the seconds in which the gateway
-    waited for its client.
+    waited for its client, ``queued`` those in which the request waited for its model to be up.
     """
 
     call: Call
@@ -178,6 +214,8 @@ class Account(msgspec.Struct, eq=False):
     incomplete: str | None = None
     detail: str | None = None
     waited: float = 0.0
+    queued: float = 0.0
+    keepalive: Keepalive | None = None
     composed_at: float | None = None
     answer_at: float = 0.0
     upstream_first: float = 0.0
@@ -186,6 +224,8 @@ class Account(msgspec.Struct, eq=False):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if self.keepalive is not None:
+            self.keepalive.end()
         try:
             if error is not None:
                 self._failed(error)
@@ -230,7 +270,7 @@ class Account(msgspec.Struct, eq=False):
             self.incomplete = "upstream"
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
-        overhead = (self.composed_at or now) - began - self.waited + self.answer_at - self.upstream_first
+        overhead = (self.composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
         return Record(
             id=call.id,
             started=self.started,
@@ -248,7 +288,7 @@ class Account(msgspec.Struct, eq=False):
             retries=attempt.retries if attempt else 0,
             duration=now - began,
             overhead=overhead if overhead > 0.0 else 0.0,
-            queued=0.0,
+            queued=self.queued,
             first_byte=None if first_byte is None else first_byte - began,
             first_token=None if first_token is None else first_token - began,
             gaps=passing.gaps,

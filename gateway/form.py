@@ -88,13 +88,9 @@ class Form:
         """The same as the first chunk of a body without a length."""
         return _chunk(self.opening(served_model))
 
-    def sized(self, length: int) -> Callable[[bytes], bytes]:
-        """The length of the body as it is sent, from the client's ``length``."""
-
-        def framing(opening: bytes) -> bytes:
-            return b"content-length: %d\r\n" % (length + len(opening) - len(self._held))
-
-        return framing
+    def behind(self, length: int) -> int:
+        """How many bytes of a form of the client's ``length`` follow its opening."""
+        return length - len(self._held)
 
     def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
         """Streams what comes behind the opening."""

@@ -27,10 +27,16 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
 
 
 class Health(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: what is known of servers by name, and of models' context lengths by id."""
+    """control → relay: what is known of servers by name, and of models' context lengths by id.
+
+    ``expected``: by id, when a model that is not up may be, in seconds of the monotonic clock; one that is neither up nor
+    among these is not worth waiting for. ``number`` grows with each message.
+    """
 
     conditions: Mapping[str, Condition]
     max_model_len: Mapping[str, int]
+    expected: Mapping[str, float] = {}
+    number: int = 0
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -45,7 +51,20 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-Message = Configure | Health | Drain | Taken
+class Learned(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: the ``Health`` of this number holds, and no request is sent by an older one."""
+
+    number: int
+
+
+class Asked(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: since when requests wait for a model here, in seconds of the monotonic clock; None: none does any more."""
+
+    model: str
+    since: float | None
+
+
+Message = Configure | Health | Drain | Taken | Learned | Asked
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

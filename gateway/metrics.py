@@ -154,13 +154,16 @@ class RelayMetrics:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""
         return self._in_flight.get(model) or self._in_flight.setdefault(model, InFlight(self.cells("inflight_requests", model)))
 
+    def queued(self, model: str) -> Cells:
+        return self.cells("queued_requests", model)
+
     def auth_failed(self, code: str) -> None:
         self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""
         model = record.model or OTHER
-        requests, durations = self._outcome(model, record.endpoint, record.status)
+        requests, durations = self._outcomes.get((model, record.endpoint, record.status)) or self._outcome(record, model)
         requests[0] += 1
         observe(durations, _DURATION, record.duration)
         observe(self._overhead, _OVERHEAD, record.overhead)
@@ -171,13 +174,11 @@ class RelayMetrics:
         if record.code is not None or record.incomplete is not None or record.failures:
             self._count_failures(record, model)
 
-    def _outcome(self, model: str, endpoint: str, status: int) -> tuple[Cells, Cells]:
-        key = (model, endpoint, status)
-        found = self._outcomes.get(key)
-        if found is None:
-            requests = self.cells("requests_total", model, endpoint, str(status))
-            found = self._outcomes[key] = (requests, self.cells("request_duration_seconds", model, endpoint))
-        return found
+    def _outcome(self, record: Record, model: str) -> tuple[Cells, Cells]:
+        requests = self.cells("requests_total", model, record.endpoint, str(record.status))
+        made = (requests, self.cells("request_duration_seconds", model, record.endpoint))
+        self._outcomes[model, record.endpoint, record.status] = made
+        return made
 
     def _count_tokens(self, key: str, model: str, usage: Usage) -> None:
         cells = self._tokens.get((key, model))
@@ -269,6 +270,33 @@ def tokens_by_model(boards: Iterable[Board]) -> dict[str, Tokens]:
             elif kind == "completion":
                 total[model] = Tokens(before.prompt, before.completion + reading.values[0])
     return total
+
+
+class Tally:
+    """Sums of single series over all boards, for those who look often: a look costs a few additions, not a decoding of everything.
+
+    ``by``: for each family, which of its labels its sums are by.
+    """
+
+    def __init__(self, boards: Sequence[Board], by: Mapping[str, int]) -> None:
+        self._boards = boards
+        self._by = by
+        self._seen = [0] * len(boards)
+        self._cells: dict[tuple[str, str], list[Cells]] = {}
+
+    def sum(self, family: str, label: str) -> float:
+        """The sum of the first cells of a family's series with this label."""
+        self._note_new_ones()
+        return sum(cells[0] for cells in self._cells.get((family, label), ()))
+
+    def _note_new_ones(self) -> None:
+        for number, board in enumerate(self._boards):
+            for name in board.new_names(self._seen[number]):
+                self._seen[number] += 1
+                series = Series.decode(name)
+                if series.family in self._by:
+                    key = series.family, series.labels[self._by[series.family]]
+                    self._cells.setdefault(key, []).append(board.cells(name, 1))
 
 
 def by_family(series: Mapping[Series, Sequence[float]]) -> Iterator[tuple[str, Family, list[tuple[tuple[str, ...], Sequence[float]]]]]:

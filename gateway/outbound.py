@@ -21,20 +21,23 @@ from upstream.server import Server
 
 
 class Outbound(msgspec.Struct):
-    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written."""
+    """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written;
+    ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
 
     call: Call
     entry: Entry
     name: str
     encode: Callable[[str], bytes]
     content_type: bytes
-    framing: Callable[[bytes], bytes]
     path: str
     input_field: str
     hides_usage: bool = False
     translation: Translation | None = None
     upload: Upload | None = None
+    behind: int | None = 0
+    """Bytes of the body that are uploaded behind what is encoded; None where nobody knows."""
     composed_at: float | None = None
+    hint: int | None = None
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
@@ -45,7 +48,6 @@ class Outbound(msgspec.Struct):
             name,
             prepared.encode,
             b"application/json",
-            _sized,
             prepared.upstream,
             prepared.input_field,
             prepared.hides_usage,
@@ -56,30 +58,28 @@ class Outbound(msgspec.Struct):
     def of_form(cls, call: Call, entry: Entry, name: str, form: Form) -> Outbound:
         """A form whose beginning was checked; the rest is checked as it streams."""
         length = call.headers.get(b"content-length")
-        framing = _chunked if length is None else form.sized(int(length))
         encode = form.opening_chunk if length is None else form.opening
         upload = form.upload(call.next_bytes, chunked=length is None)
         return cls(
-            call, entry, name, encode, form.content_type, framing, call.target.route.upstream, call.target.route.input_field, upload=upload
+            call,
+            entry,
+            name,
+            encode,
+            form.content_type,
+            call.target.route.upstream,
+            call.target.route.input_field,
+            upload=upload,
+            behind=None if length is None else form.behind(int(length)),
         )
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
         body = self.encode(self.entry.model.served or server.spec.model)
+        behind = self.behind
+        framing = b"transfer-encoding: chunked\r\n" if behind is None else b"content-length: %d\r\n" % (len(body) + behind)
         head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
-            server.head(self.path),
-            self.content_type,
-            self.call.id.encode(),
-            self.framing(body),
-        )
+            server.head(self.path), self.content_type, self.call.id.encode(), framing
+        )  # fmt: skip
         if self.composed_at is None:
             self.composed_at = monotonic()
         return head, body
-
-
-def _sized(body: bytes) -> bytes:
-    return b"content-length: %d\r\n" % len(body)
-
-
-def _chunked(_: bytes) -> bytes:
-    return b"transfer-encoding: chunked\r\n"

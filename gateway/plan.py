@@ -6,19 +6,19 @@ URL for one that was found.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
-from gateway.state import Key, Model, State
+from gateway.state import Key, Model, Queue, State
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
 from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
-from upstream.policy import POLICIES
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import Adapter, LaunchSettings
 
@@ -54,19 +54,38 @@ def _places_of(model: conf.Model, urls: Mapping[str, int]) -> Iterator[Place]:
 
 
 def launches(config: Config) -> tuple[LaunchSpec, ...]:
-    """What the launcher starts."""
+    """What the launcher is given to start, sooner or later."""
+    return tuple(spec for model in config.models for spec in launches_of(config, model))
+
+
+def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
+    """A model's replicas; none for one that is not launched here."""
+    launch = model.launch
+    if launch is None:
+        return ()
     return tuple(
-        LaunchSpec(place.name, _settings(place.model, number), place.model.launch.startup_timeout)
-        for model in config.models
-        if model.launch is not None
-        for number, place in enumerate(place for place in _places_of(model, {}) if place.server is None)
-        if place.model.launch is not None
+        LaunchSpec(f"{model.id}#{number}", _settings(config, model, launch, number), launch.startup_timeout)
+        for number in range(launch.replicas)
     )
 
 
-def _settings(model: conf.Model, number: int) -> LaunchSettings:
+def may_be_stopped(config: Config, model: conf.Model) -> bool:
+    """Whether a model is launched and not always up: it is woken by a request, rests when unused, or makes room for another one."""
     launch = model.launch
-    assert launch is not None
+    if launch is None:
+        return False
+    rests = launch.start == "on_demand" or launch.idle_stop is not None or launch.idle_sleep is not None or launch.group is not None
+    return rests or any(
+        other.launch.start == "on_demand" and gpus(launch) & gpus(other.launch) for other in config.models if other.launch is not None
+    )
+
+
+def gpus(launch: conf.Launch) -> frozenset[int]:
+    """The GPUs of all its replicas."""
+    return frozenset(gpu for replica in launch.gpus or () for gpu in replica)
+
+
+def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: int) -> LaunchSettings:
     return LaunchSettings(
         model=launch.model or model.id,
         served_names=(model.id,),
@@ -75,16 +94,20 @@ def _settings(model: conf.Model, number: int) -> LaunchSettings:
         env=plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
+        sleeps=launch.idle_sleep is not None,
+        drain=config.server.drain,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What control knows of servers at a moment, each by its name. ``keys`` are the internal keys of launched ones."""
+    """What control knows of servers at a moment, each by its name. ``keys`` are the internal keys of launched ones; ``away``
+    are those that are stopped, asleep, or to take no new requests."""
 
     snapshots: Mapping[str, Snapshot]
     probes: Mapping[str, Probe]
     keys: Mapping[str, str]
+    away: Set[str] = frozenset()
 
 
 def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
@@ -96,7 +119,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
     return State(
         generation=generation,
         keys=tuple(_key(key) for key in config.keys),
-        models=tuple(each for model in config.models for each in _with_adapters(model, _model(model, specs[model.id], created))),
+        models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
         log_user=config.log.user,
@@ -114,15 +137,23 @@ def _secret(server: conf.Server) -> str | None:
     return server.api_key.get_secret_value() if server.api_key is not None else None
 
 
-def _model(model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
+def _queue(config: Config, model: conf.Model) -> Queue | None:
+    """What one relay lets wait: its share of the whole, since a client's connection may end up in any of them."""
+    queue = model.queue or (conf.Queue() if may_be_stopped(config, model) else None)
+    return None if queue is None else Queue(math.ceil(queue.size / config.server.relays), queue.wait)
+
+
+def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
     timeouts = model.timeouts
     return Model(
         id=model.id,
         servers=tuple(servers),
         aliases=model.aliases,
         mounts=model.mounts,
-        balance=model.balance if model.balance in POLICIES else "least_busy",
+        balance=model.balance,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
+        queue=_queue(config, model),
+        keepalive=model.keepalive,
         defaults=model.defaults,
         overrides=model.overrides,
         created=created,
@@ -158,30 +189,13 @@ _LAUNCHED = {Stage.STARTING: Condition.LOADING, Stage.READY: Condition.UP}
 
 def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
     """What relays are told of each server."""
-    return {place.name: standing(place, known) for place in places(config)}
-
-
-def standing(place: Place, known: Knowledge) -> Condition:
-    """A server's condition; one that the operator has stopped is down."""
-    stopped = place.server is None and place.name not in known.snapshots
-    return Condition.DOWN if stopped else condition(place.name, known)
-
-
-def model_state(places: Sequence[Place], known: Knowledge) -> str:
-    """A model's state in one word: what the best of its servers is in."""
-    conditions = [standing(place, known) for place in places]
-    if Condition.UP in conditions:
-        return "ready"
-    stages = [known.snapshots[place.name].state for place in places if place.name in known.snapshots]
-    if Stage.STARTING in stages or (not stages and Condition.LOADING in conditions):
-        return "starting"
-    if all(stage in (Stage.STOPPING, Stage.STOPPED) for stage in stages) and places[0].server is None:
-        return "draining" if stages else "stopped"
-    return "failed"
+    return {place.name: condition(place.name, known) for place in places(config)}
 
 
 def condition(name: str, known: Knowledge) -> Condition:
     """A launched server is loading until it was ready, and from then on what its probes say, as a found one is."""
+    if name in known.away:
+        return Condition.AWAY
     snapshot, probe = known.snapshots.get(name), known.probes.get(name)
     if snapshot is not None and (snapshot.state is not Stage.READY or probe is None):
         return _LAUNCHED.get(snapshot.state, Condition.DOWN)
@@ -208,11 +222,11 @@ def unconcluded(config: Config, known: Knowledge) -> list[str]:
 
 
 def _concluded(place: Place, known: Knowledge) -> bool:
-    """What the operator has stopped is not waited for."""
-    snapshot = known.snapshots.get(place.name)
-    if snapshot is None:
-        return place.server is None or place.name in known.probes
-    return snapshot.concluded or snapshot.state in (Stage.STOPPING, Stage.STOPPED)
+    """One that is started on demand counts from the beginning, as does one that was stopped again."""
+    launch, snapshot = place.model.launch, known.snapshots.get(place.name)
+    if place.name in known.away or (launch is not None and launch.start == "on_demand"):
+        return True
+    return snapshot.concluded if snapshot is not None else place.name in known.probes
 
 
 def by_name(snapshots: Iterable[Snapshot]) -> dict[str, Snapshot]:

@@ -15,7 +15,7 @@ from typing import Any
 from gateway.config import Note, Problem
 from gateway.config.models import Launch
 from gateway.config.problems import did_you_mean
-from gateway.config.references import Draft, Place, may_run_together
+from gateway.config.references import Draft, Place
 from upstream.installed_vllm import is_vllm
 from upstream.vllm import flag_of
 from upstream.vllm_names import Names
@@ -137,7 +137,13 @@ def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
 def _collide(one: tuple[_Launched, Place], other: tuple[_Launched, Place]) -> bool:
     if one[0] is other[0]:
         return one[1].path != other[1].path
-    return may_run_together(one[0].model, other[0].model)
+    return _both_at_once(one[0].launch, other[0].launch)
+
+
+def _both_at_once(one: Place, other: Place) -> bool:
+    """Whether the gateway would start both: it makes models on demand, and those of a group, take turns."""
+    grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
+    return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
 
 
 def _sharing(gpu: Place, owner: _Launched, replica: Place, each: _Launched) -> str:

@@ -24,7 +24,7 @@ import uvloop
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import EdgeProtocol
-from gateway.link import Configure, Drain, Health, Link, Message, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
 from upstream.deadlines import TICK
@@ -62,10 +62,11 @@ async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
     with fleet() as servers:
         process = _Process(link, RelayMetrics(Board(arguments.board_fd)), log)
         messages = link.messages()
-        first = await anext(messages, None)
-        if not isinstance(first, Configure):
+        first, second = await anext(messages, None), await anext(messages, None)
+        if not (isinstance(first, Configure) and isinstance(second, Health)):
             return
-        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log)
+        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask)
+        process.learn(second)  # before the first request, or it would find no server
         await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
     link.close()
 
@@ -80,6 +81,15 @@ class _Process:
         self.metrics = metrics
         self._log = log
         self._server: uvicorn.Server | None = None
+
+    def learn(self, health: Health) -> None:
+        """Take over what control found out, and say so."""
+        self.relay.learn(health)
+        self.link.send(Learned(health.number))
+
+    def ask(self, model: str, since: float | None) -> None:
+        """Tell control since when a model is asked for."""
+        self.link.send(Asked(model, since))
 
     async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""
@@ -102,7 +112,7 @@ class _Process:
                     gc.freeze()
                     self.link.send(Taken(state.generation))
                 case Health():
-                    self.relay.learn(message)
+                    self.learn(message)
                 case Drain(seconds=seconds):
                     await self._drain(seconds)
                     return
@@ -130,6 +140,7 @@ class _Process:
             listener.close()
         for connection in self._connections():
             connection.shutdown()
+        self.relay.lobby.close()
         tasks = self._server.server_state.tasks
         await _settled(lambda: not tasks, seconds)
         self.relay.draining = True

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.link import Configure, Drain, Health, Link, LinkBrokenError, Message, Taken
+import msgspec
+
+from gateway.link import Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -41,14 +43,16 @@ class RelayStatus:
 class _Relay:
     """One relay: its place, and the process that fills it at the moment."""
 
-    def __init__(self, number: int, listener: socket.socket, board: Board, on_taken: Callable[[], None]) -> None:
+    def __init__(self, number: int, listener: socket.socket, board: Board, on_word: Callable[[], None]) -> None:
         self.number = number
         self.board = board
         self._listener = listener
-        self._on_taken = on_taken
+        self._on_word = on_word
         self._link: Link | None = None
         self._process: asyncio.subprocess.Process | None = None
         self.generation = 0
+        self.learned = 0
+        self.asked: dict[str, float] = {}
         self.restarts = 0
         self._ending = False
 
@@ -56,6 +60,10 @@ class _Relay:
     def status(self) -> RelayStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
         return RelayStatus(self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts)
+
+    def holds(self, number: int) -> bool:
+        """Whether nothing is done here by an older ``Health`` than this."""
+        return self._link is None or self.learned >= number
 
     def send(self, message: Message) -> None:
         if self._link is not None:
@@ -91,13 +99,21 @@ class _Relay:
             except LinkBrokenError as error:
                 _log.error("relay %d: %s", self.number, error)
             finally:
-                self._link, self.generation = None, 0
+                self._link, self.generation, self.learned, self.asked = None, 0, 0, {}
+                self._on_word()
 
     async def _listen(self, link: Link) -> None:
         async for message in link.messages():
-            if isinstance(message, Taken):
-                self.generation = message.generation
-                self._on_taken()
+            match message:
+                case Taken(generation=generation):
+                    self.generation = generation
+                case Learned(number=number):
+                    self.learned = number
+                case Asked(model=model, since=since) if since is not None:
+                    self.asked[model] = since
+                case Asked(model=model):
+                    self.asked.pop(model, None)
+            self._on_word()
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[Link]:
@@ -128,10 +144,10 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
 
 
 class Relays:
-    """All relays. ``on_taken`` is called when one has taken a generation."""
+    """All relays. ``on_word`` is called when one has said something, or is gone."""
 
-    def __init__(self, listener: socket.socket, count: int, on_taken: Callable[[], None]) -> None:
-        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_taken) for number in range(count))
+    def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None]) -> None:
+        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_word) for number in range(count))
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
         self._health = Health({}, {})
@@ -158,11 +174,20 @@ class Relays:
         if not self._tasks:
             self._tasks = [asyncio.create_task(relay.live(self._greeting)) for relay in self._relays]
 
-    def tell(self, health: Health) -> None:
-        """Tell every relay what is known of the servers."""
-        self._health = health
+    def tell(self, health: Health) -> int:
+        """Tell every relay what is known of the servers, under the number that is returned."""
+        self._health = msgspec.structs.replace(health, number=self._health.number + 1)
         for relay in self._relays:
-            relay.send(health)
+            relay.send(self._health)
+        return self._health.number
+
+    def hold(self, number: int) -> bool:
+        """Whether no relay does anything by an older word than the one told under this number."""
+        return all(relay.holds(number) for relay in self._relays)
+
+    def asked_since(self, model: str) -> float | None:
+        """Since when requests wait for a model, in seconds of the monotonic clock; None: none does."""
+        return min((relay.asked[model] for relay in self._relays if model in relay.asked), default=None)
 
     def _greeting(self) -> Sequence[Message]:
         assert self._state is not None
@@ -185,9 +210,9 @@ class Relays:
 
 
 @asynccontextmanager
-async def relays(listener: socket.socket, count: int, on_taken: Callable[[], None]) -> AsyncIterator[Relays]:
+async def relays(listener: socket.socket, count: int, on_word: Callable[[], None]) -> AsyncIterator[Relays]:
     """The relays, all of which are gone when the block ends."""
-    kept = Relays(listener, count, on_taken)
+    kept = Relays(listener, count, on_word)
     try:
         yield kept
     finally:

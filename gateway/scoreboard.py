@@ -13,6 +13,7 @@ in UTF-8 padded to 8, the cells). The name is opaque here.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
@@ -82,6 +83,11 @@ class Board:
         for name, cells in self._index.items():
             if name.startswith(prefix):
                 yield Reading(name, tuple(cells))
+
+    def new_names(self, seen: int) -> list[str]:
+        """The names of the series after the first ``seen`` ones."""
+        self._read_index()
+        return list(itertools.islice(self._index, seen, None)) if len(self._index) > seen else []
 
     def _append(self, name: str, count: int) -> Cells:
         encoded = name.encode()

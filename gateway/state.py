@@ -27,8 +27,17 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """How many requests may wait in one relay for a model that is not up, and for how many seconds each."""
+
+    size: int
+    wait: float
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
-    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone.
+    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
+    that is stopped is not among ``servers``; ``keepalive`` is in seconds.
 
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
@@ -40,6 +49,8 @@ class Model:
     mounts: tuple[str, ...] = ()
     balance: str = "least_busy"
     timeouts: Timeouts = field(default_factory=Timeouts)
+    queue: Queue | None = None
+    keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     owned_by: str = "vllm-gateway"

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-import orjson
 
 USAGE = b'"usage":'
 _MEMBER = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
@@ -27,25 +26,48 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     reasoning: int = 0
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: _Count | None = None
+    reasoning_tokens: _Count | None = None
+
+
+class _Member(msgspec.Struct, gc=False):
+    """A ``usage`` object in OpenAI's chat, OpenAI's responses and Anthropic's words at once."""
+
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+    cache_read_input_tokens: _Count | None = None
+
+    def usage(self) -> Usage | None:
+        """None when it is in none of those words."""
+        prompt = self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
+        completion = self.output_tokens if self.completion_tokens is None else self.completion_tokens
+        if prompt is None and completion is None:
+            return None
+        inward = self.prompt_tokens_details or self.input_tokens_details
+        outward = self.completion_tokens_details or self.output_tokens_details
+        cached = (inward.cached_tokens if inward is not None else None) or self.cache_read_input_tokens
+        return Usage(prompt or 0, completion or 0, cached or 0, (outward.reasoning_tokens or 0) if outward is not None else 0)
+
+
+_decode = msgspec.json.Decoder(_Member).decode
+
+
 def read(member: Mapping[str, Any]) -> Usage | None:
-    """A ``usage`` object in OpenAI's chat, OpenAI's responses or Anthropic's words; None if it is none of them."""
-    prompt = _count(member, "prompt_tokens", "input_tokens")
-    completion = _count(member, "completion_tokens", "output_tokens")
-    if prompt is None and completion is None:
+    """A ``usage`` object that was parsed already; None if it is none."""
+    try:
+        return msgspec.convert(member, _Member).usage()
+    except msgspec.ValidationError:
         return None
-    inward = member.get("prompt_tokens_details") or member.get("input_tokens_details")
-    outward = member.get("completion_tokens_details") or member.get("output_tokens_details")
-    cached = (_count(inward, "cached_tokens") if inward else None) or _count(member, "cache_read_input_tokens") or 0
-    return Usage(prompt or 0, completion or 0, cached, (_count(outward, "reasoning_tokens") if outward else None) or 0)
-
-
-def _count(member: Mapping[str, Any], *names: str) -> int | None:
-    if isinstance(member, dict):
-        for name in names:
-            value = member.get(name)
-            if type(value) is int and value >= 0:  # JSON's true is no count
-                return value
-    return None
 
 
 def find(data: bytes) -> Usage | None:
@@ -65,8 +87,8 @@ def find(data: bytes) -> Usage | None:
 
 def _parsed(member: bytes) -> Usage | None:
     try:
-        return read(orjson.loads(member))
-    except orjson.JSONDecodeError:
+        return _decode(member).usage()
+    except msgspec.DecodeError:
         return None
 
 

@@ -91,9 +91,10 @@ def checked(folder: Path, text: str) -> str:
     (folder / "gateway.yaml").write_text(text)
     for path in re.findall(r" (\./[\w./-]+)", text):
         (folder / path).mkdir(parents=True)
-    program = folder / "bin" / "nvidia-smi"  # a machine with the two GPUs that are spoken of
+    program = folder / "bin" / "nvidia-smi"  # a machine with more GPUs than are spoken of
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'GPU 0: one (UUID: GPU-0)'\necho 'GPU 1: two (UUID: GPU-1)'\n")
+    listed = "".join(f"GPU {number}: one (UUID: GPU-{number})\n" for number in range(8))
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
     program.chmod(0o755)
     environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
     environ["PATH"] = f"{program.parent}{os.pathsep}{environ['PATH']}"

@@ -65,11 +65,6 @@ class Answer:
 
     # What the story does
 
-    async def started(self) -> None:
-        """Wait for the first bytes of the body, or the end of an empty one. Raises UpstreamError."""
-        while not (self.pending or self.complete):
-            await self._news()
-
     def flow_to(self, sink: Callable[[bytes], None]) -> None:
         """From now on give every chunk to ``sink``, those that wait first."""
         pending, self.pending = self.pending, []
@@ -81,7 +76,7 @@ class Answer:
     async def ended(self) -> None:
         """Wait for the end. Raises UpstreamError when the answer breaks off."""
         while not self.complete:
-            await self._news()
+            await self.news()
 
     async def collect(self, limit: int) -> bytes:
         """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
@@ -141,8 +136,8 @@ class Answer:
     def _wanted(self) -> bool:
         return self.error is None and not self.complete
 
-    def _news(self) -> Signal:
-        """To be awaited: something will have happened. Raises the UpstreamError that has."""
+    def news(self) -> Signal:
+        """To be awaited: the first bytes of the body have come, or its end. Raises the UpstreamError where there is none to wait for."""
         if self.error is not None:
             raise self.error
         self._waiter = Signal()
@@ -212,14 +207,18 @@ class Answer:
 
 
 class Attempt:
-    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good."""
+    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good.
 
-    __slots__ = ("_answer", "_deadlines", "_pool", "_timeouts", "_tried", "failures", "server")
+    ``hint``: the same for requests that begin alike, for a pool that wants one.
+    """
 
-    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines) -> None:
+    __slots__ = ("_answer", "_deadlines", "_hint", "_pool", "_timeouts", "_tried", "failures", "server")
+
+    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, hint: int | None = None) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
+        self._hint = hint
         self._tried: list[Server] = []
         self._answer: Answer | None = None
         self.server: Server | None = None
@@ -241,6 +240,10 @@ class Attempt:
         """How often the request was sent again."""
         return max(len(self._tried) - 1, 0)
 
+    def turn_to(self, pool: Pool) -> None:
+        """Choose among these servers from now on: while the request waited for one, the model's may have been started anew."""
+        self._pool = pool
+
     async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
         """An answer whose first bytes are here.
 
@@ -250,14 +253,15 @@ class Attempt:
             try:
                 # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
                 fresh = upload is not None or bool(self._tried)
-                server = self.server = self._pool.choose(self._tried)
+                server = self.server = self._pool.choose(self._tried, self._hint)
                 self._tried.append(server)
                 server.enter()
                 connection = (None if fresh else server.parked()) or await server.connect(self._timeouts.connect)
                 answer = self._send(server, connection, compose, more=upload is not None)
                 if upload is not None:
                     await answer.upload(upload)
-                await answer.started()
+                while not (answer.pending or answer.complete):
+                    await answer.news()
                 return answer
             except UpstreamError as error:
                 self.failures.append(error)

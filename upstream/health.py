@@ -1,7 +1,7 @@
 """Probes: is a server up, and which models does it serve?
 
 Owns one task for each target and what was last learned of it. Probes open a connection of their own each time, so
-that a server that no longer accepts is noticed. The rule: a callback is made for a change and for nothing else,
+that a server that no longer accepts is noticed. The rule: ``on_change`` is called for a change and for nothing else,
 and of what a server says about its models only the id and the length are kept (``root`` is a path of its machine).
 """
 
@@ -25,6 +25,9 @@ from upstream.address import Address
 log = logging.getLogger(__name__)
 
 FAILURES_UNTIL_DOWN = 2
+FAILURES_UNTIL_LOST = 5
+"""Looks in a row without success after which a server is not expected to come back by itself: about a minute, where each look waits ten
+seconds. It is out of routing long before; a busy vLLM has been seen to take six seconds for GET /health."""
 BODY_LIMIT = 1 << 20
 """Bytes of an answer that are looked at; a longer list of models is refused."""
 
@@ -60,11 +63,16 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One look at a server. ``conclusive``: nobody listens there, which a second look would only confirm."""
+    """One look at a server.
+
+    ``conclusive``: nobody listens there, which a second look would only confirm. ``broken``: the server itself says that it
+    does not work (5xx: vLLM's engine is dead, and does not come back).
+    """
 
     up: bool
     reason: str = ""
     conclusive: bool = False
+    broken: bool = False
     models: tuple[ModelCard, ...] | None = None
 
 
@@ -85,6 +93,11 @@ def judge(before: Standing | None, name: str, seen: Sighting) -> Standing:
     if before and before.probe.up and not seen.conclusive and failures < FAILURES_UNTIL_DOWN:
         return Standing(before.probe, failures)
     return Standing(Probe(name, False, seen.reason, before.probe.models if before else ()), failures)
+
+
+def lost(standing: Standing, seen: Sighting) -> bool:
+    """Whether nothing but a new process will help, by where the server stands after the look ``seen``."""
+    return not standing.probe.up and standing.failures >= (FAILURES_UNTIL_DOWN if seen.broken else FAILURES_UNTIL_LOST)
 
 
 def read_models(body: bytes) -> tuple[ModelCard, ...]:
@@ -124,7 +137,7 @@ class Doctor:
         if status in NO_SUCH_ROUTE:
             return await self._look_at_models(Sighting(False))
         if not 200 <= status < 300:
-            return Sighting(False, f"GET /health: status {status}")
+            return Sighting(False, f"GET /health: status {status}", broken=status >= 500)
         return await self._look_at_models(Sighting(True)) if models else Sighting(True)
 
     async def _look_at_models(self, otherwise: Sighting) -> Sighting:
@@ -172,9 +185,10 @@ def _nobody_listens(error: BaseException | None) -> bool:
 class _Watch:
     """One target: its standing, and when its models are due for a look."""
 
-    def __init__(self, target: Target, on_change: Callable[[Probe], None], models_every: float) -> None:
+    def __init__(self, target: Target, on_change: Callable[[Probe], None], on_lost: Callable[[Probe], None], models_every: float) -> None:
         self._target = target
         self._on_change = on_change
+        self._on_lost = on_lost
         self._models_every = models_every
         self._models_due = 0.0
         self.standing: Standing | None = None
@@ -211,11 +225,14 @@ class _Watch:
             self._models_due = time.monotonic() + self._models_every
         if self.standing.probe != before:
             self._on_change(self.standing.probe)
+        if lost(self.standing, seen):
+            self._on_lost(self.standing.probe)
 
 
 class Prober:
     """Probes every target each ``interval`` seconds (± a fifth) and tells changes to ``on_change``.
 
+    ``on_lost`` is told, after each look, of a server for which nothing but a new process will help.
     ``deadline``: seconds for one look. ``models_every``: seconds between two looks at the models of a server that is
     up. Targets are set after entering; leaving ends every probe.
     """
@@ -224,11 +241,13 @@ class Prober:
         self,
         *,
         on_change: Callable[[Probe], None],
+        on_lost: Callable[[Probe], None] = lambda _: None,
         interval: float = 2.0,
         deadline: float = 3.0,
         models_every: float = 60.0,
     ) -> None:
         self._on_change = on_change
+        self._on_lost = on_lost
         self._interval = interval
         self._deadline = deadline
         self._models_every = models_every
@@ -251,7 +270,7 @@ class Prober:
         for target in self._watches.keys() - wanted.keys():
             self._watches.pop(target).end()
         for target in wanted.keys() - self._watches.keys():
-            self._watches[target] = watch = _Watch(target, self._on_change, self._models_every)
+            self._watches[target] = watch = _Watch(target, self._on_change, self._on_lost, self._models_every)
             task = watch.start(self._interval, self._deadline)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -1,6 +1,6 @@
 """The keeper of one launched server: a small program between control and the server, so that nothing is ever orphaned.
 
-``python -P -m upstream.keeper --name MODEL#0 --control FD [--socket PATH] [--folder PATH] -- COMMAND…``
+``python -P -m upstream.keeper --name MODEL#0 --control FD [--socket PATH] [--scratch PATH] [--folder PATH] -- COMMAND…``
 
 It leads a session of its own, starts the server as its child and adopts every descendant that loses its parent
 (it is a subreaper). The rule: the keeper ends only when no descendant is left, and it kills them all as soon as
@@ -14,8 +14,9 @@ the server's main process is gone, control says so, or control itself is gone.
   ``subprocess``: negative is the signal). The end of the stream means that the keeper has ended.
 
 SIGTERM is passed on to the server's main process. The environment comes over the socket, so that the server's
-Python variables do not reach the keeper and the key is on no command line. ``--socket`` is unlinked at the end;
-``--folder`` is removed if it is empty and control is gone. Standard library only, one thread: PR_SET_PDEATHSIG is bound to it.
+Python variables do not reach the keeper and the key is on no command line. At the end ``--socket`` is unlinked and
+``--scratch`` removed with all that is in it; ``--folder`` is removed if it is empty and control is gone. Standard
+library only, one thread: PR_SET_PDEATHSIG is bound to it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -49,6 +51,7 @@ class Orders:
     name: str
     control: int
     socket: str
+    scratch: str
     folder: str
     command: tuple[str, ...]
 
@@ -56,7 +59,8 @@ class Orders:
     def parse(cls, argv: Sequence[str]) -> Orders:
         cut = list(argv).index("--")
         named = dict(zip(argv[:cut:2], argv[1:cut:2], strict=True))
-        return cls(named["--name"], int(named["--control"]), named.get("--socket", ""), named.get("--folder", ""), tuple(argv[cut + 1 :]))
+        socket_path, scratch, folder = (named.get(option, "") for option in ("--socket", "--scratch", "--folder"))
+        return cls(named["--name"], int(named["--control"]), socket_path, scratch, folder, tuple(argv[cut + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +204,13 @@ class Keeper:
     def _clean_up(self) -> None:
         if self._orders.socket:
             unlink_socket(self._orders.socket)
+        if self._orders.scratch:
+            shutil.rmtree(self._orders.scratch, ignore_errors=True)
         if self._orders.folder and self._is_orphan():
             try:
                 os.rmdir(self._orders.folder)
             except OSError:
-                pass  # another keeper's socket is still in it: the last one takes it away
+                pass  # another keeper's files are still in it: the last one takes it away
 
     def _is_orphan(self) -> bool:
         """Control may have died after the server did, so it is asked once more."""

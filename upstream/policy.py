@@ -38,4 +38,5 @@ def round_robin(servers: Sequence[C], turn: int) -> C:
     return servers[turn % len(servers)]
 
 
-POLICIES: Mapping[str, Policy[Candidate]] = MappingProxyType({"least_busy": least_busy, "round_robin": round_robin})
+POLICIES: Mapping[str, Policy[Candidate]] = MappingProxyType({"least_busy": least_busy, "round_robin": round_robin, "prefix": least_busy})
+"""By the name of a balance. ``prefix`` is upstream/affinity.py's; this is for requests of which it knows no better server."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from upstream.affinity import Affinity
 from upstream.policy import POLICIES, Policy
 from upstream.server import Condition, Server, ServerSpec
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now. ``loading`` says that one is on its way."""
+    """No server of a model can take a request now. ``loading`` says that one will be able to."""
 
     def __init__(self, *, loading: bool) -> None:
         super().__init__("loading" if loading else "none is up")
@@ -27,12 +28,24 @@ class Pool:
     def __init__(self, servers: Sequence[Server], balance: str) -> None:
         self.servers = tuple(servers)
         self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
+        self._affinity = Affinity(self.servers) if balance == "prefix" and len(servers) > 1 else None
         self._turn = 0
 
-    def choose(self, tried: Sequence[Server] = ()) -> Server:
+    @property
+    def is_up(self) -> bool:
+        """Whether one of them is up."""
+        return any(server.condition is Condition.UP for server in self.servers)
+
+    @property
+    def wants_hint(self) -> bool:
+        """Whether ``choose`` has a use for a hint."""
+        return self._affinity is not None
+
+    def choose(self, tried: Sequence[Server] = (), hint: int | None = None) -> Server:
         """The server for the next attempt: an untried, available one by the policy; else what is left.
 
-        A server that is up but was just refused, or was tried, is taken only when there is no other.
+        A server that is up but was just refused, or was tried, is taken only when there is no other. ``hint`` is the same for
+        requests that begin alike.
         Raises NoServerError when none is up.
         """
         servers = self.servers
@@ -43,7 +56,9 @@ class Pool:
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
         fresh = [server for server in up if server not in tried] or up
         self._turn += 1
-        return self._policy([server for server in fresh if server.available] or fresh, self._turn)
+        among = [server for server in fresh if server.available] or fresh
+        known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
+        return known or self._policy(among, self._turn)
 
 
 class Fleet:

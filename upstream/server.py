@@ -23,10 +23,11 @@ AVOID_FOR = 2.0
 
 
 class Condition(StrEnum):
-    """What control knows of a server from its probes and its process."""
+    """What control knows of a server from its probes and its process. ``AWAY``: it gets no requests, by the gateway's own will."""
 
     UP = "up"
     LOADING = "loading"
+    AWAY = "away"
     DOWN = "down"
 
 
@@ -91,6 +92,16 @@ class Server:
         return found
 
     @property
+    def name(self) -> str:
+        """As in its spec."""
+        return self.spec.name
+
+    @property
+    def weight(self) -> float:
+        """As in its spec."""
+        return self.spec.weight
+
+    @property
     def load(self) -> float:
         """In flight by weight: the measure of busyness."""
         return self.in_flight / self.spec.weight
@@ -123,6 +134,8 @@ class Server:
         self._parking.sweep()
 
     def retire(self) -> None:
-        """The configuration no longer names it: close what is idle; what is busy ends in its own time."""
+        """The configuration no longer names it: close what is idle; what is busy ends in its own time, and counts no more."""
+        self.mirror[0] = 0.0
+        self.mirror = [0.0]  # its name, and the number left under it, may be another's by now
         self._parking.expiry = 0.0
         self._parking.close()

@@ -8,11 +8,12 @@ environment, never among the words and never in a repr.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from upstream.address import Address
@@ -36,6 +37,11 @@ ENV_DEFAULTS = {
 ADAPTERS_AT_ONCE = 8
 """Adapters that may share a batch unless the operator says otherwise: vLLM sets GPU memory aside for each."""
 
+RPC_FOLDER = "VLLM_RPC_BASE_PATH"
+"""Where vLLM's processes put the sockets between them (vllm/envs.py). It takes none of them away.
+
+Not TMPDIR: the locks that let only one of several servers download a model are there.
+"""
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to connect when the operator binds them all
 
 
@@ -53,8 +59,9 @@ class LaunchSettings:
 
     ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
     ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
-    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``adapters`` are served
-    beside the model.
+    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``sleeps``: it can be put to sleep.
+    ``drain``: seconds that vLLM itself gives what is in flight, where something else than the gateway tells it to end. ``adapters`` are
+    served beside the model.
     """
 
     model: str
@@ -65,6 +72,8 @@ class LaunchSettings:
     gpus: tuple[int | str, ...] = ()
     listen: Literal["uds", "tcp"] = "uds"
     adapters: tuple[Adapter, ...] = ()
+    sleeps: bool = False
+    drain: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +126,22 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     if wrong := problems(settings):
         raise ValueError("; ".join(wrong))
     place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
-    flags = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _by_flag(settings.args)
+    own = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _wanted_flags(settings)
+    flags = own | _by_flag(settings.args)
     words = [word for flag, value in flags.items() for word in _words(flag, value)]
     return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
+
+
+def is_vllm(command: Sequence[str]) -> bool:
+    """Whether a command starts vLLM, or the simulator that knows its flags; with or without something before it."""
+    return any(PurePath(word).name in ("vllm", "simulate", "upstream.simulator") or word.startswith("vllm.") for word in command)
+
+
+def _wanted_flags(settings: LaunchSettings) -> dict[str, Value]:
+    """What the gateway asks for, unless the operator has written another value."""
+    sleep: dict[str, Value] = {"enable-sleep-mode": True} if settings.sleeps else {}
+    drain: dict[str, Value] = {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and is_vllm(settings.command) else {}
+    return sleep | drain
 
 
 def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[str]:
@@ -137,6 +159,8 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
     if settings.adapters:
         yield from (f"args.{flag}: loras says it already" for flag in ("enable-lora", "lora-modules") if flag in args)
     yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
+    if settings.sleeps and args.get("enable-sleep-mode") is False:
+        yield "args.enable-sleep-mode: idle_sleep needs it"
     yield from (f"env.{name}: {why}" for name, why in REFUSED_ENV.items() if name in settings.env)
     if settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env:
         yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
@@ -187,4 +211,5 @@ def _word(value: Value) -> str:
 
 def _environment(settings: LaunchSettings, api_key: str) -> dict[str, str]:
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
-    return ENV_DEFAULTS | gpus | dict(settings.env) | {"VLLM_API_KEY": api_key}
+    sleep = {"VLLM_SERVER_DEV_MODE": "1"} if settings.sleeps else {}  # opens /sleep and /wake_up
+    return ENV_DEFAULTS | gpus | sleep | dict(settings.env) | {"VLLM_API_KEY": api_key}

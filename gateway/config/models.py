@@ -110,7 +110,10 @@ class Launch(Section):
     start: Literal["eager", "on_demand"] = Field(default="eager", description="when to start: with the gateway, or at the first request")
     idle_stop: Duration | None = Field(default=None, description="stop the servers when the model was unused for this long")
     idle_sleep: Duration | None = Field(default=None, description="put the servers to sleep when the model was unused for this long")
-    group: Name | None = Field(default=None, description="models of one group take turns: starting one stops the others")
+    sleep_level: Literal[1, 2] = Field(
+        default=1, description="how deep they sleep: 1 keeps the weights in the machine's memory, 2 reads them again on waking"
+    )
+    group: Name | None = Field(default=None, description="models of one group run only so many at once; see `groups`")
     startup_timeout: Duration = _quantity("20m", "time a server has from its start until it is healthy")
 
 
@@ -164,7 +167,7 @@ class Timeouts(Section):
 
 
 class Queue(Section):
-    """Requests that wait while every server of the model is busy or starting."""
+    """Requests that wait while no server of the model is up yet."""
 
     size: Count = Field(default=128, description="requests that may wait; more are refused")
     wait: Duration = _quantity("30s", "longest wait")
@@ -214,7 +217,9 @@ class Model(Section):
     loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
     balance: Literal["least_busy", "round_robin", "prefix"] = Field(default="least_busy", description="how a server is chosen")
     timeouts: Timeouts = Field(default=Timeouts(), description="how long a server may take")
-    queue: Queue | None = Field(default=None, description="requests that wait while every server is busy; without it they are refused")
+    queue: Queue | None = Field(
+        default=None, description="requests that wait for a server; for a launched model that may be stopped, default: {}"
+    )
     max_inflight: Count | None = Field(default=None, description="requests at once on each server")
     keepalive: Duration | None = Field(
         default=None, description="send a comment on a silent stream this often, so that proxies keep it open"
@@ -230,6 +235,13 @@ class Model(Section):
     def names(self) -> tuple[str, ...]:
         """Everything that clients may call it: the id first."""
         return (self.id, *self.aliases)
+
+
+class Group(Section):
+    """Launched models that share what they run on, so that only so many run at once."""
+
+    id: Name = Field(description="name of the group, as launch.group has it")
+    max_running: Count = Field(default=1, description="models of the group that run at once")
 
 
 class Limits(Section):
@@ -314,6 +326,7 @@ class Config(Section):
 
     server: ServerSection = Field(default=ServerSection(), description="the gateway's own ports and bounds")
     models: tuple[Model, ...] = Field(default=(), description="what is served")
+    groups: tuple[Group, ...] = Field(default=(), description="launched models of which only so many run at once")
     keys: tuple[Key, ...] = Field(default=(), description="who may use it; after loading also those of keys_file")
     keys_file: FilePath | None = Field(default=None, description="a file with more keys, e.g. a mounted Secret")
     teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")

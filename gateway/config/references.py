@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
+from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
 from upstream import vllm
 
@@ -170,8 +171,11 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
         launch = model.get("launch")
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
         gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
+        sleeps = launch.get("idle_sleep").value is not None
         adapters = tuple(vllm.Adapter("-", "-") for _ in model.each("loras"))
-        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), adapters=adapters)
+        settings = vllm.LaunchSettings(
+            model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
+        )
         for wrong in vllm.problems(settings):
             place, message = wrong.split(": ", 1)
             section, _, name = place.partition(".")
@@ -179,12 +183,20 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
             yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
-def may_run_together(one: Place, other: Place) -> bool:
-    """Whether two launched models can be up at the same time: they can't when they take turns."""
+def _take_turns(draft: Draft, one: Place, other: Place) -> bool:
+    """Whether two launched models are never up at the same time: for a group that runs one at once, or for a GPU of both."""
     group = one.get("launch", "group").value
-    if group is not None and group == other.get("launch", "group").value:
-        return False
-    return all(model.get("launch", "start").value in (None, "eager") for model in (one, other))
+    bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
+    alone = isinstance(group, str) and group == other.get("launch", "group").value and bounds.get(group) in (None, 1)
+    return alone or bool(_gpu_numbers(one) & _gpu_numbers(other))
+
+
+def _gpu_numbers(model: Place) -> set[int]:
+    return {gpu.value for replica in model.get("launch").each("gpus") for gpu in replica.items() if isinstance(gpu.value, int)}
+
+
+def _is_text(place: Place) -> bool:
+    return isinstance(place.value, str)
 
 
 def _launch_ports(draft: Draft) -> Iterator[Problem]:
@@ -196,11 +208,11 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
         if mine is None:
             continue
         own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
-        other = next((place for place, one in before if one.clashes(mine) and may_run_together(place, model)), None)
+        other = next((place for place, one in before if one.clashes(mine) and not _take_turns(draft, place, model)), None)
         if own is not None:
             yield mine.place.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.place.path))}")
         elif other is not None:
-            yield mine.place.problem(f"port {mine.port} is given to `{other.get('id').value}` too, and both run at once")
+            yield mine.place.problem(f"port {mine.port} is given to `{other.get('id').value}` too, and both may run at once")
         before.append((model, mine))
 
 
@@ -229,6 +241,57 @@ def _own_ports(draft: Draft) -> Iterator[_Listening]:
     admin = server.get("admin")
     data_port = _Listening.at(server.get("host").value, server.get("port"), "0.0.0.0", 8000)  # noqa: S104  the default
     yield from filter(None, (data_port, _Listening.at(admin.get("host").value, admin.get("port"), "127.0.0.1", 9090)))
+
+
+def _own_places(draft: Draft) -> Iterator[Problem]:
+    """Replicas cannot listen in one place."""
+    for model in draft.models:
+        launch = model.get("launch")
+        replicas, args = launch.get("replicas").value, launch.get("args")
+        if type(replicas) is int and replicas > 1:
+            for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
+                yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; leave it out, and each gets its own socket")
+
+
+def _groups(draft: Draft) -> Iterator[Problem]:
+    groups = [group.get("id") for group in draft.top.each("groups")]
+    yield from _repeated(groups, "group")
+    known = {group.value for group in groups if isinstance(group.value, str)}
+    for model in draft.models:
+        group = model.get("launch", "group")
+        if known and isinstance(group.value, str) and group.value not in known:
+            yield group.problem(f"names no group{did_you_mean(group.value, known)}")
+
+
+def _eager_in_groups(draft: Draft) -> Iterator[Problem]:
+    """A group that cannot run what is to be started with the gateway."""
+    bounds = {str(group.get("id").value): group.get("max_running").value for group in draft.top.each("groups")}
+    eager = Counter[str]()
+    for model in draft.models:
+        launch = model.get("launch")
+        group, start = launch.get("group").value, launch.get("start")
+        if not isinstance(group, str) or start.value not in (None, "eager"):
+            continue
+        eager[group] += 1
+        bound = bounds.get(group)
+        bound = 1 if bound is None else bound
+        if isinstance(bound, int) and eager[group] > bound:
+            yield start.problem(f"the group `{group}` runs {bound} at once, and more of its models are eager; write on_demand")
+
+
+def _idle_order(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        launch = model.get("launch")
+        stop, sleep = (_seconds(launch.get(name)) for name in ("idle_stop", "idle_sleep"))
+        if stop is not None and sleep is not None and stop <= sleep:
+            yield launch.get("idle_sleep").problem("the servers would be stopped before they could sleep: idle_stop is not longer")
+
+
+def _seconds(place: Place) -> float | None:
+    try:
+        return parse_duration(place.value)
+    except ValueError:
+        return None
 
 
 def _launched_loras(draft: Draft) -> Iterator[Problem]:
@@ -352,6 +415,10 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _gpus,
     _launch_settings,
     _launch_ports,
+    _own_places,
+    _groups,
+    _eager_in_groups,
+    _idle_order,
     _launched_loras,
     _body_fields,
     _fallbacks,

@@ -202,6 +202,15 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {env: {'1 A': b}}", ["3: launch.env.1 A: expected a name such as HF_HOME, found text"]),
         ("launch: {gpus: [[0, 0]]}", ["3: launch.gpus[0]: expected the numbers of this replica's GPUs, each once"]),
         ("launch: {args: {x: }}", ["3: launch.args.x: has no value; write true for an option that takes none"]),
+        (
+            "launch: {replicas: 2, args: {port: 8001}}",
+            ["3: launch.args.port: 2 replicas cannot share one port; leave it out, and each gets its own socket"],
+        ),
+        (
+            "launch: {replicas: 2, args: {uds: /x.sock}}",
+            ["3: launch.args.uds: 2 replicas cannot share one uds; leave it out, and each gets its own socket"],
+        ),
+        ("launch: {replicas: 1, args: {port: 8001}}", []),
         ("launch: {replicas: true}", ["3: launch.replicas: expected a whole number, found true"]),
         ("launch: {replicas: '2'}", ["3: launch.replicas: expected a whole number, found '2'; write it without quotes"]),
         ("launch: {model: 7}", ["3: launch.model: expected text, found 7; write it in quotes"]),
@@ -279,11 +288,16 @@ def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
         (
             "args: {port: 9001}",
             "args: {port: '9001'}",
-            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both run at once"],
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
+        ),
+        (
+            "args: {port: 9001}, start: on_demand",
+            "args: {port: 9001}, gpus: [[1]]",
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
         ),
         ("args: {port: 9001, host: 127.0.0.2}", "args: {port: 9001}", []),
-        ("args: {port: 9001}, group: g", "args: {port: 9001}, group: g", []),
-        ("args: {port: 9001}, start: on_demand", "args: {port: 9001}", []),
+        ("args: {port: 9001}, group: g", "args: {port: 9001}, group: g, start: on_demand", []),
+        ("args: {port: 9001}, gpus: [[0]], start: on_demand", "args: {port: 9001}, gpus: [[0]]", []),
         ("args: {port: 8000}", "", ["3: models[0].launch.args.port: port 8000 is the gateway's own, server.port"]),
         ("args: {port: 9090, host: '::'}", "", ["3: models[0].launch.args.port: port 9090 is the gateway's own, server.admin.port"]),
         ("args: {port: 9090, host: 10.0.0.7}", "", []),
@@ -413,3 +427,30 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
         assert [one for one in said if "\n" in one or one.split(": ", 2)[-1].startswith(pydantics)] == []
 
     check()
+
+
+def about_launches(folder: Path, groups: str, *launches: str) -> list[str]:
+    """What is said about models with these launches, without file and line."""
+    models = "".join(f"  - {{id: m{number}, launch: {{{launch}}}}}\n" for number, launch in enumerate(launches))
+    return [each.split(": ", 1)[1] for each in problems(folder, f"models:\n{models}keys: [{{id: k, anonymous: true}}]\n{groups}\n")]
+
+
+def test_groups(tmp_path: Path) -> None:
+    two = "groups: [{id: a, max_running: 2}, {id: b}]"
+    assert about_launches(tmp_path, two, "group: a", "group: a", "group: b", "group: b, start: on_demand") == []
+    assert about_launches(tmp_path, "", "group: free", "group: free, start: on_demand") == []
+    assert about_launches(tmp_path, two, "group: aa") == ["models[0].launch.group: names no group; did you mean `a`?"]
+    assert about_launches(tmp_path, "groups: [{id: a}, {id: a}]", "group: a") == ["groups[1].id: this group is already on line 4"]
+    assert about_launches(tmp_path, two, "group: b", "group: b") == [
+        "models[1].launch.start: the group `b` runs 1 at once, and more of its models are eager; write on_demand"
+    ]
+
+
+def test_idleness(tmp_path: Path) -> None:
+    assert about_launches(tmp_path, "", "idle_stop: 2m, idle_sleep: 1m") == []
+    assert about_launches(tmp_path, "", "idle_stop: 1m, idle_sleep: 60s") == [
+        "models[0].launch.idle_sleep: the servers would be stopped before they could sleep: idle_stop is not longer"
+    ]
+    assert about_launches(tmp_path, "", "idle_sleep: 1m, args: {enable_sleep_mode: false}") == [
+        "models[0].launch.args.enable_sleep_mode: idle_sleep needs it"
+    ]

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.link import MAX_FRAME, Configure, Drain, Health, Link, LinkBrokenError, Message, Taken, encode
-from gateway.state import Key, Model, State
+from gateway.link import MAX_FRAME, Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken, encode
+from gateway.state import Key, Model, Queue, State
 from upstream.address import Address
 from upstream.deadlines import Timeouts
 from upstream.server import Condition, ServerSpec
@@ -24,7 +24,7 @@ STATE = State(
             "m",
             (ServerSpec("m#0", Address("::1", 8000, tls=True, prefix="/p"), "served", api_key="k", weight=2.0),
              ServerSpec("m#1", Address(uds="/run/x.sock"), "m")),
-            aliases=("q",), mounts=("/i/1",), balance="round_robin", timeouts=Timeouts(1, 2, 3, 4),
+            aliases=("q",), mounts=("/i/1",), balance="round_robin", timeouts=Timeouts(1, 2, 3, 4), queue=Queue(4, 0.5), keepalive=7.0,
             defaults={"temperature": 0.7, "stop": ["a"], "nested": {"x": None}}, overrides={"seed": 1}, created=5,
         ),
     ),
@@ -34,7 +34,11 @@ STATE = State(
 MESSAGES: list[Message] = [
     Configure(STATE),
     Health({"m#0": Condition.UP, "m#1": Condition.LOADING}, {"m": 2048}),
+    Health({}, {}, {"m": 12.5}, 3),
     Drain(1.5),
+    Learned(3),
+    Asked("m", 0.25),
+    Asked("m", None),
     Taken(7),
     Configure(State(0, (), ())),
 ]

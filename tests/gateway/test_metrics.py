@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.admin import registry
-from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, observe, summed
+from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, Tally, observe, summed
 from gateway.record import Record
 from gateway.scoreboard import Board
 from gateway.state import State
@@ -174,3 +174,20 @@ def test_every_family_is_shown_with_its_type(board: Board) -> None:
     text = generate_latest(registry(Shown(board))).decode()
     types = dict(line.split()[2:] for line in text.splitlines() if line.startswith(f"# TYPE {PREFIX}"))
     assert types == {PREFIX + name: family.kind for name, family in FAMILIES.items()}
+
+
+def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
+    other = Board.create("other", 1 << 20)
+    try:
+        tally = Tally([board, other], {"requests_total": 0, "server_inflight": 1})
+        assert tally.sum("requests_total", "tiny") == 0
+        here, there = RelayMetrics(board), RelayMetrics(other)
+        for metrics, code in ((here, "200"), (here, "503"), (there, "200")):
+            metrics.cells("requests_total", "tiny", "/v1/chat/completions", code)[0] += 2
+        there.cells("server_inflight", "tiny", "tiny#0")[0] = 3
+        assert (tally.sum("requests_total", "tiny"), tally.sum("server_inflight", "tiny#0")) == (6, 3)
+        here.cells("server_inflight", "tiny", "tiny#0")[0] = 1
+        here.cells("requests_total", "tiny", "/v1/completions", "200")[0] += 1
+        assert (tally.sum("requests_total", "tiny"), tally.sum("server_inflight", "tiny#0")) == (7, 4)
+    finally:
+        other.close()

@@ -11,6 +11,7 @@ import yaml
 from gateway import plan
 from gateway.config import Config, load
 from gateway.plan import Knowledge
+from gateway.state import Queue
 from tests.gateway.test_config import HASH
 from upstream.address import Address
 from upstream.health import ModelCard, Probe, Target
@@ -156,10 +157,44 @@ def test_context_lengths(config: Config) -> None:
 
 
 def test_what_has_no_result_yet(config: Config) -> None:
-    assert plan.unconcluded(config, NOTHING) == NAMES[2:], "what is not launched is not waited for"
+    assert plan.unconcluded(config, NOTHING) == NAMES
     known = Knowledge(
         plan.by_name([snapshot("launched#0", Stage.STARTING), snapshot("launched#1", Stage.STARTING, concluded=True)]),
         {"launched#0": Probe("launched#0", True), "http://10.0.0.5:8000": Probe("", False)},
         {},
     )
     assert plan.unconcluded(config, known) == ["launched#0", *NAMES[3:]], "what failed is concluded too"
+
+
+@pytest.fixture
+def lazy(tmp_path: Path) -> Config:
+    document = {
+        "server": {"relays": 3, "drain": "45s"},
+        "models": [
+            {"id": "lazy", "launch": {"start": "on_demand", "gpus": [[0, 1]]}, "keepalive": "9s"},
+            {"id": "neighbour", "launch": {"gpus": [[1]], "idle_sleep": "1m"}, "queue": {"size": 9, "wait": "5s"}},
+            {"id": "alone", "launch": {"gpus": [[2]]}},
+        ],
+        "keys": [{"id": "a", "hash": HASH}],
+    }
+    path = tmp_path / "lazy.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return load(path, {})
+
+
+def test_who_may_be_stopped_has_a_queue_and_each_relay_its_share(lazy: Config) -> None:
+    assert [plan.may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
+    models = plan.state(lazy, NOTHING, 1, 0).models
+    assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
+    assert [model.keepalive for model in models] == [9.0, None, None]
+    assert [model.servers for model in models] == [(), (), ()], "none is launched"
+
+
+def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
+    assert [(spec.settings.sleeps, spec.settings.drain) for spec in plan.launches(lazy)] == [(False, 45.0), (True, 45.0), (False, 45.0)]
+
+
+def test_one_that_is_away(lazy: Config) -> None:
+    known = Knowledge({"neighbour#0": snapshot("neighbour#0", Stage.READY)}, {}, {}, frozenset({"neighbour#0"}))
+    assert plan.condition("neighbour#0", known) is Condition.AWAY
+    assert plan.unconcluded(lazy, known) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"

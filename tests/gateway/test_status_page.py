@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,3 +128,19 @@ def test_a_gateway_that_is_gone_is_told(tmp_path: Path, seen: Seen) -> None:
         wait_for(lambda: seen.state("sim/one") == "ready")
         assert "does not answer" not in seen.browser.text()
     wait_for(lambda: "The gateway does not answer" in seen.browser.text())
+
+
+def test_a_request_that_wakes_a_model_is_seen(tmp_path: Path, seen: Seen) -> None:
+    """By an adapter's name: it is the base that is woken."""
+    model = launched("sim/lazy", **{"sim-listen-after": 3}) | {"loras": [{"id": "sim/l", "path": "/x"}]}
+    model["launch"]["start"] = "on_demand"
+    with gateway(tmp_path, configuration(model)) as one:
+        seen.browser.open(f"http://127.0.0.1:{one.admin}/status")
+        wait_for(lambda: seen.state("sim/lazy") == "stopped", why=seen.browser.text)
+        answers: list[httpx2.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(one.ask(model="sim/l")))
+        asking.start()
+        wait_for(lambda: seen.state("sim/lazy") == "starting" and "1 (longest" in seen.browser.text(), why=seen.browser.text)
+        wait_for(lambda: seen.state("sim/lazy") == "ready", why=seen.browser.text)
+        asking.join(30)
+        assert (answers[0].status_code, answers[0].json()["model"]) == (200, "sim/l")

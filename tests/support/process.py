@@ -87,10 +87,10 @@ class Gateway:
         """From the admin port."""
         return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=10, verify=False)
 
-    def ask(self, path: str = "/v1/chat/completions", **body: Any) -> httpx2.Response:
-        """A request with the key."""
+    def ask(self, path: str = "/v1/chat/completions", *, timeout: float = 60, **body: Any) -> httpx2.Response:
+        """A request with the key; ``timeout`` is in seconds."""
         document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
-        return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=False)
+        return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=timeout, verify=False)
 
     def metric(self, text: str) -> float:
         """The value of one sample, 0 when it is not there."""

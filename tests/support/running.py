@@ -47,6 +47,8 @@ class Served:
     board: Board
     log: AccessLog
     connections: set[Any] = field(default_factory=set)
+    asked: list[tuple[str, float | None]] = field(default_factory=list)
+    """What control would have been told of waiting requests."""
 
     @property
     def url(self) -> str:
@@ -89,14 +91,21 @@ async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool
     """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
     with board() as counts, fleet() as servers, _nowhere() as nowhere:
         log = AccessLog(nowhere)
-        relay = Relay(State(1, tuple(keys or [key()]), tuple(models), **state), fleet=servers, metrics=RelayMetrics(counts), log=log)
+        asked: list[tuple[str, float | None]] = []
+        relay = Relay(
+            State(1, tuple(keys or [key()]), tuple(models), **state),
+            fleet=servers,
+            metrics=RelayMetrics(counts),
+            log=log,
+            ask=lambda name, since: asked.append((name, since)),
+        )
         if up:
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
         server = await started(relay, listener)
         ticking = asyncio.create_task(_ticking(relay))
         try:
-            yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections)
+            yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections, asked)
         finally:
             for each in server.servers:
                 each.close()

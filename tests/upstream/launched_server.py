@@ -9,10 +9,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
 import time
+import uuid
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.shared_memory import SharedMemory
 
@@ -29,7 +31,7 @@ class TcpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
-            self.answer(200, {})
+            self.answer(503 if ARGS.sick_while and os.path.exists(ARGS.sick_while) else 200, {})
         elif self.headers.get("authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
             self.answer(401, {"error": "Unauthorized"})
         else:
@@ -62,12 +64,24 @@ def engine_core() -> None:
         signal.pause()
 
 
+def flood(size: int) -> None:
+    line = b"x" * 1023 + b"\n"
+    for _ in range(size // len(line)):
+        os.write(1, line)
+
+
 def main() -> None:
     if ARGS.ignore_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print("loading", ARGS.model, flush=True)
+    if ARGS.say:
+        print(ARGS.say, flush=True)
+    if ARGS.flood:
+        flood(ARGS.flood)
+    if ARGS.leave_socket:
+        socket.socket(socket.AF_UNIX).bind(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], str(uuid.uuid4())))
     if ARGS.shared_memory:
         SharedMemory(ARGS.shared_memory, create=True, size=4096)
     if ARGS.engine_core:
@@ -91,6 +105,10 @@ parser.add_argument("--pids")
 parser.add_argument("--shared-memory")
 parser.add_argument("--engine-core", action="store_true")
 parser.add_argument("--ignore-term", action="store_true")
+parser.add_argument("--sick-while", help="while this file is there, /health is 503")
+parser.add_argument("--say", help="a line of the log")
+parser.add_argument("--flood", type=int, help="bytes to log before it is ready")
+parser.add_argument("--leave-socket", action="store_true", help="as vLLM does between its processes")
 parser.add_argument("--never-ready", action="store_true")
 ARGS = parser.parse_args()
 main()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from upstream.address import Address
-from upstream.health import BODY_LIMIT, ModelCard, Probe, Prober, Sighting, Standing, Target, doctor, judge, read_models
+from upstream.health import BODY_LIMIT, ModelCard, Probe, Prober, Sighting, Standing, Target, doctor, judge, lost, read_models
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
@@ -40,6 +40,26 @@ REFUSED = Sighting(False, "refused", conclusive=True)
 )
 def test_the_hysteresis(before: Standing | None, seen: Sighting, after: Standing) -> None:
     assert judge(before, "s", seen) == after
+
+
+BROKEN = Sighting(False, "GET /health: status 503", broken=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "seen", "expected"),
+    [
+        (1, BROKEN, False),
+        (2, BROKEN, True),
+        (3, BROKEN, True),
+        (2, REFUSED, False),
+        (4, FAILED, False),
+        (5, FAILED, True),
+        (6, REFUSED, True),
+    ],
+)
+def test_when_it_will_not_come_back_by_itself(failures: int, seen: Sighting, expected: bool) -> None:
+    assert lost(Standing(Probe("s", False, "x"), failures), seen) is expected
+    assert not lost(UP, Sighting(True))
 
 
 def test_of_a_model_only_the_id_and_the_length_are_kept() -> None:

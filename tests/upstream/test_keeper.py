@@ -238,7 +238,7 @@ def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., Kept],
 
 
 def test_the_command_line_is_read() -> None:
-    assert Orders.parse(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == Orders("m#0", 7, "", "", ("vllm", "--", "x"))
+    assert Orders.parse(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == Orders("m#0", 7, "", "", "", ("vllm", "--", "x"))
 
 
 def test_proc_is_read_whatever_a_process_calls_itself(tmp_path: Path) -> None:

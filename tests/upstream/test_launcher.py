@@ -9,89 +9,18 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.upstream.launching import QUICK, SERVER, Case, alive, until
 from upstream.health import Target, doctor
-from upstream.keeper import processes, read
-from upstream.launcher import Backoff, Launcher, LaunchSpec, Snapshot, State
-from upstream.launcher.kept import KEEPER_LOST, Order, kept_process
-from upstream.vllm import LaunchSettings, Value
-
-SERVER = Path(__file__).with_name("launched_server.py")
-QUICK = Backoff(first=0.05, cap=0.1)
-PATIENT = Backoff(first=600, cap=600)
-
-
-def alive(pid: int) -> bool:
-    return any(row.pid == pid and row.state not in "ZX" for row in processes())
-
-
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
-            await asyncio.sleep(0.01)
-
-
-class Case:
-    """A launcher's folders, and what it has told."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.runtime = folder / "run"
-        self.runtime.mkdir()
-        self.logs = folder / "logs"
-        self.told: list[Snapshot] = []
-
-    @asynccontextmanager
-    async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
-        parent = str(self.runtime)
-        async with Launcher(
-            on_change=self.told.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
-        ) as launcher:
-            yield launcher
-        assert list(self.runtime.iterdir()) == []
-
-    def spec(self, name: str = "org/m#0", startup_timeout: float = 30.0, **args: Value) -> LaunchSpec:
-        flags = {"pids": str(self.pids_file(name))} | {key.replace("_", "-"): value for key, value in args.items()}
-        settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, str(SERVER)), args=flags)
-        return LaunchSpec(name, settings, startup_timeout)
-
-    def pids_file(self, name: str) -> Path:
-        return self.folder / f"pids-{name.replace('/', '-')}"
-
-    def pids(self, name: str = "org/m#0") -> dict[str, int]:
-        """The last process of each role."""
-        file = self.pids_file(name)
-        lines = file.read_text().splitlines() if file.exists() else []
-        return {role: int(pid) for role, pid in (line.split() for line in lines)}
-
-    def states(self, name: str = "org/m#0") -> list[State]:
-        """Each state that was entered, in order."""
-        seen = [snapshot.state for snapshot in self.told if snapshot.name == name]
-        return [state for before, state in zip([None, *seen], seen, strict=False) if state is not before]
-
-    async def reached(self, state: State, name: str = "org/m#0", restarts: int = 0) -> Snapshot:
-        def found() -> list[Snapshot]:
-            return [told for told in self.told if (told.name, told.state, told.restarts) == (name, state, restarts)]
-
-        await until(lambda: bool(found()))
-        return found()[0]
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Iterator[Case]:
-    case = Case(tmp_path)
-    yield case
-    left = [int(line.split()[1]) for file in tmp_path.glob("pids-*") for line in file.read_text().splitlines()]
-    still_alive = [pid for pid in left if alive(pid)]
-    for pid in still_alive:
-        os.kill(pid, signal.SIGKILL)
-    assert still_alive == []
+from upstream.keeper import read
+from upstream.launcher import Launcher, LaunchSpec, Snapshot, State
+from upstream.launcher.kept import Order, kept_process
+from upstream.launcher.lifecycle import KEEPER_LOST
+from upstream.vllm import LaunchSettings
 
 
 async def models(snapshot: Snapshot, key: str) -> list[str] | str:
@@ -218,7 +147,7 @@ async def test_a_server_that_ignores_sigterm_is_killed_at_the_deadline(case: Cas
 @pytest.mark.parametrize("flag", ["never_ready", "no_such_flag"], ids=["starting", "backing off"])
 async def test_stop_before_it_was_ever_ready(case: Case, flag: str) -> None:
     async with case.launcher() as launcher:
-        launcher.start(case.spec("org/m#0", 30.0, **{flag: True}))
+        launcher.start(case.spec("org/m#0", 30.0, None, **{flag: True}))
         await until(lambda: bool(case.pids()) or State.BACKING_OFF in case.states())
         await launcher.stop("org/m#0", grace=10)
         assert case.states()[-2:] == [State.STOPPING, State.STOPPED]
@@ -266,7 +195,7 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
     pids_file = case.pids_file("m")
     argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
     with (case.folder / "out").open("wb") as output:
-        async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), ""), output.fileno(), patience=0.2) as process:
+        async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
             os.kill(process.keeper_pid, signal.SIGSTOP)
     assert not any(map(alive, [process.keeper_pid, *case.pids("m").values()]))
@@ -281,18 +210,20 @@ from upstream.vllm import LaunchSettings
 async def main(folder, command, args):
     settings = LaunchSettings("m", ("m",), command=tuple(command), args=args)
     told = lambda snapshot: print(snapshot.state, flush=True)
-    async with Launcher(on_change=told, log_folder=folder / "logs", environ=os.environ, runtime_parent=str(folder / "run")) as launcher:
+    async with Launcher(on_change=told, log_folder=folder / "logs", environ=os.environ, runtime_parent=sys.argv[2]) as launcher:
         launcher.start(LaunchSpec("org/m#0", settings, 30))
         await asyncio.sleep(600)
 
-asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[2:])))
+asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[3:])))
 """
 
 
 async def test_after_kill_9_of_control_everything_is_gone_within_5_seconds(case: Case) -> None:
     settings = case.spec(engine_core=True, ignore_term=True).settings
     words = [json.dumps(part) for part in (settings.command, settings.args)]
-    control = await asyncio.create_subprocess_exec(sys.executable, "-c", CONTROL, str(case.folder), *words, stdout=asyncio.subprocess.PIPE)
+    control = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONTROL, str(case.folder), str(case.runtime), *words, stdout=asyncio.subprocess.PIPE
+    )
     try:
         assert control.stdout
         assert (await control.stdout.readuntil(b"ready\n")).startswith(b"starting\n")

@@ -22,9 +22,22 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
     assert backoff.failures(4, 300.0) == 1
 
 
-@pytest.mark.parametrize(("status", "words"), [(0, "exit code 0"), (2, "exit code 2"), (-9, "signal SIGKILL"), (-63, "signal 63")])
-def test_an_exit_in_words(status: int, words: str) -> None:
-    assert exit_words(status) == words
+@pytest.mark.parametrize(
+    ("status", "memory_kills", "words"),
+    [
+        (0, 0, "exit code 0"),
+        (2, None, "exit code 2"),
+        (-9, 0, "signal SIGKILL"),
+        (-63, 0, "signal 63"),
+        (None, 0, "its keeper was killed"),
+        (-9, 1, "killed by the kernel for lack of memory (SIGKILL)"),
+        (-9, None, "killed by SIGKILL, perhaps by the kernel for lack of memory"),
+        (0, 1, "exit code 0, and the kernel has killed a process for lack of memory meanwhile"),
+        (None, 2, "its keeper was killed, and the kernel has killed a process for lack of memory meanwhile"),
+    ],
+)
+def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: str) -> None:
+    assert exit_words(status, memory_kills) == words
 
 
 def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:

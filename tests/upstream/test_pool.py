@@ -112,3 +112,33 @@ async def test_a_server_that_is_gone_keeps_no_connection() -> None:
 
 async def test_a_key_is_not_shown() -> None:
     assert "sesame" not in repr(ServerSpec("a", Address(), "m", api_key="sesame"))
+
+
+async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them() -> None:
+    each = servers(UP, UP, UP)
+    pool = Pool(each, "prefix")
+    assert pool.wants_hint and not Pool(each, "least_busy").wants_hint and not Pool(each[:1], "prefix").wants_hint
+    chosen = {hint: pool.choose(hint=hint) for hint in range(50)}
+    assert set(chosen.values()) == set(each)
+    assert all(pool.choose(hint=hint) is server for hint, server in chosen.items())
+    first = chosen[7]
+    second = pool.choose([first], hint=7)
+    assert second is not first
+    first.refused()
+    assert pool.choose(hint=7) is second
+    second.condition = DOWN
+    assert {pool.choose(hint=7)} == set(each) - {first, second}
+
+
+async def test_a_request_without_a_beginning_goes_where_there_is_least_to_do() -> None:
+    busy, idle = servers(UP, UP)
+    busy.enter()
+    assert {Pool([busy, idle], "prefix").choose() for _ in range(10)} == {idle}
+
+
+async def test_a_hint_that_many_share_does_not_fill_one_server() -> None:
+    each = servers(UP, UP, UP, UP)
+    pool = Pool(each, "prefix")
+    for _ in range(100):
+        pool.choose(hint=7).enter()
+    assert sorted(server.in_flight for server in each)[-1] <= 32

@@ -1,5 +1,7 @@
 """Settings to words and environment: pure."""
 
+from dataclasses import replace
+
 import pytest
 
 from upstream.address import Address
@@ -159,3 +161,33 @@ def test_where_the_operator_says_to_listen_wins(args: dict[str, Value], expected
     address = address_for(own, uds="/x", free_port=lambda: 4711)
     assert address == expected
     assert command_line(own, address, KEY).argv[5:] == flags
+
+
+def test_one_that_sleeps_is_told_so_and_its_routes_are_opened() -> None:
+    sleeper = LaunchSettings("m", ("m",), sleeps=True)
+    line = command_line(sleeper, UDS, KEY)
+    assert line.argv[-1] == "--enable-sleep-mode" and line.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_SERVER_DEV_MODE" not in command_line(settings(), UDS, KEY).env
+    assert problems(replace(sleeper, args={"enable_sleep_mode": False})) == ("args.enable-sleep-mode: idle_sleep needs it",)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("vllm", "serve"), True),
+        (("/opt/v/bin/vllm", "serve"), True),
+        (("python", "tee.py", "/opt/v/bin/vllm", "serve"), True),
+        (("python", "-m", "vllm.entrypoints.openai.api_server"), True),
+        (("vllm-gateway", "simulate"), True),
+        (("python", "-m", "upstream.simulator"), True),
+        (("my-server",), False),
+    ],
+)
+def test_vllm_is_told_how_long_to_drain_and_other_commands_are_not(command: tuple[str, ...], told: bool) -> None:
+    line = command_line(LaunchSettings("m", ("m",), command=command, drain=29.5), UDS, KEY)
+    assert line.argv[-2:] == ("--shutdown-timeout", "30") if told else "--shutdown-timeout" not in line.argv
+
+
+def test_the_operators_drain_wins() -> None:
+    line = command_line(LaunchSettings("m", ("m",), args={"shutdown-timeout": 5}, drain=30.0), UDS, KEY)
+    assert line.argv[line.argv.index("--shutdown-timeout") + 1] == "5" and "30" not in line.argv

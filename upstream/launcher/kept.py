@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from upstream import keeper
-from upstream.launcher.lifecycle import exit_words
+from upstream.launcher.lifecycle import KEEPER_LOST
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,16 @@ PASS_PAUSE = 0.02
 """How often, and after how many seconds, control looks again for what a lost keeper has left."""
 TRACKER_PASSES = round(keeper.TRACKER_GRACE / PASS_PAUSE)
 
-KEEPER_LOST = "its keeper was killed"
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a keeper is told; ``env`` is the server's whole environment. For ``socket`` and ``folder`` see upstream/keeper.py."""
+    """What a keeper is told; ``env`` is the server's whole environment. For the paths see upstream/keeper.py."""
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     socket: str
+    scratch: str
     folder: str
 
 
@@ -68,8 +67,8 @@ async def kept_process(order: Order, output: int, patience: float = KILL_PATIENC
 
 
 async def _start_keeper(order: Order, control: int, output: int) -> Process:
-    words = ("--name", order.name, "--control", str(control), "--socket", order.socket, "--folder", order.folder, "--", *order.argv)
-    command = (sys.executable, "-P", "-m", "upstream.keeper", *words)
+    paths = ("--socket", order.socket, "--scratch", order.scratch, "--folder", order.folder)
+    command = (sys.executable, "-P", "-m", "upstream.keeper", "--name", order.name, "--control", str(control), *paths, "--", *order.argv)
     return await create_subprocess_exec(*command, stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(control,), start_new_session=True)
 
 
@@ -93,14 +92,13 @@ class KeptProcess:
             raise ChildProcessError(KEEPER_LOST)
         self.pid = report["pid"]
 
-    async def ended_within(self, seconds: float) -> str | None:
-        """How the server's main process ended, in words; None if it still runs after ``seconds``. Once it has ended, do not ask again."""
-        try:
-            async with asyncio.timeout(seconds):
-                report = await self._report()
-        except TimeoutError:
-            return None
-        return exit_words(report["exit"]) if report else KEEPER_LOST
+    async def ended(self) -> int | None:
+        """The status of the server's main process, once it has ended, as ``subprocess`` has it; None: the keeper was killed.
+
+        To be asked once.
+        """
+        report = await self._report()
+        return report["exit"] if report else None
 
     async def end(self, grace: float) -> None:
         """SIGTERM to the server's main process, and up to ``grace`` seconds for it to end. What is left is for ``kill``."""

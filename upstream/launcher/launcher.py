@@ -22,6 +22,8 @@ from upstream.vllm import problems
 
 SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path (unix(7): sun_path has 108, one of them is the final zero)."""
+LONGEST = "/9999/01234567-89ab-cdef-0123-456789abcdef"
+"""What comes after the private folder in the longest of these paths: vLLM's own sockets have random UUIDs as names."""
 
 
 class Launcher:
@@ -58,9 +60,9 @@ class Launcher:
         """Raises OSError where a folder cannot be made or its path is too long for a socket."""
         self._log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = tempfile.mkdtemp(prefix="vllm-gateway-", dir=self._runtime_parent)
-        if len(os.fsencode(f"{self._folder}/9999.sock")) > SOCKET_PATH_LIMIT:
+        if len(os.fsencode(self._folder + LONGEST)) > SOCKET_PATH_LIMIT:
             os.rmdir(self._folder)
-            raise OSError(f"{self._runtime_parent}: this path is too long for unix sockets")
+            raise OSError(f"{self._runtime_parent}: this path is too long for unix sockets; XDG_RUNTIME_DIR can name a shorter one")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,12 +86,20 @@ class Launcher:
             spec,
             logfile=LogFile(self._log_folder, spec.name),
             folder=self._folder,
-            socket_path=f"{self._folder}/{next(self._numbers)}.sock",
+            place=f"{self._folder}/{next(self._numbers)}",
             environ=self._environ,
             backoff=self._backoff,
             on_change=self._on_change,
         )
         server.begin()
+
+    def renew(self, name: str, why: str, grace: float) -> None:
+        """Have a ready server ended as ``stop`` does and started anew, for a reason that its operator is told; returns at once.
+
+        For one that lives and does not work. It leaves its readiness in this moment, so it is out of routing before it
+        ends. Nothing is done for one that is not ready. Raises KeyError for a name that is not launched.
+        """
+        self._servers[name].renew(why, grace)
 
     async def stop(self, name: str, grace: float) -> None:
         """End a server: SIGTERM, and after ``grace`` seconds SIGKILL to all that is left of it. Its name is free afterwards.

@@ -30,9 +30,10 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     # Its process is being started and does not answer /health yet.
     State.STARTING: frozenset({State.READY, State.FAILED, State.STOPPING}),
     # /health has answered 200 once; from here on the prober says whether it is well.
-    State.READY: frozenset({State.CRASHED, State.STOPPING}),
-    # A ready one's process has died, or a starting one's died or was too slow: what is left of it is being ended.
+    State.READY: frozenset({State.CRASHED, State.FAILED, State.STOPPING}),
+    # A ready one's process has died or is renewed: what is left of it is being ended.
     State.CRASHED: frozenset({State.BACKING_OFF, State.STOPPING}),
+    # A starting one's process died or was too slow, or a ready one's died once too often. If it was given up, it stays here.
     State.FAILED: frozenset({State.BACKING_OFF, State.STOPPING}),
     # Nothing of it is left; after a pause it is started again.
     State.BACKING_OFF: frozenset({State.STARTING, State.STOPPING}),
@@ -57,8 +58,9 @@ class Snapshot:
 
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
     ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
-    first one. ``concluded``: the first start has ended, well or badly. ``reason``: why it crashed or failed, with the
-    last lines of its log, until it is ready again; for operators, never for clients.
+    first one. ``concluded``: the first start has ended, well or badly. ``given_up``: it has failed too often and is not
+    started again. ``reason``: why it crashed or failed, with the last lines of its log, until it is ready again;
+    ``progress``: while it starts, the last line of its log that says something. Both for operators, never for clients.
     """
 
     name: str
@@ -69,16 +71,22 @@ class Snapshot:
     pid: int | None = None
     restarts: int = 0
     concluded: bool = False
+    given_up: bool = False
     reason: str = ""
+    progress: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``settled`` begins anew."""
+    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``settled`` begins anew.
+
+    After ``limit`` failures in a row it is given up.
+    """
 
     first: float = 1.0
     cap: float = 60.0
     settled: float = 300.0
+    limit: int = 10
 
     def failures(self, before: int, ready_for: float) -> int:
         """The failures in a row, with the one that ended ``ready_for`` seconds of readiness."""
@@ -90,8 +98,24 @@ class Backoff:
         return min(self.cap, self.first * 2.0 ** min(failures - 1, 32))
 
 
-def exit_words(status: int) -> str:
-    """``exit code 2`` or ``signal SIGKILL``, of a status as ``subprocess`` has it."""
+KEEPER_LOST = "its keeper was killed"
+
+
+def exit_words(status: int | None, memory_kills: int | None) -> str:
+    """How a process ended: ``exit code 2`` or ``signal SIGTERM``, of a status as ``subprocess`` has it; None: its keeper was killed.
+
+    ``memory_kills``: how many processes the kernel has killed for lack of memory meanwhile; None where that can't be known.
+    """
+    if status == -signal.SIGKILL and memory_kills:
+        return "killed by the kernel for lack of memory (SIGKILL)"
+    if status == -signal.SIGKILL and memory_kills is None:
+        return "killed by SIGKILL, perhaps by the kernel for lack of memory"
+    return _plainly(status) + (", and the kernel has killed a process for lack of memory meanwhile" if memory_kills else "")
+
+
+def _plainly(status: int | None) -> str:
+    if status is None:
+        return KEEPER_LOST
     if status >= 0:
         return f"exit code {status}"
     try:

@@ -1,6 +1,6 @@
 """A launched server's log: everything it writes, appended to one file.
 
-Owns the file, its bound and its tail. The server writes to the file itself (no pipe that could fill up or die
+Owns the file, its bound, its tail and what it tells of progress. The server writes to the file itself (no pipe that could fill up or die
 with control). The rule: every reader takes a bounded piece, and what goes on to people's terminals is printable.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
+
+from upstream.launcher.progress import progress
 
 LIMIT = 64 << 20
 """Bytes at which the log is cut; the end of it is kept beside it, as ``….log.1``."""
@@ -40,10 +42,11 @@ class LogFile:
 
     def tail(self) -> str:
         """The last lines of the present process, at most TAIL_LINES and TAIL_BYTES, joined by newlines; empty if there are none."""
-        try:
-            return "\n".join(_printable(self._end(TAIL_BYTES)).splitlines()[-TAIL_LINES:])
-        except OSError:
-            return ""
+        return "\n".join(_printable(self._text()).splitlines()[-TAIL_LINES:])
+
+    def progress(self) -> str:
+        """The last line of the present process that says something; empty if there is none."""
+        return _printable(progress(self._text()))
 
     def keep_bounded(self) -> None:
         """Cut the log if it has outgrown its limit, keeping the end. Raises OSError.
@@ -57,6 +60,12 @@ class LogFile:
             os.truncate(self.path, 0)
             self._begin = 0
 
+    def _text(self) -> str:
+        try:
+            return self._end(TAIL_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
     def _end(self, most: int) -> bytes:
         with self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -64,5 +73,5 @@ class LogFile:
             return file.read(most)
 
 
-def _printable(text: bytes) -> str:
-    return "".join(char for char in text.decode(errors="replace").strip() if char.isprintable() or char in "\n\t")
+def _printable(text: str) -> str:
+    return "".join(char for char in text.strip() if char.isprintable() or char in "\n\t")

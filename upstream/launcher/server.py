@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-import socket
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from upstream.address import Address
 from upstream.health import Target, doctor
 from upstream.keeper import unlink_socket
+from upstream.launcher import memory
 from upstream.launcher.kept import KeptProcess, Order, kept_process
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State, exit_words
 from upstream.launcher.logfile import LogFile
-from upstream.vllm import address_for, command_line, knows_no_uds
+from upstream.launcher.ports import check_free, free_port
+from upstream.vllm import RPC_FOLDER, address_for, command_line, knows_no_uds
 
 log = logging.getLogger(__name__)
 
 POLL = 0.25
 """Seconds between two looks at /health of a server that is starting."""
 LOOK_DEADLINE = 5.0
-LOG_CHECK = 10.0
-"""Seconds between two looks at the size of a ready server's log."""
+LOG_CHECK = 1.0
+"""Seconds between two looks at the log: at its size, and at what it tells of progress."""
 
 
 class LaunchedServer:
-    """A replica that is to be up. ``api_key`` is the internal key of all its processes. ``socket_path`` is in the private ``folder``."""
+    """A replica that is to be up. ``api_key`` is the internal key of all its processes.
+
+    ``place``: a path in the private ``folder`` that is this server's own: with ``.sock`` it is its socket, as a folder it
+    is for what the server puts there (vLLM's sockets between its processes, which it leaves behind).
+    """
 
     def __init__(
         self,
@@ -41,7 +49,7 @@ class LaunchedServer:
         *,
         logfile: LogFile,
         folder: str,
-        socket_path: str,
+        place: str,
         environ: Mapping[str, str],
         backoff: Backoff,
         on_change: Callable[[Snapshot], None],
@@ -51,12 +59,15 @@ class LaunchedServer:
         self.api_key = secrets.token_urlsafe(32)
         self.log = logfile
         self._folder = folder
-        self._socket_path = socket_path
+        self._place = place
         self._environ = environ
         self._backoff = backoff
         self._on_change = on_change
         self._grace = 0.0
+        self._failures = 0
         self._ready_since: float | None = None
+        self._memory_kills: int | None = None
+        self._renewal: asyncio.Future[tuple[str, float]] | None = None
         self.snapshot = Snapshot(spec.name, State.STARTING, time.time(), self._address(), logfile.path)
 
     def begin(self) -> None:
@@ -64,6 +75,11 @@ class LaunchedServer:
         self._on_change(self.snapshot)
         self._task = asyncio.create_task(self._run(), name=f"launch {self.spec.name}")
         self._task.add_done_callback(self._ended)
+
+    def renew(self, why: str, grace: float) -> None:
+        """End the present process as ``stop`` does, and start another; nothing is done where it is not ready, or is ending already."""
+        if self.snapshot.state is State.READY and self._renewal is not None and not self._renewal.done():
+            self._renewal.set_result((why, grace))
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
@@ -85,28 +101,29 @@ class LaunchedServer:
         self._task.cancel()
 
     async def _run(self) -> None:
-        """Until it is cancelled: one process after the other."""
-        failures = 0
+        """Until it is cancelled: one process after the other, unless they fail once too often."""
         while True:
-            ready_for = await self._one_process()
-            failures = self._backoff.failures(failures, ready_for)
+            await self._one_process()
+            if self.snapshot.given_up:
+                self._update(pid=None)
+                await asyncio.Event().wait()
             self._enter(State.BACKING_OFF, pid=None)
-            await asyncio.sleep(self._backoff.pause(failures))
+            await asyncio.sleep(self._backoff.pause(self._failures))
             self._enter(State.STARTING, address=self._address(), restarts=self.snapshot.restarts + 1)
 
-    async def _one_process(self) -> float:
-        """From its start until nothing is left of it; the seconds that it was ready."""
+    async def _one_process(self) -> None:
+        """From its start until nothing is left of it."""
         self._ready_since = None
+        self._memory_kills = memory.kills()
         try:
             with self.log.appending() as output:
-                async with kept_process(self._order(), output) as process:
+                async with _beside(self._watch_log()), kept_process(self._order(), output) as process:
                     await self._live(process)
         except OSError as error:
             self._went_wrong(str(error))
         except Exception as error:  # the outer edge: the next process may fare better, and the other servers go on
             log.exception("launch of %s", self.spec.name)
             self._went_wrong(repr(error))
-        return self._ready_seconds()
 
     def _ready_seconds(self) -> float:
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
@@ -116,58 +133,88 @@ class LaunchedServer:
         address = self.snapshot.address
         if address.uds:
             unlink_socket(address.uds)
+        else:
+            check_free(address.host, address.port)
+        shutil.rmtree(self._place, ignore_errors=True)
+        os.mkdir(self._place, 0o700)
         line = command_line(self._settings, address, self.api_key)
-        return Order(self.spec.name, line.argv, {**self._environ, **line.env}, address.uds or "", self._folder)
+        env = {**self._environ, RPC_FOLDER: self._place, **line.env}
+        return Order(self.spec.name, line.argv, env, address.uds or "", self._place, self._folder)
 
     async def _live(self, process: KeptProcess) -> None:
         self._update(pid=process.pid)
+        ended = asyncio.create_task(process.ended())
         try:
-            why = await self._until_ready(process)
+            why = await self._until_ready(ended)
             if why is None:
                 self._ready_since = time.monotonic()
-                self._enter(State.READY, concluded=True, reason="")
-                why = await self._until_ended(process)
+                self._renewal = asyncio.get_running_loop().create_future()
+                self._enter(State.READY, concluded=True, reason="", progress="")
+                why = await self._until_over(process, ended, self._renewal)
             self._went_wrong(why)
         except asyncio.CancelledError:
             await process.end(self._grace)
             raise
+        finally:
+            ended.cancel()
 
-    async def _until_ready(self, process: KeptProcess) -> str | None:
+    async def _until_ready(self, ended: asyncio.Task[int | None]) -> str | None:
         """None: it answers. Otherwise why it does not."""
         timeout = self.spec.startup_timeout
         async with doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE) as by:
             try:
                 async with asyncio.timeout(timeout):
                     while not (await by.look()).up:
-                        if why := await self._ended_within(process, POLL):
-                            return why
+                        await asyncio.wait([ended], timeout=POLL)
+                        if ended.done():
+                            return self._exit_words(ended)
             except TimeoutError:
                 return f"no answer to GET /health within {timeout:g} s"
         return None
 
-    async def _until_ended(self, process: KeptProcess) -> str:
-        while (why := await self._ended_within(process, LOG_CHECK)) is None:
-            pass
+    async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> str:
+        """Why its readiness is over. If it is to be renewed, that is told before its process is asked to end."""
+        either: tuple[asyncio.Future[Any], ...] = (ended, renewal)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            return self._exit_words(ended)
+        why, grace = renewal.result()
+        self._went_wrong(f"it is renewed: {why}")
+        await process.end(grace)
         return why
 
-    async def _ended_within(self, process: KeptProcess, seconds: float) -> str | None:
-        try:
-            self.log.keep_bounded()
-        except OSError as error:
-            log.warning("log of %s: %s", self.spec.name, error)  # no reason to end the server
-        return await process.ended_within(seconds)
+    def _exit_words(self, ended: asyncio.Task[int | None]) -> str:
+        before, after = self._memory_kills, memory.kills()
+        return exit_words(ended.result(), None if before is None or after is None else after - before)
+
+    async def _watch_log(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CHECK)
+            try:
+                self.log.keep_bounded()
+            except OSError as error:
+                log.warning("log of %s: %s", self.spec.name, error)  # no reason to end the server
+            if self.snapshot.state is State.STARTING and (said := self.log.progress()) != self.snapshot.progress:
+                self._update(progress=said)
 
     def _went_wrong(self, why: str) -> None:
         """The first cause is the one that is told."""
-        after = {State.STARTING: (State.FAILED, "could not start"), State.READY: (State.CRASHED, "ended")}
-        if self.snapshot.state in after:
-            state, what = after[self.snapshot.state]
-            tail = self.log.tail()
-            if state is State.FAILED and self.snapshot.address.uds and knows_no_uds(tail):
-                self._settings = replace(self._settings, listen="tcp")
-                what += " on a unix socket and is tried on a loopback port next"
-            last_lines = f". Last lines of its log:\n{tail}" if tail else ""
-            self._enter(state, concluded=True, reason=f"{self.spec.name} {what}: {why}{last_lines}")
+        what = {State.STARTING: "could not start", State.READY: "ended"}.get(self.snapshot.state)
+        if what is None:
+            return
+        self._failures = self._backoff.failures(self._failures, self._ready_seconds())
+        given_up = self._failures >= self._backoff.limit
+        state = State.FAILED if given_up or self.snapshot.state is State.STARTING else State.CRASHED
+        tail = self.log.tail()
+        if self.snapshot.state is State.STARTING and self.snapshot.address.uds and knows_no_uds(tail):
+            self._settings = replace(self._settings, listen="tcp")
+            what += " on a unix socket and is tried on a loopback port next"
+        reason = f"{self.spec.name} {what}: {why}"
+        if given_up:
+            reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"
+        if tail:
+            reason += f". Last lines of its log:\n{tail}"
+        self._enter(state, concluded=True, given_up=given_up, reason=reason, progress="")
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         if self.snapshot.state is State.STOPPING:
@@ -182,12 +229,15 @@ class LaunchedServer:
         self._on_change(self.snapshot)
 
     def _address(self) -> Address:
-        return address_for(self._settings, uds=self._socket_path, free_port=_free_port)
+        return address_for(self._settings, uds=f"{self._place}.sock", free_port=free_port)
 
 
-def _free_port() -> int:
-    """A loopback port that is free now. Another process may take it first: the server then fails and its next start gets a new one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Have this done as well for as long as the block lasts."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

@@ -7,6 +7,7 @@ whatever was refused.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -93,6 +94,7 @@ class Simulator:
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
+            Route("/collective_rpc", self._rpc, methods=["POST"]),
         ]
         generating = [Route(path, partial(self._generate, read), methods=["POST"]) for path, read in GENERATING.items()]
         at_once = [Route(path, partial(self._reply, reply), methods=["POST"]) for path, reply in AT_ONCE.items()]
@@ -191,7 +193,11 @@ class Simulator:
         return Fast(self.journal.shown())
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if time.monotonic() >= self._healthy_at else 503)
+        return Response(status_code=200 if self._well() else 503)
+
+    def _well(self) -> bool:
+        sick = self.settings.start.sick_while
+        return time.monotonic() >= self._healthy_at and not (sick and os.path.exists(sick))
 
     async def _version(self, _: Request) -> Response:
         return Fast({"version": VERSION})
@@ -240,6 +246,9 @@ class Simulator:
     async def _wake(self, request: Request) -> Response:
         self.engine.awake.set()
         return Fast({"status": "awake", "tags": request.query_params.getlist("tags") or None})
+
+    async def _rpc(self, _: Request) -> Response:
+        return Fast({"results": [None]})
 
     async def _is_sleeping(self, _: Request) -> Response:
         return Fast({"is_sleeping": not self.engine.awake.is_set()})

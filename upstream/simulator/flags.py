@@ -48,6 +48,7 @@ class Start:
 
     listen_after: float = setting(0.0, "seconds during which connections are refused")
     healthy_after: float = setting(0.0, "seconds during which /health is 503")
+    sick_while: str = setting("", "while there is a file of this name, /health is 503, as after the engine's death")
     failure: bool = setting(False, "fail to start, with status 1")
     die_after_tokens: int | None = setting(None, "exit after this many tokens of all requests")
     die_after_requests: int | None = setting(None, "exit after this many answers")

@@ -1,0 +1,135 @@
+"""The traffic: conversations that applications and agents have, and questions about long texts. Made by a seeded generator.
+
+A prompt is a row of segments, each the whole of what is said at once; two prompts share what they share from the beginning
+on. Lengths are in tokens, a multiple of a block; a token is four characters of text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+BLOCK = 64
+CHARACTERS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """What one role says at once; a user's message may be two of them. ``number`` is its own."""
+
+    number: int
+    role: str
+    tokens: int
+
+    @cached_property
+    def text(self) -> str:
+        """Different from the first characters on from every other segment's."""
+        word = f"{self.number} "
+        return (word * (self.tokens * CHARACTERS // len(word) + 1))[: self.tokens * CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is asked next, what will be answered, and for how many seconds the user thinks before."""
+
+    asked: tuple[Segment, ...]
+    answer: Segment
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation; ``start`` in seconds."""
+
+    start: float
+    system: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One kind of traffic. ``rate``: requests a second for each server."""
+
+    title: str
+    rate: float
+    talks: Callable[[random.Random, int], Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]]
+
+    def of(self, seed: int, servers: int, requests: int) -> list[Talk]:
+        """Conversations with about this many requests in all, at random times, whose mean rate is the trace's."""
+        draw = random.Random(seed)
+        made, count = [], 0
+        for system, turns in self.talks(draw, servers):
+            made.append((system, turns))
+            count += len(turns)
+            if count >= requests:
+                break
+        length = count / (self.rate * servers)
+        return sorted((Talk(draw.uniform(0, length), system, turns) for system, turns in made), key=lambda talk: talk.start)
+
+
+def document(segments: tuple[Segment, ...]) -> Mapping[str, Any]:
+    """The chat request of a prompt: neighbours of one role are one message."""
+    groups = itertools.groupby(segments, key=lambda segment: segment.role)
+    return {"messages": [{"role": role, "content": "".join(segment.text for segment in group)} for role, group in groups]}
+
+
+class _Said:
+    """Makes segments with numbers of their own and lengths drawn between two bounds, short ones more often."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._numbers = itertools.count(1_000_000)
+
+    def __call__(self, role: str, least: int, most: int) -> Segment:
+        tokens = math.exp(self._draw.uniform(math.log(least), math.log(most)))
+        return Segment(next(self._numbers), role, round(tokens / BLOCK) * BLOCK)
+
+
+def _ranked(draw: random.Random, items: list[Segment]) -> Segment:
+    """One of the items, the second half as often as the first and so on (Zipf)."""
+    return draw.choices(items, [1 / rank for rank in range(1, len(items) + 1)])[0]
+
+
+def _turns(
+    draw: random.Random, said: _Said, mean: float, asked: tuple[int, int], answer: tuple[int, int], pause: float
+) -> tuple[Turn, ...]:
+    count = min(1 + int(draw.expovariate(1 / (mean - 1))), 30)
+    return tuple(
+        Turn((said("user", *asked),), said("assistant", *answer), draw.expovariate(1 / pause) if number else 0.0) for number in range(count)
+    )
+
+
+def _chat(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
+    said = _Said(draw)
+    systems = [said("system", 256, 2048) for _ in range(8)]
+    while True:
+        yield (_ranked(draw, systems),), _turns(draw, said, 5, (64, 512), (64, 512), 20.0)
+
+
+def _agents(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
+    said = _Said(draw)
+    system = said("system", 8192, 8192)
+    while True:
+        yield (system,), _turns(draw, said, 12, (256, 1024), (64, 256), 3.0)
+
+
+def _questions(draw: random.Random, servers: int, role: str) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
+    said = _Said(draw)
+    texts = [said(role, 2048, 8192) for _ in range(40 * servers)]
+    while True:
+        text, question = _ranked(draw, texts), said("user", 64, 128)
+        asked = (text, question) if role == "user" else (question,)
+        yield (() if role == "user" else (text,)), (Turn(asked, said("assistant", 64, 256), 0.0),)
+
+
+TRACES: Mapping[str, Trace] = {
+    "chat": Trace("Conversations of eight applications", 2.0, _chat),
+    "agents": Trace("Agents that share one long system prompt", 1.0, _agents),
+    "texts": Trace("Questions about long texts, in the user's message", 1.5, lambda draw, servers: _questions(draw, servers, "user")),
+    "system": Trace("Questions about long texts, in the system prompt", 1.5, lambda draw, servers: _questions(draw, servers, "system")),
+}

@@ -1,0 +1,365 @@
+"""The models that the gateway launches: started, put to sleep, woken, drained and stopped, as requests and operators want it.
+
+Owns the life of each model above that of its servers (``upstream/launcher``). What to do next is decided in one place,
+``upstream/launcher/schedule.py``, from a picture of all; here the picture is drawn and the decision carried out. The
+rules: a server is stopped or put to sleep only when every relay knows that it gets no new requests and nothing is in
+flight on it, or an operator's patience is over; with a model one thing is done at a time.
+
+Times are in seconds of the monotonic clock, which relays share; what operators see is wall clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gateway import plan
+from gateway.config import Config
+from gateway.metrics import Tally
+from gateway.operations import RefusedOperation
+from gateway.relays import Relays
+from gateway.resident import Resident
+from upstream.health import Target
+from upstream.launcher import Launcher, LaunchSpec, Snapshot
+from upstream.launcher import State as Stage
+from upstream.launcher.schedule import Action, Do, Phase, View, decide, forecast
+from upstream.server import Condition
+from upstream.sleep import SleepError, fall_asleep, wake_up
+
+STOP_GRACE = 10.0
+"""Seconds that a launched server has to end by itself once nothing is in flight on it."""
+FIRST_PROBE = 3.0
+"""Seconds after which a server that was found is known to be up or down."""
+_LOOK, _CLOSE_LOOK = 0.25, 0.05  # seconds between two looks at the picture, where nothing calls for one; while something drains
+_GATHER = 0.01  # seconds in which more may come that calls for the same look
+_SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
+_COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
+_USE = ("requests_total", "inflight_requests")
+_log = logging.getLogger("vllm_gateway.fleet")
+
+
+class Host(Protocol):
+    """What the fleet needs of control, beside launcher and relays."""
+
+    def configure(self) -> None:
+        """Have the relays serve by the servers that there are now."""
+
+    def tell_health(self) -> int:
+        """Tell the relays what is known of servers and models; returns the number of that word."""
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """What is known of every server."""
+
+    def acts(self, action: Action) -> None:
+        """Tell the operator what is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A model as operators see it. ``since``: wall clock; ``waiting``: seconds for which the oldest of ``queued`` requests has waited."""
+
+    state: Phase
+    since: float
+    queued: int
+    waiting: float | None
+
+
+@dataclass(slots=True)
+class _Found:
+    """A model whose servers run already: the gateway only looks."""
+
+    servers: tuple[str, ...]
+    phase: Phase
+    since: float
+
+    def see(self, conditions: Iterable[Condition], now: float) -> None:
+        seen = set(conditions)
+        phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
+        if phase is not self.phase:
+            self.phase, self.since = phase, now
+
+
+class Fleet:
+    """Every model of the configuration; those that are launched here it brings up and down."""
+
+    def __init__(self, config: Config, launcher: Launcher, relays: Relays, host: Host) -> None:
+        self._launcher = launcher
+        self._relays = relays
+        self._host = host
+        self._tally = Tally(relays.boards, _COUNTED)
+        now = time.monotonic()
+        self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
+        servers = {model.id: tuple(place.name for place in plan.places(config) if place.model.id == model.id) for model in config.models}
+        self._found = {model.id: _Found(servers[model.id], Phase.STARTING, now) for model in config.models if model.launch is None}
+        self._by_server = {name: resident for resident in self._residents.values() for name in resident.names}
+        self._told: Mapping[str, float] = {}
+        self._nudged = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._does: Mapping[Do, Callable[[Resident], None]] = {
+            Do.START: self._start,
+            Do.WAKE: self._wake,
+            Do.DRAIN: self._drain,
+            Do.RESUME: self._resume,
+            Do.SLEEP: self._put_to_sleep,
+            Do.STOP: self._stop,
+        }
+
+    # The loop
+
+    async def run(self) -> None:
+        """Look and act until cancelled; what is being done then is left where it is."""
+        try:
+            while True:
+                self._nudged.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause()):
+                        await self._nudged.wait()
+                await asyncio.sleep(_GATHER)
+                self._look_again()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _pause(self) -> float:
+        return _CLOSE_LOOK if any(resident.step is Phase.DRAINING for resident in self._residents.values()) else _LOOK
+
+    def nudge(self) -> None:
+        """Something has changed that may call for a look."""
+        self._nudged.set()
+
+    def _look_again(self) -> None:
+        try:
+            self.look()
+        except Exception:  # noqa: BLE001  the outer edge: the models stay as they are until the next look
+            _log.exception("a look at the models")
+
+    def look(self) -> None:
+        """Draw the picture, decide, begin."""
+        now = time.monotonic()
+        self._see(now)
+        for action in decide([self._view(resident) for resident in self._residents.values()], now):
+            self._host.acts(action)
+            self._does[action.do](self._residents[action.model])
+        if self._has_shifted(self.expected()):
+            self._host.tell_health()
+
+    def changed(self, snapshot: Snapshot) -> None:
+        """A launched server has changed its state."""
+        resident = self._by_server[snapshot.name]
+        if resident.step is Phase.SLEEPING and resident.task is None and snapshot.state is not Stage.READY:
+            self._stop(resident)  # it is being started again, awake, where another model may run
+        self.nudge()
+
+    # The picture
+
+    def _see(self, now: float) -> None:
+        snapshots = self._launcher.snapshots()
+        for resident in self._residents.values():
+            counted = {family: sum(self._tally.sum(family, name) for name in resident.asked_as) for family in _USE}
+            resident.used(counted["requests_total"], counted["inflight_requests"], now)
+            resident.see(snapshots, now)
+        conditions = self._host.conditions() if self._found else {}
+        for found in self._found.values():
+            found.see((conditions[name] for name in found.servers), now)
+
+    def _view(self, resident: Resident) -> View:
+        return resident.view(
+            asked=self._relays.asked_since(resident.id),
+            in_flight=self._in_flight(resident.names),
+            acknowledged=self._relays.hold(resident.told),
+        )
+
+    def _in_flight(self, servers: Iterable[str]) -> int:
+        return int(sum(self._tally.sum("server_inflight", name) for name in servers))
+
+    def away(self) -> frozenset[str]:
+        """The launched servers that are to get no requests: stopped, asleep, or draining."""
+        launched = {snapshot.name for snapshot in self._launcher.snapshots()}
+        whole = (resident.names if resident.step is not None else resident.away for resident in self._residents.values())
+        return frozenset().union(*whole, self._by_server.keys() - launched)
+
+    def expected(self) -> Mapping[str, float]:
+        """When each model may be up that is not, and that is worth waiting for."""
+        now = time.monotonic()
+        self._see(now)
+        launched = forecast([self._view(resident) for resident in self._residents.values()], now)
+        probed = {model: max(found.since + FIRST_PROBE, now) for model, found in self._found.items() if found.phase is Phase.STARTING}
+        return launched | probed
+
+    def telling(self) -> Mapping[str, float]:
+        """``expected``, for relays: from now on they are told again only when it has shifted."""
+        self._told = self.expected()
+        return self._told
+
+    def _has_shifted(self, expected: Mapping[str, float]) -> bool:
+        return expected.keys() != self._told.keys() or any(abs(when - self._told[model]) > _SHIFT for model, when in expected.items())
+
+    def standing(self, model: str) -> Standing:
+        """A model as operators see it."""
+        now = time.monotonic()
+        one = self._residents.get(model) or self._found[model]
+        queued, asked = int(self._tally.sum("queued_requests", model)), self._relays.asked_since(model)
+        waiting = now - asked if queued and asked is not None else None
+        return Standing(one.phase, time.time() - (now - one.since), queued, waiting)
+
+    # What is begun
+
+    def _start(self, resident: Resident) -> None:
+        resident.started(time.monotonic())
+        for spec in resident.specs:
+            self._launcher.start(spec)
+
+    def _drain(self, resident: Resident) -> None:
+        resident.step = Phase.DRAINING
+        resident.told = self._host.tell_health()
+
+    def _resume(self, resident: Resident) -> None:
+        resident.step = None
+        self._host.tell_health()
+
+    def _stop(self, resident: Resident) -> None:
+        resident.step = Phase.DRAINING
+        resident.ending = True
+        self._spawn(resident, self._end(resident))
+
+    def _put_to_sleep(self, resident: Resident) -> None:
+        self._spawn(resident, self._lull(resident))
+
+    def _wake(self, resident: Resident) -> None:
+        resident.step = Phase.STARTING
+        self._spawn(resident, self._rouse(resident))
+
+    def _spawn(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
+        task = resident.task = asyncio.create_task(self._done(resident, work), name=f"fleet {resident.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _done(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
+        """The outer edge of what is done with a model: the next look sees what has become of it."""
+        try:
+            await work
+        except RefusedOperation as error:
+            _log.error("%s: %s", resident.id, error)
+        except Exception:  # noqa: BLE001  it is logged, and the next look goes on from what there is
+            _log.exception("%s", resident.id)
+        finally:
+            resident.task, resident.ending = None, False
+            self.nudge()
+
+    async def _end(self, resident: Resident) -> None:
+        began = time.monotonic()
+        launched = [snapshot.name for snapshot in self._launcher.snapshots() if snapshot.name in resident.names]
+        await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
+        resident.stops.add(time.monotonic() - began)
+        resident.step = None
+        resident.away.clear()
+        self._host.configure()
+
+    async def _lull(self, resident: Resident) -> None:
+        try:
+            await asyncio.gather(*(fall_asleep(target, resident.launch.sleep_level) for target in self._targets(resident)))
+        except SleepError as error:
+            _log.error("%s cannot sleep and is stopped: %s", resident.id, error)
+            await self._end(resident)
+        else:
+            resident.step = Phase.SLEEPING
+
+    async def _rouse(self, resident: Resident) -> None:
+        began = time.monotonic()
+        try:
+            await asyncio.gather(*(wake_up(target, resident.launch.sleep_level) for target in self._targets(resident)))
+        except SleepError as error:
+            _log.error("%s does not wake and is started anew: %s", resident.id, error)
+            await self._end(resident)
+        else:
+            resident.wakes.add(time.monotonic() - began)
+            resident.step = None
+            self._host.tell_health()
+
+    def _targets(self, resident: Resident) -> list[Target]:
+        return [
+            Target(snapshot.name, snapshot.address, self._launcher.api_key(snapshot.name))
+            for snapshot in self._launcher.snapshots()
+            if snapshot.name in resident.names
+        ]
+
+    async def _roll(self, resident: Resident) -> None:
+        """One server after the other, those that are down first, so that never more than one is missing. Raises RefusedOperation."""
+        conditions = self._host.conditions()
+        for spec in sorted(resident.specs, key=lambda spec: conditions[spec.name] is Condition.UP):
+            await self._renew(resident, spec)
+
+    async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
+        name = spec.name
+        resident.away.add(name)
+        number = self._host.tell_health()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(resident.patience):
+                await _until(lambda: self._relays.hold(number) and not self._in_flight([name]))
+        if self._snapshot(name) is not None:
+            await self._launcher.stop(name, STOP_GRACE)
+        resident.away.discard(name)
+        self._launcher.start(spec)
+        await _until(lambda: (snapshot := self._snapshot(name)) is None or snapshot.concluded)
+        if self._host.conditions()[name] is not Condition.UP:
+            raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
+        number = self._host.tell_health()
+        await _until(lambda: self._relays.hold(number))
+
+    def _snapshot(self, name: str) -> Snapshot | None:
+        return next((snapshot for snapshot in self._launcher.snapshots() if snapshot.name == name), None)
+
+    # What operators ask for
+
+    async def start(self, model: str) -> None:
+        """Have a model brought up, and no longer held down; returns when that has begun. Raises RefusedOperation."""
+        resident = self._resident(model)
+        resident.held = False
+        if resident.phase is Phase.FAILED and resident.task is None:
+            self._stop(resident)
+        if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
+            resident.ordered = time.monotonic()
+        self.nudge()
+
+    async def wake(self, model: str) -> None:
+        """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
+        await self.start(model)
+
+    async def stop(self, model: str) -> None:
+        """Let a model's requests finish, end its servers, and hold it down until ``start`` or ``wake``; returns when it is down.
+
+        Raises RefusedOperation.
+        """
+        resident = self._resident(model)
+        if resident.task is not None and not resident.ending:
+            resident.task.cancel()
+            await asyncio.gather(resident.task, return_exceptions=True)
+        resident.held, resident.ordered = True, None
+        self.look()
+        await _until(lambda: resident.phase is Phase.STOPPED or not resident.held)
+
+    async def restart(self, model: str) -> None:
+        """Have a model's servers replaced, one after the other; returns when that has begun. Raises RefusedOperation."""
+        resident = self._resident(model)
+        if resident.task is not None and not resident.ending:
+            raise RefusedOperation(f"{model} is being worked on; try again when it is ready, or stop it")
+        if resident.phase in (Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING):
+            raise RefusedOperation(f"{model} is {resident.phase}; only a model that runs can be restarted")
+        self._spawn(resident, self._roll(resident))
+
+    def _resident(self, model: str) -> Resident:
+        resident = self._residents.get(model)
+        if resident is None:
+            raise RefusedOperation(f"{model} is not launched by the gateway" if model in self._found else f"there is no model {model}")
+        return resident
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # what is waited for is in other processes
+        await asyncio.sleep(_CLOSE_LOOK)

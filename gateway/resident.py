@@ -1,0 +1,144 @@
+"""One launched model and where it is in its life: what the fleet keeps of it, and how ``schedule`` sees it.
+
+The rule: its phase comes from its servers' own states, except while the fleet itself is doing something with it.
+Times are in seconds of the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from gateway import config as conf
+from gateway import plan
+from gateway.config import Config
+from upstream.launcher import Snapshot
+from upstream.launcher import State as Stage
+from upstream.launcher.schedule import Phase, View
+
+FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
+"""Seconds that each is expected to take before it has been measured."""
+REMEMBERED = 5
+"""Of so many the longest counts."""
+
+
+class Pace:
+    """How long something takes: the longest of the last times, in seconds; at first, a guess."""
+
+    def __init__(self, guess: float) -> None:
+        self._guess = guess
+        self._last: deque[float] = deque(maxlen=REMEMBERED)
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+
+    @property
+    def longest(self) -> float:
+        return max(self._last, default=self._guess)
+
+
+class Resident:
+    """A launched model.
+
+    ``step``: what the fleet is doing with it, None where its servers' states say it all. ``task``: the work of that, and
+    ``ending`` that this work ends it. ``away``: its servers that are to take no requests although the model is up.
+    ``ordered``: since when the operator wants it up; ``held``: he wants it down. ``told``: the number of the word by which
+    relays send it no new requests.
+    """
+
+    def __init__(self, config: Config, model: conf.Model, launch: conf.Launch, now: float) -> None:
+        self.id = model.id
+        self.launch = launch
+        self.specs = plan.launches_of(config, model)
+        self.names = frozenset(spec.name for spec in self.specs)
+        self.asked_as = (model.id, *(lora.id for lora in model.loras))
+        self._gpus = frozenset[int | str](plan.gpus(launch))
+        self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
+        self.patience = config.server.drain
+        # Where it is
+        self.phase = Phase.STOPPED
+        self.since = self.ready_since = self.last_use = now
+        self._served = 0.0
+        self._has_been_up = False
+        self._began: float | None = None
+        # What is done with it
+        self.step: Phase | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.ending = False
+        self.away: set[str] = set()
+        self.told = 0
+        self.ordered: float | None = None
+        self.held = False
+        # How long that takes
+        self._starts, self.wakes, self.stops = Pace(FIRST_START), Pace(FIRST_WAKE), Pace(FIRST_STOP)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its servers can be put to sleep."""
+        return self.launch.idle_sleep is not None
+
+    def started(self, now: float) -> None:
+        """Its servers have been started just now."""
+        self._began = now
+
+    def used(self, served: float, in_flight: float, now: float) -> None:
+        """Take in how many requests for it have ended so far, and how many are under way."""
+        if served != self._served or in_flight:
+            self._served, self.last_use = served, now
+
+    def see(self, snapshots: Iterable[Snapshot], now: float) -> None:
+        """Take in the states of its servers."""
+        stages = {snapshot.name: snapshot.state for snapshot in snapshots if snapshot.name in self.names}
+        phase = self.step or _phase({state for name, state in stages.items() if name not in self.away}, bool(stages))
+        if phase is not self.phase:
+            self._enter(phase, now)
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        if phase is Phase.READY:
+            self.ordered, self._has_been_up = None, True
+            if self.phase is not Phase.DRAINING:
+                self.ready_since = now
+            if self._began is not None:
+                self._starts.add(now - self._began)
+        if phase in (Phase.READY, Phase.FAILED):
+            self._began = None
+        self.phase, self.since = phase, now
+
+    def view(self, *, asked: float | None, in_flight: int, acknowledged: bool) -> View:
+        """How it is to be seen. ``asked``: since when requests wait for it."""
+        launch = self.launch
+        wakes = self.sleeps and (self.step is Phase.STARTING or self.phase in (Phase.READY, Phase.DRAINING, Phase.SLEEPING))
+        return View(
+            self.id,
+            self.phase,
+            since=self.since,
+            gpus=self._gpus,
+            group=launch.group,
+            capacity=self._capacity,
+            on_demand=launch.start == "on_demand",
+            wanted=min((since for since in (asked, self.ordered) if since is not None), default=None),
+            in_flight=in_flight,
+            acknowledged=acknowledged,
+            ready_since=self.ready_since,
+            last_use=self.last_use,
+            pace=(self.wakes if wakes else self._starts).longest,
+            leave=self.stops.longest,
+            eager=launch.start == "eager" and (launch.idle_stop is None or not self._has_been_up),
+            sleeps=self.sleeps,
+            idle_stop=launch.idle_stop,
+            idle_sleep=launch.idle_sleep,
+            held=self.held,
+            patience=self.patience,
+            busy_with=self.task is not None,
+        )
+
+
+def _phase(stages: set[Stage], launched: bool) -> Phase:
+    """What the states of a model's servers make it. ``launched``: there are some, though perhaps none that counts."""
+    if not launched:
+        return Phase.STOPPED
+    for stage, phase in ((Stage.READY, Phase.READY), (Stage.STARTING, Phase.STARTING)):
+        if stage in stages:
+            return phase
+    return Phase.FAILED if stages - {Stage.STOPPING, Stage.STOPPED} else Phase.DRAINING

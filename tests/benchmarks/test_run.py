@@ -1,0 +1,26 @@
+"""The harness from end to end at a tiny size, with the gateway as a user starts it and nobody beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from benchmarks import results
+from benchmarks.__main__ import KEPT, run
+from benchmarks.stage import DIRECT, Scale
+
+
+async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:
+    await run(["streams", "flood"], ["vllm-gateway"], Scale(rounds=2, seconds=0.1, crowd=0.02), tmp_path)
+    sections = results.read(tmp_path / KEPT)
+    assert list(sections) == ["flood", "streams"]
+    for section, variant in ((sections["streams"], "50 events a second"), (sections["flood"], "4,000 events")):
+        ours, direct = section.find("vllm-gateway", variant), section.find(DIRECT, variant)
+        assert ours and direct
+        assert (len(ours.values["cpu"]), len(direct.values["rate"])) == (2, 2)
+        assert "cpu" not in direct.values and min(ours.values["rate"]) > 0
+        assert section.absent == {} and list(section.proxies) == ["vllm-gateway"]
+    assert [row.faults for row in sections["flood"].rows] == [[], []]
+    assert "| vllm-gateway |" in (tmp_path / "performance.md").read_text()
+    assert psutil.Process().children() == []

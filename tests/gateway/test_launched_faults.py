@@ -1,0 +1,144 @@
+"""What clients meet when a launched server dies, falls ill, hangs or cannot have its port; and that all of it passes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+
+ENDLESS: dict[str, Any] = {"stream": True, "simulate": {"tokens": 100_000, "tokens_per_second": 20}}
+HUNG_WITHIN = 110.0  # seconds until a server that says nothing is up again: a minute of patience, the grace, its start
+
+
+class Stream:
+    """A stream without an end, as one client reads it."""
+
+    def __init__(self, one: Gateway, model: str, pool: ThreadPoolExecutor) -> None:
+        self.said = ""
+        self._url = one.url
+        self._body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], **ENDLESS}
+        self._reading = pool.submit(self._read)
+
+    def _read(self) -> None:
+        headers = {"authorization": f"Bearer {KEY}"}
+        with httpx2.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=headers, timeout=HUNG_WITHIN) as answer:
+            for piece in answer.iter_text():
+                self.said += piece
+
+    def whole(self) -> str:
+        """Everything, once it has ended after all."""
+        self._reading.result(HUNG_WITHIN)
+        return self.said
+
+
+@dataclass
+class Stage:
+    """The gateway, what makes one of its servers ill, who holds a port, and the stream that was under way when a server hung."""
+
+    gateway: Gateway
+    illness: Path
+    holder: socket.socket
+    pool: ThreadPoolExecutor
+    hung: Stream | None = None
+
+    def server(self, model: str) -> dict[str, Any]:
+        """As /status shows it."""
+        models = self.gateway.get("/status").json()["models"]
+        shown: dict[str, Any] = next(each for each in models if each["id"] == model)["servers"][0]
+        return shown
+
+    def begin(self, model: str) -> Stream:
+        """A stream of which something has come."""
+        stream = Stream(self.gateway, model, self.pool)
+        wait_for(lambda: "content" in stream.said and self.in_flight(model) == 1)
+        return stream
+
+    def in_flight(self, model: str) -> float:
+        return self.gateway.metric(f'vllm_gateway_inflight_requests{{model="{model}"}}')
+
+    def check_it_is_over(self, model: str, restarts: int, seconds: float = 30.0) -> None:
+        """Started anew, nothing in flight, and the next request is answered."""
+        wait_for(lambda: (self.server(model)["restarts"], self.server(model)["condition"]) == (restarts, "up"), seconds)
+        assert self.in_flight(model) == self.server(model)["in_flight"] == 0
+        assert self.gateway.ask(model=model).status_code == 200
+
+
+def answers(one: Gateway, model: str) -> bool:
+    return one.ask(model=model).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("faults")
+    illness = folder / "dead-engine"
+    with socket.create_server(("127.0.0.1", 0)) as holder, ThreadPoolExecutor() as pool:
+        port = holder.getsockname()[1]
+        models = [launched("sim/hung"), launched("sim/dead"), launched("sim/ill", **{"sim-sick-while": str(illness)}),
+                  launched("sim/port", port=port), launched("sim/slow", **{"sim-healthy-after": 600})]  # fmt: skip
+        with gateway(folder, configuration(*models), ready=False) as one:
+            for model in ("sim/hung", "sim/dead", "sim/ill"):
+                wait_for(partial(answers, one, model), why=lambda: one.said)
+            stage = Stage(one, illness, holder, pool)
+            stage.hung = stage.begin("sim/hung")
+            os.kill(stage.server("sim/hung")["pid"], signal.SIGSTOP)  # first of all: it takes a minute until it is given up
+            yield stage
+
+
+def test_a_server_that_is_killed(stage: Stage) -> None:
+    streaming = stage.begin("sim/dead")
+    psutil.Process(stage.server("sim/dead")["pid"]).kill()
+    assert '"code":"upstream_disconnected"' in streaming.whole()
+    assert stage.gateway.ask(model="sim/dead").json()["error"]["code"] in ("no_healthy_server", "model_loading", "upstream_unreachable")
+    stage.check_it_is_over("sim/dead", restarts=1)
+
+
+def test_a_dead_engine_behind_a_living_server(stage: Stage) -> None:
+    streaming = stage.begin("sim/ill")
+    before = stage.server("sim/ill")["pid"]
+    stage.illness.touch()
+    wait_for(lambda: stage.server("sim/ill")["state"] != "ready")
+    assert "it is renewed: GET /health: status 503" in stage.server("sim/ill")["reason"]
+    stage.illness.unlink()
+    assert '"finish_reason":"abort"' in streaming.whole(), "as vLLM says it when it is ended"
+    stage.check_it_is_over("sim/ill", restarts=1)
+    assert not psutil.pid_exists(before)
+
+
+def test_a_port_that_is_taken(stage: Stage) -> None:
+    port = stage.holder.getsockname()[1]
+    taken = f"sim/port#0 could not start: port {port} of 127.0.0.1 is taken by process {os.getpid()} ("
+    wait_for(lambda: taken in stage.gateway.said)
+    assert taken in stage.server("sim/port")["reason"] and stage.server("sim/port")["condition"] != "up"
+    assert stage.gateway.ask(model="sim/port").json()["error"]["code"] in ("no_healthy_server", "model_loading")
+    stage.holder.close()
+    wait_for(lambda: stage.server("sim/port")["condition"] == "up", 90)
+    assert stage.gateway.ask(model="sim/port").status_code == 200
+
+
+def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
+    shown = wait_for(lambda: stage.server("sim/slow")["progress"] and stage.server("sim/slow"))
+    assert shown["state"] == "starting" and "Starting vLLM server" in shown["progress"]
+
+
+@pytest.mark.timeout(180)
+def test_a_hung_server(stage: Stage) -> None:
+    assert stage.hung is not None
+    wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
+    assert stage.gateway.ask(model="sim/hung").json()["error"]["code"] in ("no_healthy_server", "model_loading")
+    assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
+    assert "sim/hung#0 ended: it is renewed: no answer within 10 s" in stage.gateway.said
+    stage.check_it_is_over("sim/hung", restarts=1)

@@ -1,0 +1,133 @@
+"""The gateway with its control process in the test's own loop, so that a test can ask what only operators may."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import yaml
+from rich.console import Console
+
+from gateway.announce import Announcer
+from gateway.config import load
+from gateway.control import Control, listen
+from gateway.fleet import Fleet
+from gateway.metrics import Series
+from gateway.relays import relays
+from tests.support.process import configuration, launched
+from tests.support.running import KEY, until
+from upstream.health import Prober
+from upstream.launcher import Launcher
+
+
+def on_demand(identity: str, *, queue: dict[str, Any] | None = None, args: dict[str, Any] | None = None, **launch: Any) -> dict[str, Any]:
+    """A simulator that is started when it is asked for; `launch` are more of its settings."""
+    model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **(args or {})})
+    model["launch"] |= {"start": "on_demand", **launch}
+    return model | ({"queue": queue} if queue else {})
+
+
+@dataclass
+class Controlled:
+    """A running gateway."""
+
+    control: Control
+    port: int
+    said: io.StringIO
+    client: httpx2.AsyncClient
+
+    def status(self, model: str) -> dict[str, Any]:
+        """The model as /status shows it."""
+        return next(each for each in self.control.status()["models"] if each["id"] == model)
+
+    def state(self, model: str) -> str:
+        return str(self.status(model)["state"])
+
+    async def reaches(self, model: str, state: str, seconds: float = 30.0) -> None:
+        """Wait until a model is in a state. Raises TimeoutError."""
+        try:
+            await until(lambda: self.state(model) == state, seconds)
+        except TimeoutError:
+            raise TimeoutError(f"{model} is {self.state(model)} and not {state}\n{self.said.getvalue()}") from None
+
+    def value(self, family: str, *labels: str) -> float:
+        """The first cell of a series, 0 when there is none."""
+        return self.control.series().get(Series(family, labels), (0.0,))[0]
+
+    def launches(self, model: str) -> float:
+        return self.value("launches_total", model, "ready")
+
+    async def ask(self, model: str, **body: Any) -> httpx2.Response:
+        """A request with the key."""
+        document = {"model": model, "messages": [{"role": "user", "content": "Hello"}], **body}
+        return await self.client.post("/v1/chat/completions", json=document)
+
+    async def streams(self, model: str, count: int = 1, seconds: float = 2.0) -> list[asyncio.Task[httpx2.Response]]:
+        """So many streams of this length, all of them in flight on a server."""
+        simulate = {"tokens": 20, "tokens_per_second": 20 / seconds}
+        before = self.in_flight(model)
+        tasks = [asyncio.create_task(self.ask(model, stream=True, simulate=simulate)) for _ in range(count)]
+        await until(lambda: self.in_flight(model) == before + count)
+        return tasks
+
+    def in_flight(self, model: str) -> int:
+        return sum(int(each["in_flight"]) for each in self.status(model)["servers"])
+
+    def pids(self, model: str) -> list[int]:
+        return [each["pid"] for each in self.status(model)["servers"] if each.get("pid")]
+
+
+@asynccontextmanager
+async def controlled(
+    folder: Path, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any
+) -> AsyncIterator[Controlled]:
+    """Run a configuration; in the end nothing of it is left."""
+    file = folder / "gateway.yaml"
+    file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
+    config, said = load(file), io.StringIO()
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(closing(listen("127.0.0.1", 0)))
+        control = Control(config, Announcer(Console(file=said, width=200)))
+        launcher = Launcher(on_change=control.launched, log_folder=folder / "logs", environ=os.environ, runtime_parent="/tmp")
+        control.launcher = await stack.enter_async_context(launcher)
+        control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=10.0))
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
+        control.fleet = Fleet(config, control.launcher, control.relays, control)
+        control.begin()
+        stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
+        port = data.getsockname()[1]
+        client = await stack.enter_async_context(_client(port))
+        await until(lambda: control.not_ready() is None, 30.0)
+        yield Controlled(control, port, said, client)
+
+
+def _client(port: int) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}",
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=60,
+        limits=httpx2.Limits(max_connections=None),
+        verify=False,
+        trust_env=False,
+    )
+
+
+async def _ended(control: Control, loop: asyncio.Task[None]) -> None:
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await control.end()
+
+
+async def held(condition: Callable[[], bool], seconds: float) -> None:
+    """See that a condition holds for so long."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < deadline:
+        assert condition()
+        await asyncio.sleep(0.02)

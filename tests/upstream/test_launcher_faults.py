@@ -1,0 +1,206 @@
+"""What goes wrong with launched servers, provoked for real: each time nothing is left, and what can be is up again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.upstream.launching import QUICK, Case, alive, until
+from upstream.health import Prober, Target
+from upstream.launcher import Backoff, Launcher, State, memory
+from upstream.launcher.logfile import KEPT, LIMIT
+
+THRICE = Backoff(first=0.01, cap=0.02, limit=3)
+
+
+@asynccontextmanager
+async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0) -> AsyncIterator[Prober]:
+    """Probes of a ready server, in a hurry; one that is lost is renewed, as control does it."""
+    (snapshot,) = launcher.snapshots()
+    prober = Prober(on_change=lambda _: None, on_lost=lambda probe: launcher.renew(name, probe.reason, grace), interval=0.02, deadline=0.5)
+    async with prober:
+        prober.set_targets([Target(name, snapshot.address, launcher.api_key(name))])
+        yield prober
+
+
+async def test_a_dead_engine_behind_a_living_server_is_renewed(case: Case) -> None:
+    engine_is_dead = case.folder / "dead"
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(engine_core=True, sick_while=str(engine_is_dead)))
+        await case.reached(State.READY)
+        pids = case.pids()
+        engine_is_dead.touch()
+        async with probed(launcher):
+            crashed = await case.reached(State.CRASHED)
+            engine_is_dead.unlink()
+        assert crashed.reason.startswith("org/m#0 ended: it is renewed: GET /health: status 503. Last lines of its log:\n")
+        await case.reached(State.READY, restarts=1)
+        assert not any(map(alive, pids.values()))
+    assert case.states()[:6] == [State.STARTING, State.READY, State.CRASHED, State.BACKING_OFF, State.STARTING, State.READY]
+
+
+async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(engine_core=True))
+        await case.reached(State.READY)
+        pids = case.pids()
+        os.kill(pids["main"], signal.SIGSTOP)
+        async with probed(launcher, grace=0.1):
+            assert "it is renewed: no answer within 0.5 s" in (await case.reached(State.CRASHED)).reason
+            await case.reached(State.BACKING_OFF)
+        assert not any(map(alive, pids.values()))
+        await case.reached(State.READY, restarts=1)
+
+
+async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        with pytest.raises(KeyError):
+            launcher.renew("org/m#0", "nobody knows it", 0)
+        launcher.start(case.spec())
+        launcher.renew("org/m#0", "too early", 0)
+        await case.reached(State.READY)
+        launcher.renew("org/m#0", "first", 5)
+        launcher.renew("org/m#0", "second", 5)
+        assert "it is renewed: first" in (await case.reached(State.CRASHED)).reason
+        launcher.renew("org/m#0", "too late", 0)
+        await case.reached(State.READY, restarts=1)
+    assert case.states().count(State.CRASHED) == 1
+
+
+async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(engine_core=True, ignore_term=True))
+        await case.reached(State.READY)
+        launcher.renew("org/m#0", "ill", 600)
+        await case.reached(State.CRASHED)
+        await launcher.stop("org/m#0", grace=0.1)
+        assert not any(map(alive, case.pids().values()))
+    assert case.states()[-3:] == [State.CRASHED, State.STOPPING, State.STOPPED]
+
+
+async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_anew(case: Case) -> None:
+    async with case.launcher(THRICE) as launcher:
+        launcher.start(case.spec(no_such_flag=1))
+        await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
+        last = case.told[-1]
+        assert (last.state, last.restarts, last.concluded) == (State.FAILED, 2, True)
+        assert "could not start: exit code 2. It has failed 3 times in a row and stays down until it is restarted" in last.reason
+        assert last.reason.endswith("unrecognized arguments: --no-such-flag 1")
+        assert case.states() == 2 * [State.STARTING, State.FAILED, State.BACKING_OFF] + [State.STARTING, State.FAILED]
+        await launcher.stop("org/m#0", grace=10)
+        launcher.start(case.spec())
+        assert not (await case.reached(State.READY)).given_up
+
+
+async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:
+    async with case.launcher(Backoff(first=0.01, cap=0.02, limit=2)) as launcher:
+        launcher.start(case.spec())
+        for restarts in range(2):
+            pid = (await case.reached(State.READY, restarts=restarts)).pid
+            assert pid
+            os.kill(pid, signal.SIGTERM)
+        failed = await case.reached(State.FAILED, restarts=1)
+        assert failed.given_up and "org/m#0 ended: exit code 0. It has failed 2 times in a row" in failed.reason
+        await until(lambda: case.told[-1].pid is None)
+    assert case.states().count(State.CRASHED) == 1
+
+
+async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case) -> None:
+    async with case.launcher(QUICK) as launcher:
+        with socket.create_server(("127.0.0.1", 0)) as holder:
+            port = holder.getsockname()[1]
+            launcher.start(case.spec(port=port))
+            failed = await case.reached(State.FAILED)
+        assert f"could not start: port {port} of 127.0.0.1 is taken by process {os.getpid()} (" in failed.reason
+        await until(lambda: case.told[-1].state is State.READY)
+        assert case.told[-1].address.port == port
+
+
+async def test_a_flood_of_words_is_cut_while_it_starts(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(flood=LIMIT + (1 << 20), never_ready=True))
+        log = (await case.reached(State.STARTING)).log
+        older = log.with_suffix(".log.1")
+        await until(lambda: older.exists() and older.stat().st_size == KEPT)
+        await until(lambda: log.stat().st_size < LIMIT)
+        assert case.states() == [State.STARTING]
+        for file in (log, older):
+            file.unlink()
+
+
+async def test_a_killed_server_tells_of_memory_what_is_known(case: Case) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        pid = (await case.reached(State.READY)).pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        words = "signal SIGKILL" if memory.kills() is not None else "killed by SIGKILL, perhaps by the kernel for lack of memory"
+        assert (await case.reached(State.CRASHED)).reason.startswith(f"org/m#0 ended: {words}. Last lines")
+
+
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [
+        ("0::/a.slice/b.scope\n", "sys/fs/cgroup/a.slice/b.scope/memory.events"),
+        ("2:cpu,cpuacct:/\n4:memory:/jobs/7\n0::/\n", "sys/fs/cgroup/memory/jobs/7/memory.oom_control"),
+        ("0::/\n", "proc/vmstat"),
+        ("", "proc/vmstat"),
+    ],
+)
+def test_where_the_kernel_counts_its_kills(tmp_path: Path, group: str, file: str) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(group)
+    assert memory.kills(tmp_path) is None
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("low 0\noom 9\noom_kill 3\noom_group_kill 1\n")
+    assert memory.kills(tmp_path) == 3
+
+
+async def test_what_a_server_says_while_it_starts_is_its_progress(case: Case) -> None:
+    said = "(Worker pid=7) INFO 11-21 14:37:21 [default_loader.py:501] Loading weights took 0.01 seconds"
+    ready = case.folder / "not yet"
+    ready.touch()
+    async with case.launcher() as launcher:
+        launcher.start(case.spec(say=said, sick_while=str(ready)))
+        await until(lambda: case.told[-1].progress == "ready")
+        ready.unlink()
+        assert (await case.reached(State.READY)).progress == ""
+        launcher.start(case.spec("b#0", say=said, never_ready=True))
+        await until(lambda: case.told[-1].progress == "Loading weights took 0.01 seconds")
+
+
+async def test_what_a_server_leaves_in_its_own_folder_goes_with_it(case: Case) -> None:
+    def left() -> list[str]:
+        return [path.name for folder in case.runtime.iterdir() for path in folder.glob("*/*")]
+
+    async with case.launcher(QUICK) as launcher:
+        launcher.start(case.spec(leave_socket=True))
+        ready = await case.reached(State.READY)
+        assert ready.pid and len(left()) == 1 and re.fullmatch(r"[0-9a-f-]{36}", left()[0])
+        os.kill(ready.pid, signal.SIGKILL)
+        await case.reached(State.BACKING_OFF)
+        assert left() == []
+        again = await case.reached(State.READY, restarts=1)
+        assert again.pid and len(left()) == 1
+        os.kill(os.getsid(again.pid), signal.SIGKILL)  # its keeper: what it left is cleared at the next start
+        await case.reached(State.READY, restarts=2)
+        assert len(left()) == 1
+        await launcher.stop("org/m#0", grace=10)
+        assert left() == []
+
+
+async def test_where_it_puts_its_sockets_is_the_operators_to_say(case: Case) -> None:
+    with tempfile.TemporaryDirectory(prefix="rpc-") as own:
+        async with case.launcher() as launcher:
+            launcher.start(case.spec(leave_socket=True, env={"VLLM_RPC_BASE_PATH": own}))
+            await case.reached(State.READY)
+            await launcher.stop("org/m#0", grace=10)
+        assert len(os.listdir(own)) == 1
