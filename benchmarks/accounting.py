@@ -81,6 +81,29 @@ def cost(tree: Tree) -> Iterator[Cost]:
     spent.own = _cpu(psutil.Process()) - own
 
 
+@dataclass(slots=True)
+class Neighbours:
+    """`share`: how much of the machine, from 0 to 1, was taken by what is not ours, in a `with` block."""
+
+    share: float = field(default=0.0)
+
+
+@contextmanager
+def neighbours() -> Iterator[Neighbours]:
+    """Fill in a `Neighbours` when the block ends, by which time the processes that it started must have ended."""
+    found, tree = Neighbours(), Tree(os.getpid())
+    before, own = psutil.cpu_times(), tree.cpu()
+    yield found
+    after = psutil.cpu_times()
+    idle = after.idle + after.iowait - before.idle - before.iowait
+    found.share = share_of_others(sum(after) - sum(before), idle, tree.cpu() - own)
+
+
+def share_of_others(whole: float, idle: float, own: float) -> float:
+    """Of `whole` seconds of CPU time, what was neither idle nor our own, as a share from 0 to 1."""
+    return max(0.0, 1 - (idle + own) / whole) if whole else 0.0
+
+
 @contextmanager
 def pinned_to(core: int) -> Iterator[None]:
     """Keep this process, and what it starts, on one core.

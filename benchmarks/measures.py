@@ -71,7 +71,7 @@ async def crowded(
     try:
         await clients.grow(count)
     except TimeoutError:
-        stage.add(proxy.name, variant, {}, (f"only {len(clients.clients)} of {count} streams opened in time", *clients.faults()))
+        stage.add(proxy.name, variant, {}, (f"only {clients.opened} of {count} streams opened in time", *clients.faults()))
         return
     await asyncio.sleep(_SETTLE * stage.scale.seconds)
     values = {"streams": count} | await window(proxy, clients, seconds * stage.scale.seconds)

@@ -147,10 +147,11 @@ def _remarks(section: Section) -> Iterator[str]:
 
 
 def stamp(section: Section) -> str:
-    """When, how often, and on what."""
+    """When, how often, beside what, and on what."""
+    others = f"others took {section.others:.0%} of the machine meanwhile"
     proxies = ", ".join(f"{name} {version}" for name, version in section.proxies.items())
     on = f"{section.machine['CPU']}, {section.machine['cores']} cores, {section.machine['kernel']}, Python {section.machine['Python']}"
-    return f"<sub>{section.finished[:10]}; {_times(section)} in {section.seconds:.0f} s; {on}; {proxies}.</sub>"
+    return f"<sub>{section.finished[:10]}; {_times(section)} in {section.seconds:.0f} s, {others}; {on}; {proxies}.</sub>"
 
 
 def _times(section: Section) -> str:

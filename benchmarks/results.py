@@ -51,7 +51,9 @@ class Row:
 
 @dataclass(slots=True)
 class Section:
-    """One run of one case. `absent` has the proxies that were not measured, each with the reason."""
+    """One run of one case. `others` is the share of the machine that what is not ours took meanwhile, from 0 to 1; `absent` has the
+    proxies that were not measured, each with the reason.
+    """
 
     case: str
     finished: str
@@ -59,6 +61,7 @@ class Section:
     seconds: float
     machine: dict[str, str]
     proxies: dict[str, str]
+    others: float = 0.0
     absent: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 

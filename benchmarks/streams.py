@@ -7,6 +7,7 @@ took itself.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Client(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._parser.get_status_code() != 200:
-            self._crowd.refused += 1
+            self._crowd.refused[self._parser.get_status_code()] += 1
             self._finish()
 
     def on_body(self, body: bytes) -> None:
@@ -89,7 +90,7 @@ class Crowd:
     clients: list[Client] = field(default_factory=list)
     events: int = 0
     delays: list[int] = field(default_factory=list)
-    refused: int = 0
+    refused: Counter[int] = field(default_factory=Counter)
     lost: int = 0
     ended: int = 0
 
@@ -115,10 +116,15 @@ class Crowd:
         client.leave()
         return took
 
+    @property
+    def opened(self) -> int:
+        """How many have had an event, or have ended."""
+        return sum(client.began.done() for client in self.clients)
+
     def faults(self) -> Iterator[str]:
         """What went wrong so far, in words."""
-        if self.refused:
-            yield f"{self.refused} streams refused"
+        for status, count in self.refused.items():
+            yield f"{count} streams refused with status {status}"
         if self.lost:
             yield f"{self.lost} streams broke off"
 

@@ -131,10 +131,6 @@ class EdgeProtocol(HttpToolsProtocol):
                 raise _head_too_large()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._resuming:
-            return
-        if len(self.headers) >= MAX_HEADERS:
-            raise _head_too_large()
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -143,8 +139,9 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         if self._lingering:
             return
-        if self._head_size > MAX_HEAD and len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
-            raise _head_too_large()  # what came may hold a part of the body as well, so it is counted only when it might be too much
+        headers = self.headers
+        if len(headers) > MAX_HEADERS or (self._head_size > MAX_HEAD and self._size_of_head() > MAX_HEAD):
+            raise _head_too_large()
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
@@ -153,14 +150,14 @@ class EdgeProtocol(HttpToolsProtocol):
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
             return
-        headers, limit = _unique(self.headers), self.door.body_limit
+        unique, limit = _unique(headers), self.door.body_limit
         call = self._incoming = Call(
             self,
             target,
-            headers,
+            unique,
             next(self.door.request_ids),
             limit,
-            b"content-length" in headers and int(headers[b"content-length"]) > limit,
+            b"content-length" in unique and int(unique[b"content-length"]) > limit,
             parser.get_http_version() == "1.0",
             parser.should_keep_alive(),
         )
@@ -168,6 +165,10 @@ class EdgeProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((call, self.app))
         else:
             self._start(call)
+
+    def _size_of_head(self) -> int:
+        """Worked out only where it might be too much: what came in the same read may be a part of the body."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _leave_to_starlette(self) -> None:
         """Let uvicorn have the head after all; for ours its scope is never made."""

@@ -36,6 +36,7 @@ STOP_GRACE = 10.0
 FIRST_PROBE = 3.0
 """Seconds after which a server that was found is known to be up or down."""
 _LOOK, _CLOSE_LOOK = 0.25, 0.05  # seconds between two looks at the picture, where nothing calls for one; while something drains
+_WORD = 5.0  # seconds in which every relay should have taken a word
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
 _SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
@@ -318,14 +319,21 @@ class Fleet:
     # What operators ask for
 
     async def start(self, model: str) -> None:
-        """Have a model brought up, and no longer held down; returns when that has begun. Raises RefusedOperation."""
+        """Have a model brought up, and no longer held down; returns when that has begun and requests wait for it.
+
+        Raises RefusedOperation.
+        """
         resident = self._resident(model)
         resident.held = False
         if resident.phase is Phase.FAILED and resident.task is None:
             self._stop(resident)
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
-        self.nudge()
+        self.look()
+        number = self._host.tell_health()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WORD):
+                await _until(lambda: self._relays.hold(number))
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""

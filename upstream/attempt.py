@@ -12,6 +12,9 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from types import TracebackType
 
+import msgspec
+from msgspec import field
+
 from upstream.connection import Connection, Headers
 from upstream.deadlines import Deadlines, Timeouts
 from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, TotalTimeout, UpstreamError
@@ -31,33 +34,30 @@ Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[bool]]]
 read on and says whether it wants more: not when it has answered already, or failed."""
 
 
-class Answer:
+class Answer(msgspec.Struct, eq=False):
     """One answer as it arrives. A ``Receiver``: the connection's callbacks end here.
 
     Until ``flow_to`` names a sink, bytes wait in ``pending``; afterwards they go to the sink in the very
     callback that brought them.
     """
 
-    __slots__ = ("_connection", "_server", "_sink", "_timeouts", "_uploading", "_waiter", "_writable", "complete", "error",
-                 "expectant", "headers", "last_byte", "paused", "pending", "sent", "status")  # fmt: skip
-
-    def __init__(self, server: Server, connection: Connection, timeouts: Timeouts) -> None:
-        self._server = server
-        self._connection = connection
-        self._timeouts = timeouts
-        self._sink: Callable[[bytes], None] | None = None
-        self._waiter: Signal | None = None
-        self._writable: Signal | None = None
-        self._uploading = False
-        self.sent = monotonic()
-        self.last_byte = 0.0  # when the last byte of the body came; 0 before the first: a head alone is no sign of life
-        self.status = 0
-        self.headers: Headers = {}
-        self.pending: list[bytes] = []
-        self.paused = False
-        self.complete = False
-        self.error: UpstreamError | None = None
-        self.expectant = True
+    _server: Server
+    _connection: Connection
+    _timeouts: Timeouts
+    sent: float = field(default_factory=monotonic)
+    last_byte: float = 0.0
+    """When the last byte of the body came; 0 before the first: a head alone is no sign of life."""
+    status: int = 0
+    headers: Headers = field(default_factory=dict)
+    pending: list[bytes] = field(default_factory=list)
+    paused: bool = False
+    complete: bool = False
+    error: UpstreamError | None = None
+    expectant: bool = True
+    _sink: Callable[[bytes], None] | None = None
+    _waiter: Signal | None = None
+    _writable: Signal | None = None
+    _uploading: bool = False
 
     @property
     def server(self) -> ServerSpec:

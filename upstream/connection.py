@@ -64,6 +64,8 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._on_idle = on_idle
         self._transport: asyncio.Transport | None = None
+        self._headers: Headers = {}
+        self.on_header = self._headers.setdefault  # called by the parser; a method of ours would take six times as long
         self._parser = httptools.HttpResponseParser(self)
         self._paused = False
         self.write_paused = False
@@ -71,7 +73,6 @@ class Connection(asyncio.Protocol):
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
-        self._headers: Headers = {}
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
         self._answered = False  # a byte of an answer has come
         self._in_body = False
@@ -175,12 +176,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             raise _DesyncError  # more than one answer to one request
-        self._headers = {}
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
-            return  # a trailer: nothing here is told by one
-        self._headers.setdefault(name.lower(), value)
+        self._headers.clear()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -188,7 +184,9 @@ class Connection(asyncio.Protocol):
             return  # an interim answer (100, 103): the real one follows
         self._in_body = True
         self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
-        headers = self._headers
+        headers: Headers = {}
+        for name, value in self._headers.items():
+            headers.setdefault(name.lower(), value)
         self._framed = b"content-length" in headers or b"transfer-encoding" in headers or status in (204, 304)
         if self._receiver is not None:
             self._receiver.on_head(status, headers)

@@ -1,7 +1,6 @@
-"""The same conversations through running proxies to running simulators, each of which counts its cache's hits as vLLM does.
+"""The same conversations through a running gateway to running simulators, each of which counts its cache's hits as vLLM does.
 
-``python -m benchmarks.prefix.live [VLLM_ROUTER]``: the second is the ``vllm-router`` command of the package of that name, where it is
-installed. The rule: every proxy gets new simulators, whose caches are empty.
+``python -m benchmarks.prefix.live`` prints a table. The rule: every balance gets new simulators, whose caches are empty.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import asyncio
 import random
 import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +41,24 @@ class Seen:
 
 
 def main() -> None:
-    """Print a table: hit rate, and the requests of the server that got most over the mean, for each way to choose."""
-    router = sys.argv[1] if len(sys.argv) > 1 else None
-    ways: dict[str, Callable[[Sequence[str]], AbstractContextManager[str]]] = {
-        f"gateway, `{balance}`": partial(_gateway, balance) for balance in ("round_robin", "least_busy", "prefix")
-    }
-    if router is not None:
-        ways |= {f"vllm-router, `{policy}`": partial(_router, router, policy) for policy in ("round_robin", "cache_aware")}
+    """Print a table: hit rate, and the requests of the server that got most over the mean, for each balance."""
     trace = TRACES["chat"]
-    print(f"| {trace.title.lower()}, by | {' | '.join(f'{servers} servers' for servers in SERVERS)} |\n|---|{'---|' * len(SERVERS)}")
-    for title, way in ways.items():
-        print(f"| {title} | {' | '.join(_measured(way, trace, servers) for servers in SERVERS)} |", flush=True)
+    print(f"| `balance` | {' | '.join(f'{servers} servers' for servers in SERVERS)} |\n|---|{'---|' * len(SERVERS)}")
+    for balance in ("round_robin", "least_busy", "prefix"):
+        print(f"| `{balance}` | {' | '.join(_measured(balance, trace, servers) for servers in SERVERS)} |", flush=True)
 
 
-def _measured(way: Callable[[Sequence[str]], AbstractContextManager[str]], trace: Trace, servers: int) -> str:
+def _measured(balance: str, trace: Trace, servers: int) -> str:
+    """One cell. Raises RuntimeError when a request was not answered."""
     talks = trace.of(SEED, servers, REQUESTS * servers)
     with ExitStack() as stack:
         urls = [stack.enter_context(_simulator()) for _ in range(servers)]
-        proxy = stack.enter_context(way(urls))
-        failed = asyncio.run(_all_of(talks, proxy, AT_ONCE * servers))
+        if failed := asyncio.run(_all_of(talks, stack.enter_context(_gateway(balance, urls)), AT_ONCE * servers)):
+            raise RuntimeError(f"{failed} requests were not answered")
         seen = [_seen(url) for url in urls]
     requests = [each.requests for each in seen]
     rate = sum(each.hits for each in seen) / sum(each.queries for each in seen)
-    return f"{rate:.0%}, {max(requests) * servers / sum(requests):.2f}" + (f" ({failed} failed)" if failed else "")
+    return f"{rate:.0%}, {max(requests) * servers / sum(requests):.2f}"
 
 
 async def _all_of(talks: Sequence[Talk], proxy: str, at_once: int) -> int:
@@ -105,8 +97,17 @@ def _seen(url: str) -> Seen:
 
 @contextmanager
 def _simulator() -> Iterator[str]:
-    with _running([*SIMULATOR, MODEL, "--max-model-len", "200000", "--port", "{port}"], "/health") as url:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    words = [*SIMULATOR, MODEL, "--max-model-len", "200000", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: _answers(f"{url}/health"), 60)
         yield url
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -116,38 +117,11 @@ def _gateway(balance: str, urls: Sequence[str]) -> Iterator[str]:
         yield one.url
 
 
-@contextmanager
-def _router(program: str, policy: str, urls: Sequence[str]) -> Iterator[str]:
-    words = ["--host", "127.0.0.1", "--port", "{port}", "--prometheus-port", str(_free_port()), "--worker-urls", *urls, "--policy", policy]
-    with _running([program, *words], "/health") as url:
-        yield url
-
-
-@contextmanager
-def _running(command: Sequence[str], path: str) -> Iterator[str]:
-    port = _free_port()
-    words = [word.format(port=port) for word in command]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(lambda: _answers(url + path), 60)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
 def _answers(url: str) -> bool:
     try:
         return httpx2.get(url, timeout=2).status_code == 200
     except httpx2.HTTPError:
         return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.accounting import Tree, cost
+from benchmarks.accounting import Tree, cost, share_of_others
 
 BURN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
 PARENT = f"""
@@ -59,3 +59,9 @@ def test_the_memory_of_a_tree_is_that_of_its_processes() -> None:
 
 def test_nothing_costs_nothing() -> None:
     assert (Tree(None).cpu(), Tree(None).rss(), Tree(None).processes()) == (0.0, 0, [])
+
+
+def test_others_took_what_was_neither_idle_nor_ours() -> None:
+    assert share_of_others(10.0, 4.0, 1.0) == 0.5
+    assert share_of_others(10.0, 4.0, 6.5) == 0.0  # the two clocks differ by a little
+    assert share_of_others(0.0, 0.0, 0.0) == 0.0

@@ -19,7 +19,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def section(case: str = "json") -> Section:
     """Two proxies in two variants; the third is absent."""
-    made = Section(case, "2027-01-02T03:04:05+00:00", 3, 61.4, MACHINE, {"vllm-gateway": "1.0", "nginx": "1.2"}, {"envoy": "not installed"})
+    made = Section(
+        case, "2027-01-02T03:04:05+00:00", 3, 61.4, MACHINE, {"vllm-gateway": "1.0", "nginx": "1.2"}, 0.125, {"envoy": "not installed"}
+    )
     for variant in ("64 connections", "1 connection"):
         for proxy, costs in {"vllm-gateway": (40e-6, 50e-6, 42e-6), "nginx": (20e-6, 21e-6, 22e-6)}.items():
             for cost in costs:
@@ -45,7 +47,8 @@ def test_errors_and_the_absent_are_told() -> None:
 
 def test_the_stamp_says_on_what() -> None:
     assert report.stamp(section()) == (
-        "<sub>2027-01-02; 3 rounds in 61 s; A CPU, 2 cores, Linux 6, Python 3.11.2; vllm-gateway 1.0, nginx 1.2.</sub>"
+        "<sub>2027-01-02; 3 rounds in 61 s, others took 12% of the machine meanwhile; "
+        "A CPU, 2 cores, Linux 6, Python 3.11.2; vllm-gateway 1.0, nginx 1.2.</sub>"
     )
 
 
