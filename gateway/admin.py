@@ -1,10 +1,12 @@
-"""The admin port: /metrics, /livez, /readyz and /status, served by control.
+"""What control serves to operators: /metrics, /livez, /readyz and /status, and on the admin socket the operations too.
 
-The rule: nothing here waits for a relay or a server; every answer is made from what control has at hand.
+The rules: nothing that is shown waits for a relay or a server, every answer is made from what control has at hand;
+what acts is served on the socket alone, which only the operator's own user can open.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,10 +17,16 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from gateway import status_page
+from gateway.config.problems import did_you_mean
 from gateway.metrics import PREFIX, Family, Series, by_family
+from gateway.operations import OPERATIONS, Operations, RefusedOperation
+from gateway.picture import picture
+
+_QUALITY = re.compile(r"(?:0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 
 
 class Overview(Protocol):
@@ -79,6 +87,10 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 def application(overview: Overview) -> Starlette:
     """The ASGI application of the admin port."""
+    return Starlette(routes=_routes(overview))
+
+
+def _routes(overview: Overview) -> list[Route]:
     metrics_registry = registry(overview)
 
     async def metrics(request: Request) -> Response:
@@ -92,7 +104,57 @@ def application(overview: Overview) -> Starlette:
         reason = overview.not_ready()
         return PlainTextResponse("ok\n" if reason is None else f"{reason}\n", 200 if reason is None else 503)
 
-    async def status(_: Request) -> Response:
-        return JSONResponse(overview.status())
+    async def status(request: Request) -> Response:
+        known, headers = overview.status(), {"cache-control": "no-store", "vary": "accept"}
+        if prefers_html(request.headers.get("accept", "")):
+            return HTMLResponse(status_page.page(picture(known)), headers=headers | status_page.HEADERS)
+        return JSONResponse(known, headers=headers)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/livez", livez), Route("/readyz", readyz), Route("/status", status)])
+    return [Route("/metrics", metrics), Route("/livez", livez), Route("/readyz", readyz), Route("/status", status)]
+
+
+def prefers_html(accept: str) -> bool:
+    """Whether an Accept header (RFC 9110, 12.5.1) names HTML, as browsers do, and not JSON before it."""
+    weights = dict(map(_weighted, accept.split(",")))
+    html = weights.get("text/html", 0.0)
+    return html > 0 and html >= weights.get("application/json", 0.0)
+
+
+def _weighted(part: str) -> tuple[str, float]:
+    kind, *parameters = (word.strip().lower() for word in part.split(";"))
+    quality = next((word[2:] for word in parameters if word.startswith("q=")), "1")
+    return kind, float(quality) if _QUALITY.fullmatch(quality) else 0.0
+
+
+def operators_application(overview: Overview, operations: Operations) -> Starlette:
+    """The ASGI application of the admin socket."""
+    methods = {name: getattr(operations, name) for name in OPERATIONS}
+
+    async def operate(request: Request) -> Response:
+        model, operation = request.path_params["id"], request.path_params["operation"]
+        if operation not in methods:
+            return _error(f"there is no operation {operation}", 404)
+        if unknown := _unknown(model, overview.status()):
+            return _error(unknown, 404)
+        try:
+            await methods[operation](model)
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        return JSONResponse(next(each for each in overview.status()["models"] if each["id"] == model))
+
+    return Starlette(routes=[*_routes(overview), Route("/models/{id:path}/{operation}", operate, methods=["POST"])])
+
+
+def _error(message: str, status: int) -> Response:
+    return JSONResponse({"error": message}, status)
+
+
+def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
+    """Why there is no such model; None when there is."""
+    ids = [each["id"] for each in status["models"]]
+    if model in ids:
+        return None
+    base = next((each["id"] for each in status["models"] for lora in each["loras"] if lora["id"] == model), None)
+    if base is not None:
+        return f"{model} is a LoRA adapter on the servers of {base}: name that"
+    return f"there is no model {model}{did_you_mean(model, ids)}"

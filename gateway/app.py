@@ -60,9 +60,9 @@ class Relay:
 
     def take(self, state: State) -> None:
         """Serve by this generation from now on; what is under way keeps the one it began with."""
-        servers = self.fleet.reconcile(spec for model in state.models for spec in model.servers)
+        servers = self.fleet.reconcile(spec for model in state.bases for spec in model.servers)
         self.metrics.expect(state)
-        for model in state.models:
+        for model in state.bases:
             for spec in model.servers:
                 servers[spec.name].mirror = self.metrics.cells("server_inflight", model.id, spec.name)
         self.state = state
@@ -71,7 +71,7 @@ class Relay:
         self.catalog = Catalog(state.models, servers)
         self.targets = self.catalog.targets
         self.body_limit = state.body_limit
-        self.lobby.expect(state.models)
+        self.lobby.expect(state.bases)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""

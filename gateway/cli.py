@@ -8,8 +8,9 @@ Commands import what they need when they run, so that the command itself starts 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,6 +21,7 @@ from typer.core import TyperCommand
 from gateway import __version__
 
 if TYPE_CHECKING:
+    from gateway.admin_client import AdminClient
     from gateway.config import Config, ConfigurationError, Key, Problem
 
 FAILED, BAD_USAGE = 1, 2
@@ -28,6 +30,12 @@ _HELP = """One URL and one key in front of your vLLM servers.
 
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
+_DEFAULT = Path("gateway.yaml")
+_WIDE = 200
+RunningConfig = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
+                       show_default=False)
+]  # fmt: skip
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
 
 
@@ -127,19 +135,50 @@ def simulate(context: typer.Context) -> int:
 def check(file: ConfigFile) -> int:
     """Say what is wrong with a configuration.
 
-    Every problem is one line, `file:line: path: message`; so is every setting that has no effect yet.
-    Secrets it refers to are looked up as `serve` would. Exits with 2 when there are problems.
+    Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
+    Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
+    GPUs, files. Exits with 2 when there are problems.
     """
-    from gateway.config import ConfigurationError, load, notes
+    from gateway.config import ConfigurationError, Note, load, notes
 
+    config, found = None, _preflight(file)
     try:
         config = load(file)
+        found += notes(config)
     except ConfigurationError as error:
-        return _print_problems(error)
-    for note in notes(config):
-        _print_problem(note, "yellow")
-    typer.echo(f"{file} is fine: {_counted(config, len(notes(config)))}")
+        found += error.problems
+    for problem in _in_order(found, file):
+        _print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
+    if config is None or not all(isinstance(problem, Note) for problem in found):
+        return BAD_USAGE
+    typer.echo(f"{file} is fine: {_counted(config, len(found))}")
     return 0
+
+
+def _preflight(file: Path) -> list[Problem]:
+    """What the launches of a configuration would fail on here."""
+    import functools
+
+    from gateway import preflight
+    from gateway.config import drafted
+    from upstream import gpus, installed_vllm, vllm_names
+    from upstream.vllm import inherited
+
+    draft, environ = drafted(file), inherited(os.environ, Path(sys.executable).parent)
+    if draft is None:
+        return []
+
+    @functools.cache
+    def names(command: tuple[str, ...]) -> vllm_names.Names:
+        return installed_vllm.names(command, environ, lambda words: typer.echo(words, err=True)) or vllm_names.built_in()
+
+    machine = preflight.Machine(names, gpus.count(environ), Path(os.path.abspath(file)).parent)
+    return list(preflight.problems(draft, machine))
+
+
+def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
+    """By file and line, those of the configuration itself before those of other files."""
+    return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
 
 
 def schema() -> int:
@@ -147,6 +186,78 @@ def schema() -> int:
     from gateway.config import schema as json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def status(
+    config: RunningConfig = _DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what /status says, for programs.")] = False,
+) -> int:
+    """Show the models of the running gateway and how they are."""
+    from rich.console import Console
+
+    from gateway.picture import picture
+    from gateway.status_terminal import show
+
+    def shown(known: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(known, indent=2))
+        else:  # what is no terminal has no width: nothing is to be wrapped there
+            show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    return _asked(config, lambda gateway: shown(gateway.status()))
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
+) -> int:
+    """Print what starts a model's servers.
+
+    One for each replica, for a shell, with what the gateway adds to the environment. Secrets are shown as ***, and so
+    is the internal key; XXXXXXXX stands for the private folder that each run makes anew.
+    """
+    from gateway.config import ConfigurationError, load
+    from gateway.config.problems import did_you_mean
+    from gateway.shown_launch import shown_launches
+
+    try:
+        known = load(config)
+    except ConfigurationError as error:
+        return _print_problems(error, err=True)
+    found = next((each for each in known.models if each.id == model), None)
+    if found is None:
+        return _say_error(f"there is no model {model} in {config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+    if found.launch is None:
+        return _say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
+    typer.echo("\n\n".join(shown_launches(known, model)))
+    return 0
+
+
+def _operation(name: str, about: str) -> Callable[..., int]:
+    """A command that has something done to a model of the running gateway."""
+
+    def run(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
+    ) -> int:
+        return _asked(config, lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
+
+    run.__doc__ = about
+    return run
+
+
+def _asked(config: Path, ask: Callable[[AdminClient], None]) -> int:
+    """Have a conversation with the gateway that runs with this configuration."""
+    from gateway.admin_client import RefusedError, UnreachableError, admin_client
+    from gateway.admin_socket import socket_path
+
+    try:
+        with admin_client(socket_path(config, os.environ)) as gateway:
+            ask(gateway)
+    except UnreachableError:
+        hint = "" if config.exists() else ", and there is no such file; name it with --config"
+        return _say_error(f"no gateway of this user runs with {config}{hint}", FAILED)
+    except RefusedError as error:
+        return _say_error(str(error), FAILED)
     return 0
 
 
@@ -284,5 +395,16 @@ def _say_error(message: str, code: int) -> int:
     return code
 
 
-_COMMANDS: dict[str, Callable[..., int]] = {"serve": serve, "check": check, "schema": schema, "demo": demo}
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "serve": serve,
+    "check": check,
+    "status": status,
+    "start": _operation("start", "Start a model's servers in the running gateway."),
+    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),
+    "restart": _operation("restart", "Stop a model's servers and start them anew."),
+    "wake": _operation("wake", "Bring a model up as a request for it would."),
+    "command": command,
+    "schema": schema,
+    "demo": demo,
+}
 _KEYS_COMMANDS: dict[str, Callable[..., int]] = {"new": keys_new, "hash": keys_hash, "verify": keys_verify}

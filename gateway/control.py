@@ -16,27 +16,34 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
+from starlette.applications import Starlette
 
-from gateway import __version__, plan
-from gateway.admin import application
+from gateway import __version__, admin_socket, plan
+from gateway import config as conf
+from gateway.admin import application, operators_application
+from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
-from gateway.metrics import Series, summed
+from gateway.metrics import Series, summed, tokens_by_model
+from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
 from upstream.launcher.schedule import Action
 from upstream.server import Condition
+from upstream.vllm import inherited
 
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
+_LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -53,23 +60,27 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(message)s")
     for chatty in ("httpx2", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return asyncio.run(run(config, announcer or Announcer()))
+    return asyncio.run(run(config, path, announcer or Announcer()))
 
 
-async def run(config: Config, announcer: Announcer) -> int:
-    """Start everything, wait for the word to stop, stop everything."""
+async def run(config: Config, path: Path, announcer: Announcer) -> int:
+    """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
     asked = _stop_signals()
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
+        commands = _admin_socket(path, stack)
         control = Control(config, announcer)
-        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=_environ())
+        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=inherited(os.environ, Path(sys.executable).parent))
         control.launcher = await stack.enter_async_context(launcher)
         prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
         control.prober = await stack.enter_async_context(prober)
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
-        await stack.enter_async_context(_admin_port(control, admin))
+        await stack.enter_async_context(_served(application(control), admin))
+        if commands is not None:
+            await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
+        await stack.enter_async_context(_background(control.watch_tokens()))
         announcer.summary(config, data, admin)
         announcer.notes(notes(config))
         control.begin()
@@ -103,12 +114,6 @@ def _stop_signals() -> asyncio.Queue[int]:
     return asked
 
 
-def _environ() -> dict[str, str]:
-    """What launched servers inherit; commands that are installed beside this program are found without being on PATH."""
-    path = os.environ.get("PATH", os.defpath)
-    return {**os.environ, "PATH": f"{path}{os.pathsep}{Path(sys.executable).parent}"}
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises StartError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -124,9 +129,20 @@ def log_folder() -> Path:
     return Path(state) / "vllm-gateway" / "logs"
 
 
+def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
+    """The socket for commands; None where there can be none, which is no reason not to serve. Raises StartError."""
+    try:
+        return stack.enter_context(admin_socket.listening(admin_socket.socket_path(path, os.environ)))
+    except SocketTakenError as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        _log.warning("no admin socket, so commands will not reach this gateway: %s", error)
+        return None
+
+
 @asynccontextmanager
-async def _admin_port(control: Control, listener: socket.socket) -> AsyncIterator[None]:
-    config = uvicorn.Config(application(control), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+async def _served(app: Starlette, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto") -> AsyncIterator[None]:
+    config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
     server = uvicorn.Server(config)
     async with _background(server._serve([listener])):
         yield
@@ -146,7 +162,7 @@ async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
 
 
 class Control:
-    """What control knows, and whom it tells. The admin port's ``Overview``."""
+    """What control knows, and whom it tells. The ``Overview`` and the ``Operations`` of the admin port and socket."""
 
     launcher: Launcher
     prober: Prober
@@ -163,6 +179,8 @@ class Control:
             (model.id, outcome): 0 for model in config.models if model.launch for outcome in ("ready", "failed")
         }
         self._stages: dict[str, Stage] = {}
+        self._changed: dict[str, float] = {}
+        self._rates = Rates()
 
     # Starting and stopping
 
@@ -192,6 +210,12 @@ class Control:
 
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
+
+    async def watch_tokens(self) -> None:
+        """Look at the counts of tokens, again and again."""
+        while True:
+            self._rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            await asyncio.sleep(_LOOK_EVERY)
 
     # What is known
 
@@ -224,6 +248,7 @@ class Control:
         """The prober tells of a change."""
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
+        self._changed[probe.name] = time.time()
         self.tell_health()
         self.fleet.nudge()
 
@@ -261,7 +286,7 @@ class Control:
         """Tell the operator what is done."""
         self.announcer.acts(action)
 
-    # What operators ask for; each raises fleet.RefusedOperation with words for them
+    # What operators ask for; each raises RefusedOperation with words for them
 
     async def start(self, model: str) -> None:
         """Bring a model up, also one that was stopped by ``stop``."""
@@ -308,6 +333,7 @@ class Control:
         known, series = self.known, summed(self.relays.boards)
         return {
             "version": __version__,
+            "time": time.time(),
             "started": self._started,
             "ready": self.not_ready() is None,
             "reason": self.not_ready(),
@@ -316,20 +342,25 @@ class Control:
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses
             ],
-            "models": [self._model_status(model.id, known, series) for model in self.config.models],
+            "models": [self._model_status(model, known, series) for model in self.config.models],
         }
 
-    def _model_status(self, model: str, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
-        standing = self.fleet.standing(model)
+    def _model_status(self, model: conf.Model, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        standing = self.fleet.standing(model.id)
         return {
-            "id": model,
+            **self._traffic(model.id, series),
+            "aliases": list(model.aliases),
             "state": standing.state.value,
             "since": standing.since,
             "queued": standing.queued,
             "waiting_s": standing.waiting,
-            "in_flight": int(series.get(Series("inflight_requests", (model,)), (0,))[0]),
-            "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model.id == model],
+            "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
+            "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model is model],
         }
+
+    def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
+        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._rates.of(model))}
 
     def _server_status(self, place: plan.Place, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
         snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
@@ -337,6 +368,7 @@ class Control:
             "name": place.name,
             "condition": plan.condition(place.name, known).value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }
         if snapshot is not None:

@@ -149,7 +149,7 @@ async def _in_turn(error: NoServerError, attempt: Attempt, outbound: Outbound, a
 
     The servers are those of the newest generation then: they may have been started while the request waited.
     """
-    gate, model, since = account.gate, outbound.entry.model.id, monotonic()
+    gate, model, since = account.gate, outbound.entry.model.base, monotonic()
     if not gate.lobby.is_expected(model):
         raise error
     outbound.call.read_ahead()

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from gateway import plan
 from gateway.config import Config
 from gateway.metrics import Tally
+from gateway.operations import RefusedOperation
 from gateway.relays import Relays
 from gateway.resident import Resident
 from upstream.health import Target
@@ -39,11 +40,8 @@ _WORD = 5.0  # seconds in which every relay should have taken a word
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
 _SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
+_USE = ("requests_total", "inflight_requests")
 _log = logging.getLogger("vllm_gateway.fleet")
-
-
-class RefusedOperation(Exception):
-    """An operator asked for what cannot be done; the text says why."""
 
 
 class Host(Protocol):
@@ -164,7 +162,8 @@ class Fleet:
     def _see(self, now: float) -> None:
         snapshots = self._launcher.snapshots()
         for resident in self._residents.values():
-            resident.used(self._tally.sum("requests_total", resident.id), self._tally.sum("inflight_requests", resident.id), now)
+            counted = {family: sum(self._tally.sum(family, name) for name in resident.asked_as) for family in _USE}
+            resident.used(counted["requests_total"], counted["inflight_requests"], now)
             resident.see(snapshots, now)
         conditions = self._host.conditions() if self._found else {}
         for found in self._found.values():

@@ -18,6 +18,7 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.auth import AUTH_REASONS
+from gateway.rates import Tokens
 from gateway.record import GapCounts, Record
 from gateway.routes import ENDPOINTS
 from gateway.scoreboard import Board, Cells
@@ -145,7 +146,7 @@ class RelayMetrics:
                 self.cells(family, name)
             for reason in INCOMPLETE_REASONS:
                 self.cells("incomplete_total", name, reason)
-        for model in state.models:
+        for model in state.bases:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
 
@@ -254,6 +255,20 @@ def summed(boards: Iterable[Board]) -> dict[Series, list[float]]:
             series = Series.decode(reading.name)
             before = total.get(series)
             total[series] = [a + b for a, b in zip(before, reading.values, strict=True)] if before else list(reading.values)
+    return total
+
+
+def tokens_by_model(boards: Iterable[Board]) -> dict[str, Tokens]:
+    """What each model has read and generated so far, for all keys together. Cheap: no other series is looked at."""
+    total: dict[str, Tokens] = {}
+    for board in boards:
+        for reading in board.readings('["tokens_total",'):
+            _, model, kind = Series.decode(reading.name).labels
+            before = total.get(model, Tokens())
+            if kind == "prompt":
+                total[model] = Tokens(before.prompt + reading.values[0], before.completion)
+            elif kind == "completion":
+                total[model] = Tokens(before.prompt, before.completion + reading.values[0])
     return total
 
 

@@ -74,7 +74,7 @@ class Outbound(msgspec.Struct):
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
-        body = self.encode(server.spec.model)
+        body = self.encode(self.entry.model.served or server.spec.model)
         behind = self.behind
         framing = b"transfer-encoding: chunked\r\n" if behind is None else b"content-length: %d\r\n" % (len(body) + behind)
         head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (

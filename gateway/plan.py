@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
@@ -20,7 +20,7 @@ from upstream.health import Probe, Target
 from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition, ServerSpec
-from upstream.vllm import LaunchSettings
+from upstream.vllm import Adapter, LaunchSettings
 
 KEEP_IDLE_LAUNCHED = 60.0
 """Seconds: below the 75 for which a launched server keeps an idle connection; a found one keeps vLLM's 5."""
@@ -93,6 +93,7 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         args=launch.args,
         env=plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
+        adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
         sleeps=launch.idle_sleep is not None,
         drain=config.server.drain,
     )
@@ -118,7 +119,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
     return State(
         generation=generation,
         keys=tuple(_key(key) for key in config.keys),
-        models=tuple(_model(config, model, specs[model.id], created) for model in config.models),
+        models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
         log_user=config.log.user,
@@ -159,6 +160,13 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
     )
 
 
+def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
+    """A model and its LoRA adapters, which are asked for like models and served by the same servers."""
+    yield base
+    for lora in model.loras:
+        yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
+
+
 def _key(key: conf.Key) -> Key:
     return Key(
         id=key.id,
@@ -197,13 +205,14 @@ def condition(name: str, known: Knowledge) -> Condition:
 
 
 def max_model_len(config: Config, known: Knowledge) -> dict[str, int]:
-    """The context length of each model where its servers tell it: the smallest of theirs."""
+    """The context length of each model and of its adapters where the servers tell it: the smallest of theirs."""
     lengths: dict[str, list[int]] = {}
     for place in places(config):
         probe = known.probes.get(place.name)
         for card in probe.models if probe else ():
             if card.id == place.served_model and card.max_model_len is not None:
-                lengths.setdefault(place.model.id, []).append(card.max_model_len)
+                for name in (place.model.id, *(lora.id for lora in place.model.loras)):
+                    lengths.setdefault(name, []).append(card.max_model_len)
     return {model: min(values) for model, values in lengths.items()}
 
 

@@ -52,6 +52,7 @@ class Resident:
         self.launch = launch
         self.specs = plan.launches_of(config, model)
         self.names = frozenset(spec.name for spec in self.specs)
+        self.asked_as = (model.id, *(lora.id for lora in model.loras))
         self._gpus = frozenset[int | str](plan.gpus(launch))
         self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
         self.patience = config.server.drain

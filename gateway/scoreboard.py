@@ -77,11 +77,12 @@ class Board:
         found = self._index.get(name)
         return self._append(name, count) if found is None else found
 
-    def readings(self) -> Iterator[Reading]:
-        """Every series with its present values."""
+    def readings(self, prefix: str = "") -> Iterator[Reading]:
+        """Every series whose name begins so, with its present values."""
         self._read_index()
         for name, cells in self._index.items():
-            yield Reading(name, tuple(cells))
+            if name.startswith(prefix):
+                yield Reading(name, tuple(cells))
 
     def new_names(self, seen: int) -> list[str]:
         """The names of the series after the first ``seen`` ones."""

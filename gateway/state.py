@@ -36,8 +36,12 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched
-    server that is stopped is not among ``servers``; ``keepalive`` is in seconds."""
+    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
+    that is stopped is not among ``servers``; ``keepalive`` is in seconds.
+
+    A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
+    name under which all of them know it.
+    """
 
     id: str
     servers: tuple[ServerSpec, ...]
@@ -51,6 +55,13 @@ class Model:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     owned_by: str = "vllm-gateway"
     created: int = 0
+    parent: str | None = None
+    served: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The id of the model whose servers these are: its own, or its parent's."""
+        return self.parent or self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +74,8 @@ class State:
     body_limit: int = 20 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
     log_user: bool = False
+
+    @property
+    def bases(self) -> tuple[Model, ...]:
+        """The models that have servers of their own: all but the LoRA adapters."""
+        return tuple(model for model in self.models if model.parent is None)

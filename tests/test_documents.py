@@ -89,7 +89,15 @@ def checked(folder: Path, text: str) -> str:
         if kind == "file":
             (folder / name).write_text("a-secret\n")
     (folder / "gateway.yaml").write_text(text)
+    for path in re.findall(r" (\./[\w./-]+)", text):
+        (folder / path).mkdir(parents=True)
+    program = folder / "bin" / "nvidia-smi"  # a machine with more GPUs than are spoken of
+    program.parent.mkdir()
+    listed = "".join(f"GPU {number}: one (UUID: GPU-{number})\n" for number in range(8))
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
+    program.chmod(0o755)
     environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
+    environ["PATH"] = f"{program.parent}{os.pathsep}{environ['PATH']}"
     words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal
 
 from upstream.address import Address
@@ -33,6 +34,9 @@ ENV_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+ADAPTERS_AT_ONCE = 8
+"""Adapters that may share a batch unless the operator says otherwise: vLLM sets GPU memory aside for each."""
+
 RPC_FOLDER = "VLLM_RPC_BASE_PATH"
 """Where vLLM's processes put the sockets between them (vllm/envs.py). It takes none of them away.
 
@@ -42,13 +46,22 @@ EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: the ``name`` that it is served under, and where it is loaded from."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSettings:
     """How one replica of a model is started, as the operator wrote it.
 
     ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
     ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
     the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``sleeps``: it can be put to sleep.
-    ``drain``: seconds that vLLM itself gives what is in flight, where something else than the gateway tells it to end.
+    ``drain``: seconds that vLLM itself gives what is in flight, where something else than the gateway tells it to end. ``adapters`` are
+    served beside the model.
     """
 
     model: str
@@ -58,6 +71,7 @@ class LaunchSettings:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: tuple[int | str, ...] = ()
     listen: Literal["uds", "tcp"] = "uds"
+    adapters: tuple[Adapter, ...] = ()
     sleeps: bool = False
     drain: float = 0.0
 
@@ -99,6 +113,11 @@ def knows_no_uds(log_tail: str) -> bool:
     return _NO_UDS.search(log_tail) is not None
 
 
+def inherited(environ: Mapping[str, str], beside: Path) -> dict[str, str]:
+    """The environment that a server's own variables are set over; commands in ``beside`` are found without being on PATH."""
+    return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{beside}"}
+
+
 def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:
     """The words and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
 
@@ -107,7 +126,8 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     if wrong := problems(settings):
         raise ValueError("; ".join(wrong))
     place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
-    flags = {"served-model-name": list(settings.served_names)} | place | _wanted_flags(settings) | _by_flag(settings.args)
+    own = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _wanted_flags(settings)
+    flags = own | _by_flag(settings.args)
     words = [word for flag, value in flags.items() for word in _words(flag, value)]
     return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
 
@@ -136,6 +156,8 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
     if "port" in args and not _is_port(args["port"]):
         yield "args.port: a port is a number from 1 to 65535"
     yield from (f"args.{flag}: {why}" for flag, why in REFUSED_ARGS.items() if flag in args)
+    if settings.adapters:
+        yield from (f"args.{flag}: loras says it already" for flag in ("enable-lora", "lora-modules") if flag in args)
     yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
     if settings.sleeps and args.get("enable-sleep-mode") is False:
         yield "args.enable-sleep-mode: idle_sleep needs it"
@@ -144,15 +166,30 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
         yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
 
 
+def _adapter_flags(settings: LaunchSettings) -> dict[str, Value]:
+    """What vLLM needs to serve the adapters (vllm/entrypoints/launchers/cli_args.py, vllm/config/lora.py).
+
+    Its own defaults keep one adapter at a time: requests for two would take turns, each reading its adapter from disk.
+    """
+    adapters = settings.adapters
+    if not adapters:
+        return {}
+    modules = [{"name": each.name, "path": each.path, "base_model_name": settings.served_names[0]} for each in adapters]
+    flags: dict[str, Value] = {"enable-lora": True, "lora-modules": modules}
+    if len(adapters) > 1 and not {"max-loras", "max-cpu-loras"} & _by_flag(settings.args).keys():
+        flags |= {"max-loras": min(len(adapters), ADAPTERS_AT_ONCE), "max-cpu-loras": len(adapters)}
+    return flags
+
+
 def _is_port(value: Value) -> bool:
     return not isinstance(value, bool) and str(value).isdecimal() and 0 < int(str(value)) < 65536
 
 
 def _by_flag(args: Mapping[str, Value]) -> dict[str, Value]:
-    return {_flag(key): value for key, value in args.items()}
+    return {flag_of(key): value for key, value in args.items()}
 
 
-def _flag(key: str) -> str:
+def flag_of(key: str) -> str:
     """``max_model_len`` -> ``max-model-len``; what follows a dot names a field of a JSON argument and keeps its form."""
     head, dot, rest = key.removeprefix("--").partition(".")
     return head.replace("_", "-") + dot + rest

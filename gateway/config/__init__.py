@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.config.load import load, notes
+from gateway.config.load import drafted, load, notes
 from gateway.config.models import (
     Admin,
     Body,
@@ -69,6 +69,7 @@ __all__ = [
     "Timeouts",
     "Tls",
     "Tracing",
+    "drafted",
     "load",
     "matches",
     "notes",

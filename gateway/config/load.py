@@ -49,6 +49,12 @@ def notes(config: Config) -> tuple[Note, ...]:
     return config._notes
 
 
+def drafted(path: str | os.PathLike[str]) -> Draft | None:
+    """The configuration at ``path`` as it is written, to be judged further; None where it cannot be read as a whole."""
+    source = read(path)
+    return Draft(source) if source.whole and isinstance(source.value, dict) else None
+
+
 def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surroundings) -> Config:
     whole = config.model_copy(update={"keys": config.keys + more.keys})
     whole._notes = notes_on(draft, NOT_YET)

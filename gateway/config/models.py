@@ -36,6 +36,7 @@ from gateway.config.values import (
     ServerUrl,
     Text,
     Variables,
+    WeightsPlace,
 )
 from upstream.address import Address
 
@@ -95,7 +96,9 @@ class Launch(Section):
     """A model whose servers the gateway starts itself."""
 
     command: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(default=("vllm", "serve"), description="what starts a server")
-    model: Text | None = Field(default=None, description="what the server loads: a name on the hub or a folder; default: the model's id")
+    model: WeightsPlace | None = Field(
+        default=None, description="what the server loads: a name on the hub or a folder; default: the model's id"
+    )
     replicas: Annotated[int, Strict(), Field(ge=1, le=1024)] = Field(default=1, description="servers to start")
     gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = Field(
         default=None, description="for each replica, the numbers of its GPUs, e.g. [[0, 1], [2, 3]]"
@@ -174,7 +177,13 @@ class Lora(Section):
     """A LoRA adapter of the model, asked for by its own id."""
 
     id: Name = Field(description="the name that clients ask for")
-    path: Text | None = Field(default=None, description="where a launched server loads it from: a name on the hub or a folder")
+    aliases: tuple[Name, ...] = Field(default=(), description="other names for it")
+    path: WeightsPlace | None = Field(default=None, description="where a launched server loads it from: a name on the hub or a folder")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that clients may call it: the id first."""
+        return (self.id, *self.aliases)
 
 
 class Body(Section):

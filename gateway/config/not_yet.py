@@ -22,7 +22,6 @@ NOT_YET: dict[str, str] = {
     "server.max_inflight": _NONE,
     "server.admin.token": _NONE,
     "models[].discover": _NONE,
-    "models[].loras": _NONE,
     "models[].max_inflight": _NONE,
     "models[].body": _NONE,
     "models[].fallbacks": _NONE,

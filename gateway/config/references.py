@@ -6,6 +6,7 @@ part that has not the right shape is simply not there for it. The shape itself i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Draft:
 
     @cached_property
     def names(self) -> list[Place]:
-        """Every id, alias and LoRA id: what clients can ask for."""
+        """Every id and alias, of models and of LoRA adapters: what clients can ask for."""
         return [name for model in self.models for name in _names(model) if isinstance(name.value, str)]
 
     @cached_property
@@ -85,6 +86,7 @@ def _names(model: Place) -> Iterator[Place]:
     yield from model.each("aliases")
     for lora in model.each("loras"):
         yield lora.get("id")
+        yield from lora.each("aliases")
 
 
 def problems(draft: Draft) -> Iterator[Problem]:
@@ -170,12 +172,75 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
         gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
         sleeps = launch.get("idle_sleep").value is not None
-        settings = vllm.LaunchSettings(model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps)
+        adapters = tuple(vllm.Adapter("-", "-") for _ in model.each("loras"))
+        settings = vllm.LaunchSettings(
+            model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
+        )
         for wrong in vllm.problems(settings):
             place, message = wrong.split(": ", 1)
             section, _, name = place.partition(".")
             written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)
             yield launch.get(*((section, written) if written else (section,))).problem(message)
+
+
+def _take_turns(draft: Draft, one: Place, other: Place) -> bool:
+    """Whether two launched models are never up at the same time: for a group that runs one at once, or for a GPU of both."""
+    group = one.get("launch", "group").value
+    bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
+    alone = isinstance(group, str) and group == other.get("launch", "group").value and bounds.get(group) in (None, 1)
+    return alone or bool(_gpu_numbers(one) & _gpu_numbers(other))
+
+
+def _gpu_numbers(model: Place) -> set[int]:
+    return {gpu.value for replica in model.get("launch").each("gpus") for gpu in replica.items() if isinstance(gpu.value, int)}
+
+
+def _is_text(place: Place) -> bool:
+    return isinstance(place.value, str)
+
+
+def _launch_ports(draft: Draft) -> Iterator[Problem]:
+    """Fixed ports of launched servers: one of its own for each that runs at the same time, and none of the gateway's."""
+    before: list[tuple[Place, _Listening]] = []
+    for model in draft.models:
+        args = model.get("launch", "args")
+        mine = _Listening.at(args.get("host").value, args.get("port"), "127.0.0.1")
+        if mine is None:
+            continue
+        own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
+        other = next((place for place, one in before if one.clashes(mine) and not _take_turns(draft, place, model)), None)
+        if own is not None:
+            yield mine.place.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.place.path))}")
+        elif other is not None:
+            yield mine.place.problem(f"port {mine.port} is given to `{other.get('id').value}` too, and both may run at once")
+        before.append((model, mine))
+
+
+class _Listening(NamedTuple):
+    """Something that will listen."""
+
+    host: str
+    port: int
+    place: Place
+
+    @classmethod
+    def at(cls, host: object, place: Place, default_host: str, default_port: int | None = None) -> _Listening | None:
+        """None where no port is fixed."""
+        value = default_port if place.value is None else place.value
+        fixed = not isinstance(value, bool) and re.fullmatch("[0-9]{1,5}", str(value)) is not None and int(str(value)) > 0
+        return cls(str(host or default_host), int(str(value)), place) if fixed else None
+
+    def clashes(self, other: _Listening) -> bool:
+        together = self.host == other.host or any(host in _WILDCARD_HOSTS for host in (self.host, other.host))
+        return self.port == other.port and together
+
+
+def _own_ports(draft: Draft) -> Iterator[_Listening]:
+    """The data port and the admin port, whether written or not."""
+    server = draft.top.get("server")
+    admin = server.get("admin")
+    data_port = _Listening.at(server.get("host").value, server.get("port"), "0.0.0.0", 8000)  # noqa: S104  the default
+    yield from filter(None, (data_port, _Listening.at(admin.get("host").value, admin.get("port"), "127.0.0.1", 9090)))
 
 
 def _own_places(draft: Draft) -> Iterator[Problem]:
@@ -322,13 +387,9 @@ def _teams(draft: Draft) -> Iterator[Problem]:
 
 
 def _ports(draft: Draft) -> Iterator[Problem]:
-    server = draft.top.get("server")
-    data, admin = server.get("port").value, server.get("admin", "port")
-    data, other = 8000 if data is None else data, 9090 if admin.value is None else admin.value
-    hosts = [server.get("host").value or "0.0.0.0", server.get("admin", "host").value or "127.0.0.1"]  # noqa: S104  the default
-    together = hosts[0] == hosts[1] or any(host in _WILDCARD_HOSTS for host in hosts)
-    if isinstance(data, int) and data == other and data != 0 and together:
-        yield admin.problem(f"the admin port and the data port are both {data}; they need one each")
+    match list(_own_ports(draft)):
+        case [data, admin] if data.clashes(admin):
+            yield admin.place.problem(f"the admin port and the data port are both {data.port}; they need one each")
 
 
 def _shared_limits(draft: Draft) -> Iterator[Problem]:
@@ -353,6 +414,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _one_discovery,
     _gpus,
     _launch_settings,
+    _launch_ports,
     _own_places,
     _groups,
     _eager_in_groups,

@@ -7,6 +7,7 @@ may stand in the wrong place.
 from __future__ import annotations
 
 import math
+import os
 import re
 from datetime import UTC, date, datetime, time
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -116,6 +117,10 @@ def _readable_file(value: object, info: ValidationInfo) -> Path:
     return path
 
 
+def _weights_place(value: str, info: ValidationInfo) -> str:
+    return os.path.abspath(surroundings(info).folder / value) if value.startswith(("./", "../")) else value
+
+
 def _json(value: object) -> Any:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
@@ -159,6 +164,9 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
 
 
 Text = Annotated[str, Strict(), Field(min_length=1)]
+WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
+"""A name on the hub or a folder; one that begins with ./ or ../ starts from the folder of the configuration."""
+
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]

@@ -182,6 +182,12 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("servers: [{url: 'http://a'}, {url: 'http://a'}]", ["3: servers[1].url: this server is already on line 3"]),
         ("discover: {}", ["3: discover: expected one of kubernetes and dns"]),
         ("launch: {}\nloras: [{id: l}]", ["4: loras[0]: path is missing: where the launched server loads the adapter from"]),
+        (
+            "launch: {}\naliases: [a]\nloras: [{id: m, path: /l}, {id: l, path: /l, aliases: [a, l]}]",
+            [f"5: loras[0].id: this name of a model is already on line 2{TWICE}"]
+            + [f"5: loras[1].aliases[{at}]: this name of a model is already on line {line}{TWICE}" for at, line in ((0, 4), (1, 5))],
+        ),
+        ("launch: {args: {enable-lora: true}}\nloras: [{id: l, path: /l}]", ["3: launch.args.enable-lora: loras says it already"]),
         ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'"]),
         ("launch: {}\naliases: [m]", [f"4: aliases[0]: this name of a model is already on line 2{TWICE}"]),
         ("launch: {}\nmounts: [/a/]", [f"4: mounts[0]: {NO_MOUNT}"]),
@@ -274,6 +280,32 @@ def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
 )
 def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
     assert about_server(tmp_path, text) == said
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            "args: {port: 9001}",
+            "args: {port: '9001'}",
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
+        ),
+        (
+            "args: {port: 9001}, start: on_demand",
+            "args: {port: 9001}, gpus: [[1]]",
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
+        ),
+        ("args: {port: 9001, host: 127.0.0.2}", "args: {port: 9001}", []),
+        ("args: {port: 9001}, group: g", "args: {port: 9001}, group: g, start: on_demand", []),
+        ("args: {port: 9001}, gpus: [[0]], start: on_demand", "args: {port: 9001}, gpus: [[0]]", []),
+        ("args: {port: 8000}", "", ["3: models[0].launch.args.port: port 8000 is the gateway's own, server.port"]),
+        ("args: {port: 9090, host: '::'}", "", ["3: models[0].launch.args.port: port 9090 is the gateway's own, server.admin.port"]),
+        ("args: {port: 9090, host: 10.0.0.7}", "", []),
+    ],
+)
+def test_ports_of_launched_servers(tmp_path: Path, first: str, second: str, said: list[str]) -> None:
+    models = f"models:\n  # two\n  - {{id: a, launch: {{{first}}}}}\n  - {{id: b, launch: {{{second}}}}}\n"
+    assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in said]
 
 
 def test_limits_in_memory_do_not_hold_over_relays(tmp_path: Path) -> None:

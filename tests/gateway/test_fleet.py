@@ -11,7 +11,7 @@ import httpx2
 import psutil
 import pytest
 
-from gateway.fleet import RefusedOperation
+from gateway.operations import RefusedOperation
 from tests.support.controlled import controlled, held, on_demand
 from tests.support.process import launched
 from tests.support.running import until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from upstream.health import ModelCard, Probe, Target
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition
+from upstream.vllm import Adapter
 
 UDS = Address("localhost", uds="/run/x.sock")
 NOTHING = Knowledge({}, {}, {})
@@ -24,7 +26,7 @@ NOTHING = Knowledge({}, {}, {})
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    document = {
+    document: dict[str, Any] = {
         "server": {"body_limit": "1MiB"},
         "models": [
             {"id": "launched", "launch": {"replicas": 2, "args": {"seed": 1}, "gpus": [[0], [1]]}, "aliases": ["l"]},
@@ -35,7 +37,15 @@ def config(tmp_path: Path) -> Config:
         ],
         "keys": [{"id": "a", "hash": HASH}, {"id": "b", "hash": [HASH.replace("9f", "8f")], "models": ["found"], "expires": "2027-01-01"}],
     }  # fmt: skip
-    path = tmp_path / "gateway.yaml"
+    return _written(tmp_path, document)
+
+
+def _loaded(folder: Path, *models: dict[str, Any]) -> Config:
+    return _written(folder, {"models": list(models), "keys": [{"id": "a", "hash": HASH}]})
+
+
+def _written(folder: Path, document: dict[str, Any]) -> Config:
+    path = folder / "gateway.yaml"
     path.write_text(yaml.safe_dump(document))
     return load(path, {"INNER_KEY": "k"})
 
@@ -81,6 +91,28 @@ def test_the_state(config: Config) -> None:
     assert a.digests == (bytes.fromhex(HASH.removeprefix("sha256:")),)
     assert (a.models, a.expires, b.models) == (None, None, ("found",))
     assert b.expires is not None and b.expires == 1798761600.0
+
+
+def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> None:
+    loras = [{"id": "sql", "path": "./loras/sql", "aliases": ["s"]}]
+    servers = [{"url": "http://10.0.0.5:8000", "model": "inner"}]
+    config = _loaded(
+        tmp_path,
+        {"id": "launched", "launch": {"model": "../base"}, "loras": loras, "mounts": ["/i"], "defaults": {"seed": 1}},
+        {"id": "found", "servers": servers, "loras": [{"id": "chat"}]},
+    )
+    (spec,) = plan.launches(config)
+    assert spec.settings.model == str(tmp_path.parent / "base"), "from the folder of the configuration"
+    assert spec.settings.adapters == (Adapter("sql", str(tmp_path / "loras/sql")),)
+    known = Knowledge(plan.by_name([snapshot("launched#0", Stage.READY)]), {}, {"launched#0": "x"})
+    state = plan.state(config, known, 1, 0)
+    base, adapter, found, other = state.models
+    assert state.bases == (base, found)
+    assert (adapter.id, adapter.aliases, adapter.parent, adapter.served) == ("sql", ("s",), "launched", "sql")
+    assert (adapter.servers, adapter.defaults, adapter.mounts) == (base.servers, {"seed": 1}, ())
+    assert (other.id, other.parent, other.served, other.servers) == ("chat", "found", "chat", found.servers)
+    probes = {"http://10.0.0.5:8000": Probe("", True, models=(ModelCard("inner", 4096), ModelCard("chat")))}
+    assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 4096, "chat": 4096}
 
 
 UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Gateway:
 
     process: subprocess.Popen[bytes]
     folder: Path
+    runtime: Path
     data: int = 0
     admin: int = 0
 
@@ -56,6 +58,13 @@ class Gateway:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.data}"
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that acts on this gateway."""
+        program = Path(sys.executable).with_name("vllm-gateway")
+        line = [str(program), *words, "--config", str(self.folder / "gateway.yaml")]
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
+        return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
 
     def tree(self) -> list[psutil.Process]:
         """Every process behind it, without itself."""
@@ -112,15 +121,22 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[
 
 
 @contextmanager
-def gateway(folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0) -> Iterator[Gateway]:
-    """Run ``vllm-gateway serve``; in the end nothing of it is left."""
+def gateway(
+    folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0, runtime: Path | None = None
+) -> Iterator[Gateway]:
+    """Run ``vllm-gateway serve``; in the end nothing of it is left. ``runtime`` stands in for a runtime folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="gw-") as own:  # a short path: unix sockets allow 107 bytes
+        yield from _running(folder, runtime or Path(own), config, ready, seconds)
+
+
+def _running(folder: Path, runtime: Path, config: dict[str, Any], ready: bool, seconds: float) -> Iterator[Gateway]:
     file = folder / "gateway.yaml"
     file.write_text(yaml.safe_dump(config))
-    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": "/tmp", "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1"}
     command = [str(Path(sys.executable).parent / "vllm-gateway"), "serve", str(file)]
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, start_new_session=True)
-    running = Gateway(process, folder)
+    running = Gateway(process, folder, runtime)
     tree: list[psutil.Process] = []
     try:
         wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, why=lambda: running.said)

@@ -134,6 +134,19 @@ def test_names_and_context_come_from_the_flags() -> None:
         assert [simulated.chat(model=name).json()["model"] for name in ("b", "x", "")] == ["a", "x", "a"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["x=/x"], "LoRA is not enabled"),
+        (["--enable-lora", '{"name": "x", "path"'], "Invalid JSON format for --lora-modules"),
+        (["--enable-lora", '{"name": "x", "path": "/x", "rank": 8}'], "Invalid fields for --lora-modules"),
+    ],
+)
+def test_adapters_that_vllm_would_not_take(flags: list[str], said: str) -> None:
+    done = ended("tiny", *flags[:-1], "--lora-modules", flags[-1])
+    assert done.returncode != 0 and said in done.stderr
+
+
 def test_flags_of_a_file_and_then_those_of_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("served-model-name: [from-file]\nmax-model-len: 77\nenable-prompt-tokens-details: true\n")

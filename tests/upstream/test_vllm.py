@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from upstream.address import Address
-from upstream.vllm import LaunchSettings, Value, address_for, command_line, problems
+from upstream.vllm import Adapter, LaunchSettings, Value, address_for, command_line, problems
 
 UDS = Address(host="localhost", uds="/run/x/0.sock")
 KEY = "internal-key"
@@ -59,6 +59,21 @@ def test_underscores_become_dashes_but_not_in_the_field_of_a_json_argument() -> 
     assert line.argv[-4:] == ("--max-model-len", "1", "--hf-overrides.rope_theta", "2")
 
 
+def test_adapters_are_served_beside_their_model_and_all_at_once() -> None:
+    one, two = Adapter("sql", "/loras/sql"), Adapter("chat", "/loras/chat")
+    alone = command_line(LaunchSettings("/m", ("org/m",), adapters=(one,)), UDS, KEY).argv[7:]
+    assert alone == ("--enable-lora", "--lora-modules", '{"name": "sql", "path": "/loras/sql", "base_model_name": "org/m"}')
+    both = command_line(LaunchSettings("/m", ("org/m",), adapters=(one, two)), UDS, KEY).argv[7:]
+    assert both[:3] == alone and '"chat"' in both[3] and both[4:] == ("--max-loras", "2", "--max-cpu-loras", "2")
+
+
+def test_the_operators_numbers_of_adapters_win() -> None:
+    many = tuple(Adapter(str(number), "/x") for number in range(40))
+    assert command_line(LaunchSettings("m", ("m",), adapters=many), UDS, KEY).argv[-4:] == ("--max-loras", "8", "--max-cpu-loras", "40")
+    words = command_line(LaunchSettings("m", ("m",), args={"max_loras": 2}, adapters=many), UDS, KEY).argv
+    assert words[-2:] == ("--max-loras", "2") and "--max-cpu-loras" not in words
+
+
 def test_another_command_takes_the_place_of_vllm_serve() -> None:
     line = command_line(LaunchSettings("m", ("m",), command=("python", "-m", "other")), UDS, KEY)
     assert line.argv[:4] == ("python", "-m", "other", "m")
@@ -102,6 +117,7 @@ def test_secrets_are_in_no_word_and_no_repr() -> None:
         (settings(port="http"), "args.port"),
         (settings(port=True), "args.port"),
         (settings(lora_modules=[]), "args.lora-modules"),
+        (LaunchSettings("m", ("m",), args={"lora_modules": ["a=/a"]}, adapters=(Adapter("b", "/b"),)), "args.lora-modules"),
         (LaunchSettings("m", ("m",), args={"max-model-len": 1, "max_model_len": 2}), "args"),
         (LaunchSettings("m", ("m",), args={"api_key": "x"}), "args.api-key"),
         (LaunchSettings("m", ("m",), env={"VLLM_API_KEY": "x"}), "env.VLLM_API_KEY"),

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from upstream.simulator import audio, behaviour, chat, completions, messages, meters, pooling, refusals, responses, tokenization
 from upstream.simulator.engine import Engine
 from upstream.simulator.exchange import Generation
-from upstream.simulator.flags import Settings
+from upstream.simulator.flags import Lora, Settings
 from upstream.simulator.job import Call, Job, now, random_id
 from upstream.simulator.journal import Entry, Journal
 from upstream.simulator.refusals import Refusal
@@ -211,8 +211,11 @@ class Simulator:
 
     async def _models(self, _: Request) -> Response:
         cards = [self._card(name, self.settings.model, None, self.settings.max_model_len) for name in self.settings.served]
-        cards += [self._card(lora.name, lora.path, self.settings.served[0], None) for lora in self.settings.loras]
+        cards += [self._card(lora.name, lora.path, self._base(lora), None) for lora in self.settings.loras]
         return Fast({"object": "list", "data": cards})
+
+    def _base(self, lora: Lora) -> str:
+        return lora.base if lora.base in self.settings.served else self.settings.served[0]
 
     def _card(self, name: str, root: str, parent: str | None, length: int | None) -> dict[str, Any]:
         permission = {

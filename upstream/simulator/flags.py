@@ -1,6 +1,6 @@
 """The command line: vLLM's own flags and the simulator's, read into one frozen value.
 
-Owns the parsing. vLLM's flags are accepted from its own table (``vllm_flags``); those that mean something here
+Owns the parsing. vLLM's flags are accepted from its own table (``vllm_names``); those that mean something here
 are in ``_MEANT``, the others are left aside. A flag that vLLM does not have fails with argparse's words, status 2.
 """
 
@@ -18,29 +18,14 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 import yaml
 
-from upstream.simulator import vllm_flags
+from upstream import vllm_names
 from upstream.simulator.behaviour import Behaviour, setting
 
-REASONING_PARSERS: Final = tuple(
-    """
-    cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47 granite
-    granite_thinking_parser hf holo2 hunyuan_a13b hy_v3 hy_v4 inkling k2_horizon kimi_k2 kimi_k3 ling3 mimo minicpmv minimax_m2
-    minimax_m2_append_think minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 openai_gptoss plamo3 poolside_v1 qwen3 seed_oss
-    step3 step3p5
-    """.split()  # noqa: SIM905
-)
-TOOL_PARSERS: Final = tuple(
-    """
-    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
-    functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b hy_v3 hy_v4 inkling
-    internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5
-    minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder qwen3_json
-    qwen3_xml seed_oss step3 step3p5 xlam
-    """.split()  # noqa: SIM905
-)
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 DEFAULT_CONTEXT: Final = 40960
 
+_LORA_NEEDS: Final = {"name", "path"}
+_LORA_FIELDS: Final = _LORA_NEEDS | {"base_model_name", "is_3d_lora_weight"}
 _SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -50,10 +35,11 @@ class BadArguments(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter that is served under a name of its own."""
+    """An adapter that is served under a name of its own. ``base`` is the name of its model, empty for the first one."""
 
     name: str
     path: str
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +109,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         request_id_headers=bool(given.enable_request_id_headers),
         trust_chat_template=bool(given.trust_request_chat_template),
         thinks_by_default=template_defaults.get("enable_thinking", True) is not False,
-        loras=tuple(_lora(text) for text in given.lora_modules or []),
+        loras=_loras(given),
         sleeps=bool(given.enable_sleep_mode) and environ.get("VLLM_SERVER_DEV_MODE") == "1",
         shutdown_timeout=float(given.shutdown_timeout or 0),
         keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
@@ -148,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
     for names, options in _VLLM_FORMS:
         for name in sorted(names):
-            shorts = [short for short, long in vllm_flags.SHORT.items() if long == name]
+            shorts = [short for short, long in vllm_names.SHORT.items() if long == name]
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
@@ -158,11 +144,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
-    (vllm_flags.VALUES, {}),
-    (vllm_flags.LISTS, {"nargs": "+"}),
-    (vllm_flags.OPTIONAL, {"nargs": "?"}),
-    (vllm_flags.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
-    (vllm_flags.SWITCHES, {"action": "store_true"}),
+    (vllm_names.VALUES, {}),
+    (vllm_names.LISTS, {"nargs": "+"}),
+    (vllm_names.OPTIONAL, {"nargs": "?"}),
+    (vllm_names.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
+    (vllm_names.SWITCHES, {"action": "store_true"}),
 )
 
 
@@ -218,10 +204,10 @@ def _as_arguments(name: str, value: object) -> list[str]:
 def _check_parsers(given: argparse.Namespace) -> None:
     if given.enable_auto_tool_choice and not given.tool_call_parser:
         raise BadArguments("TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser")
-    if given.enable_auto_tool_choice and given.tool_call_parser not in TOOL_PARSERS:
-        raise BadArguments(_unknown("tool call", given.tool_call_parser, TOOL_PARSERS))
-    if given.reasoning_parser and given.reasoning_parser not in REASONING_PARSERS:
-        raise BadArguments(_unknown("reasoning", given.reasoning_parser, REASONING_PARSERS))
+    if given.enable_auto_tool_choice and given.tool_call_parser not in vllm_names.TOOL_PARSERS:
+        raise BadArguments(_unknown("tool call", given.tool_call_parser, vllm_names.TOOL_PARSERS))
+    if given.reasoning_parser and given.reasoning_parser not in vllm_names.REASONING_PARSERS:
+        raise BadArguments(_unknown("reasoning", given.reasoning_parser, vllm_names.REASONING_PARSERS))
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -238,9 +224,22 @@ def _size(text: str | None) -> int:
     return int(float(found[1]) * _SIZES.get(found[2], 1))
 
 
+def _loras(given: argparse.Namespace) -> tuple[Lora, ...]:
+    loras = tuple(map(_lora, given.lora_modules or []))
+    if loras and not given.enable_lora:
+        raise BadArguments("RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA.")
+    return loras
+
+
 def _lora(text: str) -> Lora:
-    if text.startswith("{"):
+    """``name=path``, or JSON where there is a comma (LoRAParserAction)."""
+    if "=" in text and "," not in text:
+        name, _, path = text.partition("=")
+        return Lora(name, path)
+    try:
         said = json.loads(text)
-        return Lora(said["name"], said["path"])
-    name, _, path = text.partition("=")
-    return Lora(name, path)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict) or not _LORA_NEEDS <= said.keys() <= _LORA_FIELDS:
+        _parser().error(f"Invalid {'JSON format' if said is None else 'fields'} for --lora-modules: {text}")
+    return Lora(said["name"], said["path"], said.get("base_model_name") or "")

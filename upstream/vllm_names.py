@@ -1,12 +1,15 @@
-"""The flags of ``vllm serve`` in vLLM 0.32, by how many values each takes.
+"""The names that ``vllm serve`` knows: the flags of vLLM 0.32 by how many values each takes, and its parsers.
 
-Taken from vLLM's own parser. A flag that is not here is misspelt, and the simulator fails on it as vLLM
-does; a flag that is here and that the simulator has no use for is read and left aside.
+Taken from vLLM's own parser. A flag that is not here is misspelt: the simulator fails on it as vLLM does, and
+``vllm-gateway check`` says so where no vLLM is installed that could be asked.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
+
+VERSION: Final = "0.32"
 
 # One value each.
 VALUES: Final = frozenset(
@@ -121,3 +124,42 @@ SHORT: Final = {
     "-sc": "speculative-config",
     "-tp": "tensor-parallel-size",
 }
+
+# The parsers.
+REASONING_PARSERS: Final = tuple(
+    """
+    cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 gemma4 glm45 glm47 granite
+    granite_thinking_parser hf holo2 hunyuan_a13b hy_v3 hy_v4 inkling k2_horizon kimi_k2 kimi_k3 ling3 mimo minicpmv minimax_m2
+    minimax_m2_append_think minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 openai_gptoss plamo3 poolside_v1 qwen3 seed_oss
+    step3 step3p5
+    """.split()  # noqa: SIM905
+)
+TOOL_PARSERS: Final = tuple(
+    """
+    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
+    functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b hy_v3 hy_v4 inkling
+    internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5
+    minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder qwen3_json
+    qwen3_xml seed_oss step3 step3p5 xlam
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What one version of vLLM knows. ``flags``: the long ones without dashes, the ``no-…`` forms too."""
+
+    version: str
+    flags: frozenset[str]
+    reasoning_parsers: frozenset[str]
+    tool_parsers: frozenset[str]
+
+    def knows(self, flag: str) -> bool:
+        """Whether there is such a flag; argparse also takes the beginning of a name that is the beginning of no other."""
+        return flag in self.flags or sum(known.startswith(flag) for known in self.flags) == 1
+
+
+def built_in() -> Names:
+    """The names of this table."""
+    plain = VALUES | LISTS | OPTIONAL | BOOLEANS | SWITCHES
+    return Names(VERSION, plain | {f"no-{flag}" for flag in BOOLEANS}, frozenset(REASONING_PARSERS), frozenset(TOOL_PARSERS))

@@ -1,0 +1,31 @@
+"""HTML that cannot hold what it was not meant to: elements are made by calls, and every text is escaped on its way in.
+
+The rule: only ``tag`` makes ``Html``, and nothing but ``Html`` is taken as it is.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+_VOID = {"link", "meta"}
+
+
+class Html(str):
+    """Markup, as opposed to text."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
+    """An element. Children that are no ``Html`` are text; an attribute that is None or False is left out.
+
+    ``class_`` is the attribute class, and other underscores are dashes.
+    """
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value not in (None, False)}
+    words = [name, *(_attribute(key, value) for key, value in given.items())]
+    inner = "".join(child if isinstance(child, Html) else escape(child) for child in children)
+    return Html(f"<{' '.join(words)}>" if name in _VOID else f"<{' '.join(words)}>{inner}</{name}>")
+
+
+def _attribute(name: str, value: str | bool | None) -> str:
+    return name if value is True else f'{name}="{escape(str(value))}"'

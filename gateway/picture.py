@@ -1,0 +1,156 @@
+"""The status in the words of people: what the page and the terminal both show.
+
+Pure: from the JSON of /status to small values. The rule: whatever is shown is said here once, so that the page and
+the terminal cannot differ, and a member that is missing from the JSON is simply not shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+STATES = ("ready", "starting", "draining", "sleeping", "stopped", "failed")
+_BY_STAGE = {"stopping": "draining", "crashed": "failed", "backing_off": "failed"}
+_BY_CONDITION = {"up": "ready", "loading": "starting", "down": "failed"}
+_PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPicture:
+    """One server. ``state`` is one of STATES; ``percent`` is how far its start has come, where it says so."""
+
+    name: str
+    state: str
+    since: str
+    in_flight: int
+    restarts: int
+    reason: str
+    progress: str
+    percent: int | None
+    log: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPicture:
+    """A LoRA adapter of a model."""
+
+    id: str
+    in_flight: int
+    speed: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPicture:
+    """One model. ``speed`` is in tokens per second: generated, and read."""
+
+    id: str
+    aliases: tuple[str, ...]
+    state: str
+    since: str
+    in_flight: int
+    queued: int
+    waiting: str
+    speed: str
+    servers: tuple[ServerPicture, ...]
+    adapters: tuple[AdapterPicture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The whole gateway."""
+
+    headline: str
+    ready: bool
+    facts: tuple[str, ...]
+    models: tuple[ModelPicture, ...]
+
+
+def picture(status: Mapping[str, Any]) -> Picture:
+    """What /status says, for people."""
+    models = tuple(_model(model, status["time"]) for model in status["models"])
+    up = sum(model.state == "ready" for model in models)
+    relays = status["relays"]
+    facts = (
+        f"{up} of {counted(len(models), 'model')} ready",
+        f"{sum(model.in_flight + sum(each.in_flight for each in model.adapters) for model in models)} in flight",
+        f"{sum(relay['up'] for relay in relays)} of {counted(len(relays), 'relay')} up",
+        f"running for {duration(status['time'] - status['started'])}",
+        f"version {status['version']}",
+    )
+    return Picture("ready" if status["ready"] else str(status["reason"]), bool(status["ready"]), facts, models)
+
+
+def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
+    waiting = model.get("waiting_s")
+    return ModelPicture(
+        id=model["id"],
+        aliases=tuple(model.get("aliases", ())),
+        state=model["state"],
+        since=_since(model.get("since"), now),
+        in_flight=model["in_flight"],
+        queued=model.get("queued", 0),
+        waiting=duration(waiting) if waiting else "",
+        speed=_speed(model["tokens_per_second"]),
+        servers=tuple(_server(server, now, model["state"]) for server in model["servers"]),
+        adapters=tuple(AdapterPicture(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
+    )
+
+
+def _server(server: Mapping[str, Any], now: float, model: str) -> ServerPicture:
+    state = _state(server, model)
+    lines = tuple(server.get("last_log_lines", ()))
+    progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
+    percent = _PERCENT.findall(progress)
+    return ServerPicture(
+        name=server["name"],
+        state=state,
+        since=_since(server.get("since"), now),
+        in_flight=server["in_flight"],
+        restarts=server.get("restarts", 0),
+        # The log's end follows the first line of a reason, and is shown by itself.
+        reason=str(server.get("reason") or "").split(". Last lines of its log:\n")[0],
+        progress=progress.strip(),
+        percent=min(int(percent[-1]), 100) if percent else None,
+        log=server.get("log", ""),
+        lines=lines,
+    )
+
+
+def _state(server: Mapping[str, Any], model: str) -> str:
+    """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is."""
+    stage = server.get("state")
+    if stage is None or stage == "ready":
+        return _BY_CONDITION.get(server["condition"], model)
+    return _BY_STAGE.get(stage, str(stage))
+
+
+def _since(moment: float | None, now: float) -> str:
+    return "" if moment is None else duration(now - moment)
+
+
+def duration(seconds: float) -> str:
+    """``12 s``, ``3 min``, ``2 h 5 min``: two units at most."""
+    left = max(int(seconds), 0)
+    for at, (unit, size) in enumerate(_UNITS):
+        if left >= size:
+            rest = _UNITS[at + 1 : at + 2]
+            more = [f"{left % size // each} {name}" for name, each in rest if left % size // each]
+            return " ".join([f"{left // size} {unit}", *more])
+    return f"{left} s"
+
+
+def _speed(tokens: Mapping[str, float]) -> str:
+    return f"{_rounded(tokens['completion'])} out, {_rounded(tokens['prompt'])} in" if any(tokens.values()) else "-"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 or number == 0 else f"{number:.1f}"
+
+
+def counted(count: int, word: str) -> str:
+    """``1 model``, ``2 models``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"

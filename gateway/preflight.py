@@ -1,0 +1,162 @@
+"""What a launch would fail on, said before it is tried: names that vLLM does not know, GPUs, files that are not there.
+
+Every check is a generator over the raw document, as those in ``config.references``, and is given what is known of
+this machine; nothing here starts or reads anything. The rule: a command that is not vLLM's is not judged by vLLM's
+names, and what is only unusual is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.config import Note, Problem
+from gateway.config.models import Launch
+from gateway.config.problems import did_you_mean
+from gateway.config.references import Draft, Place
+from upstream.installed_vllm import is_vllm
+from upstream.vllm import flag_of
+from upstream.vllm_names import Names
+
+_LOCAL = ("/", "./", "../")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of where the servers would run.
+
+    ``names``: those that the vLLM of a command knows. ``gpus``: how many there are, None without an NVIDIA driver.
+    ``folder``: where relative paths start from.
+    """
+
+    names: Callable[[tuple[str, ...]], Names]
+    gpus: int | None
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A model that is launched, as far as it is written well. ``args``: each by its flag."""
+
+    model: Place
+    launch: Place
+    command: tuple[str, ...]
+    args: Mapping[str, Place]
+
+    def value(self, flag: str) -> Any:
+        return self.args[flag].value if flag in self.args else None
+
+
+def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
+    """Everything that a launch would fail on; what is a ``Note`` does not forbid it."""
+    launched = [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
+    for each in launched:
+        if is_vllm(each.command):
+            yield from _flags(each, machine.names(each.command))
+            yield from _parsers(each, machine.names(each.command))
+            yield from _automatic_tools(each)
+            yield from _weights(each, machine.folder)
+    yield from _gpus(launched, machine.gpus)
+    yield from _shared_gpus(launched)
+
+
+def _launched(model: Place) -> _Launched:
+    launch = model.get("launch")
+    written = launch.get("command").value
+    words = Launch.model_fields["command"].default if written is None else written
+    command = tuple(words) if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words) else ()
+    args = launch.get("args")
+    keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
+    return _Launched(model, launch, command, {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys})
+
+
+def _flags(each: _Launched, names: Names) -> Iterator[Problem]:
+    for flag, place in each.args.items():
+        if not names.knows(flag):
+            plain = [known for known in names.flags if not known.startswith("no-")]
+            yield place.problem(f"vLLM {names.version} has no option --{flag}{did_you_mean(flag, plain)}")
+        elif place.value is False and not names.knows(f"no-{flag}"):
+            yield place.problem(f"vLLM {names.version} has no option --no-{flag}: leave {flag} out")
+
+
+def _parsers(each: _Launched, names: Names) -> Iterator[Problem]:
+    kinds = {
+        "reasoning-parser": (names.reasoning_parsers, "reasoning-parser-plugin"),
+        "tool-call-parser": (names.tool_parsers, "tool-parser-plugin"),
+    }
+    for flag, (known, plugin) in kinds.items():
+        value = each.value(flag)
+        if isinstance(value, str) and value and value not in known and plugin not in each.args:
+            yield each.args[flag].problem(f"vLLM {names.version} has no {flag} of this name{did_you_mean(value, known)}")
+
+
+def _automatic_tools(each: _Launched) -> Iterator[Problem]:
+    parser, automatic = each.value("tool-call-parser"), each.value("enable-auto-tool-choice")
+    if "config" in each.args:
+        return  # the rest may be in vLLM's own file
+    if automatic is True and not parser:
+        yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
+    if parser and automatic is not True:
+        yield _note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+
+
+def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
+    """What is written as a path has to be there; any other name is the hub's."""
+    named = each.launch.get("model")
+    written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
+    for place in written:
+        if isinstance(place.value, str) and place.value.startswith(_LOCAL) and not (folder / place.value).exists():
+            yield place.problem("there is no such file or folder")
+
+
+def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]:
+    wanted = [gpu for each in launched for replica in each.launch.each("gpus") for gpu in replica.items() if _is_number(gpu.value)]
+    if count is None:
+        yield from (_note(gpu, "there is no NVIDIA driver on this machine, so GPUs are not checked") for gpu in wanted[:1])
+        return
+    for gpu in wanted:
+        if gpu.value >= count:
+            there = f"those here are 0 to {count - 1}" if count > 1 else "there is GPU 0 alone" if count else "there is none"
+            yield gpu.problem(f"there is no GPU {gpu.value}: {there}")
+
+
+def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
+    owners: dict[int, list[tuple[_Launched, Place]]] = {}
+    for each in launched:
+        for replica in each.launch.each("gpus"):
+            for gpu in replica.items():
+                if _is_number(gpu.value):
+                    before = next((found for found in owners.setdefault(gpu.value, []) if _collide(found, (each, replica))), None)
+                    if before is not None:
+                        yield gpu.problem(_sharing(gpu, *before, each))
+                    owners[gpu.value].append((each, replica))
+
+
+def _collide(one: tuple[_Launched, Place], other: tuple[_Launched, Place]) -> bool:
+    if one[0] is other[0]:
+        return one[1].path != other[1].path
+    return _both_at_once(one[0].launch, other[0].launch)
+
+
+def _both_at_once(one: Place, other: Place) -> bool:
+    """Whether the gateway would start both: it makes models on demand, and those of a group, take turns."""
+    grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
+    return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
+
+
+def _sharing(gpu: Place, owner: _Launched, replica: Place, each: _Launched) -> str:
+    if owner is each:
+        return f"GPU {gpu.value} is another replica's already; each needs GPUs of its own"
+    where = f"`{owner.model.get('id').value}` (line {replica.source.line(replica.path)})"
+    return f"GPU {gpu.value} is given to {where} too, and both run at once: start one on_demand, or put both into one group"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _note(place: Place, message: str) -> Note:
+    problem = place.problem(message)
+    return Note(problem.file, problem.line, problem.path, problem.message)

@@ -1,0 +1,122 @@
+"""The status in the words of people: what the JSON becomes, on the page and on the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gateway.markup import Html, tag
+from gateway.picture import STATES, duration, picture
+from gateway.rates import Rates, Tokens
+from gateway.status_page import page
+from gateway.status_terminal import show
+
+NOTHING = {"prompt": 0.0, "completion": 0.0}
+
+
+def status(*servers: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """What /status says of one model with these servers."""
+    shown = {"id": "m", "in_flight": 2, "tokens_per_second": NOTHING, "state": "ready", "since": 940.0, "servers": servers, **model}
+    relays = [{"up": True}, {"up": False}]
+    return {"time": 1000.0, "started": 10.0, "ready": False, "reason": "waiting", "version": "1", "relays": relays, "models": [shown]}
+
+
+def server(**known: Any) -> dict[str, Any]:
+    return {"name": "m#0", "condition": "up", "in_flight": 2, "since": 990.0, **known}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-1, "0 s"), (0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (3660, "1 h 1 min"), (86400, "1 d"), (93600, "1 d 2 h")],
+)
+def test_a_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("known", "state"),
+    [
+        ({"condition": "up"}, "ready"),
+        ({"condition": "loading"}, "starting"),
+        ({"condition": "down"}, "failed"),
+        ({"condition": "up", "state": "ready"}, "ready"),
+        ({"condition": "down", "state": "ready"}, "failed"),
+        ({"condition": "down", "state": "crashed"}, "failed"),
+        ({"condition": "down", "state": "backing_off"}, "failed"),
+        ({"condition": "down", "state": "stopping"}, "draining"),
+        ({"condition": "down", "state": "stopped"}, "stopped"),
+        ({"condition": "down", "state": "sleeping"}, "sleeping"),
+    ],
+)
+def test_a_servers_state_is_one_of_six_words(known: dict[str, Any], state: str) -> None:
+    assert state in STATES
+    assert picture(status(server(**known))).models[0].servers[0].state == state
+
+
+@pytest.mark.parametrize("state", ["sleeping", "draining", "stopped"])
+def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
+    for known in ({}, {"state": "ready"}):
+        shown = picture(status(server(condition="away", **known), state=state))
+        assert shown.models[0].servers[0].state == state
+
+
+def test_how_far_a_start_has_come() -> None:
+    line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
+    starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])
+    (shown,) = picture(status(starting, state="starting")).models[0].servers
+    assert (shown.progress, shown.percent) == (line, 50)
+    (told,) = picture(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
+    assert (told.progress, told.percent) == ("Capturing graphs", None)
+    assert 'value="50"' in page(picture(status(starting)))
+
+
+def test_what_is_said_of_the_whole() -> None:
+    adapters = [{"id": "l", "in_flight": 3, "tokens_per_second": {"prompt": 4.0, "completion": 12.34}}]
+    shown = picture(status(server(), queued=4, waiting_s=61, loras=adapters, aliases=["a"]))
+    assert (shown.headline, shown.facts[:3]) == ("waiting", ("1 of 1 model ready", "5 in flight", "1 of 2 relays up"))
+    (model,) = shown.models
+    assert (model.since, model.queued, model.waiting, model.speed) == ("1 min", 4, "1 min", "-")
+    assert model.adapters[0].speed == "12 out, 4.0 in"
+    text = page(shown)
+    assert "4 (longest 1 min)" in text and "also a" in text and "3 in flight, 12 out, 4.0 in tokens per second" in text
+
+
+def test_a_reason_is_told_without_the_log_that_is_shown_anyway() -> None:
+    failed = server(condition="down", state="failed", reason="m#0 could not start: exit code 1. Last lines of its log:\nboom", log="/l")
+    (shown,) = picture(status(failed | {"last_log_lines": ["boom"]})).models[0].servers
+    assert (shown.reason, shown.lines) == ("m#0 could not start: exit code 1", ("boom",))
+
+
+def test_nothing_acts_on_a_terminal() -> None:
+    failed = server(condition="down", reason="\x1b]0;owned\x07 [bold]x", last_log_lines=["\x1b[2J", "[red]y"], state="failed", log="/l")
+    out = io.StringIO()
+    show(picture(status(failed, id="[link=x]m")), Console(file=out, width=200))
+    assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
+    assert all(text in out.getvalue() for text in ("[link=x]m", "[bold]x", "[red]y", "\\x1b[2J"))
+
+
+@given(st.text(), st.text())
+def test_text_and_attributes_cannot_leave_their_places(text: str, value: str) -> None:
+    made = tag("p", text, title=value, data_some="x", hidden=False, open=True)
+    assert made.startswith('<p title="') and made.endswith("</p>")
+    assert made.count("<") == made.count(">") == 2 and made.count('"') == 4
+    assert tag("div", made) == f"<div>{made}</div>", "what is markup already stays so"
+    assert isinstance(made, Html)
+
+
+def test_rates_are_over_the_window() -> None:
+    rates = Rates(window=10.0)
+    assert rates.of("m") == Tokens()
+    rates.look(0.0, {})
+    assert rates.of("m") == Tokens()
+    for second in range(1, 31):
+        rates.look(float(second), {"m": Tokens(10.0 * second, 100.0 * min(second, 15))})
+    assert rates.of("m") == Tokens(10.0, 0.0)
+    rates.look(35.0, {"m": Tokens(310.0, 1500.0)})
+    assert rates.of("m") == Tokens((310.0 - 250.0) / 10.0, 0.0)
+    assert rates.of("other") == Tokens()

@@ -1,0 +1,134 @@
+"""A headless Chromium that a test looks through: it opens a page, evaluates, takes pictures, and hears complaints.
+
+It is spoken to over its debugging pipe (``--remote-debugging-pipe``): JSON messages that end with a zero byte, on the
+descriptors 3 and 4 of its process. In the end nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+_OUR_ENDS = 20  # a descriptor that is neither 3 nor 4
+
+
+class Chromium:
+    """One page. ``complaints`` are the browser's own errors: blocked by policy, failed to load, uncaught."""
+
+    def __init__(self, to: BinaryIO, source: BinaryIO) -> None:
+        self._to = to
+        self._from = source
+        self._rest = b""
+        self._numbers = itertools.count(1)
+        self._session: dict[str, str] = {}
+        self.complaints: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+
+    def open(self, url: str) -> None:
+        self._call("Page.navigate", url=url)
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression; None while there is none."""
+        return self._call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def text(self) -> str:
+        """What the page says."""
+        return str(self.evaluate("document.body ? document.body.innerText : ''"))
+
+    def resize(self, width: int, height: int) -> None:
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+
+    def prefer(self, scheme: str) -> None:
+        """light or dark"""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def picture(self, file: Path) -> None:
+        """The whole page as PNG."""
+        data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        file.write_bytes(base64.b64decode(data))
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._to.write(json.dumps({"id": number, "method": method, "params": parameters, **self._session}).encode() + b"\0")
+        self._to.flush()
+        while True:
+            message = self._next()
+            if message.get("id") == number:
+                assert "error" not in message, message
+                result: dict[str, Any] = message["result"]
+                return result
+            self._hear(message)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message.get("method") == "Log.entryAdded":
+            self.complaints.append(str(message["params"]["entry"]["text"]))
+        elif message.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(str(message["params"]["exceptionDetails"]))
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            data = os.read(self._from.fileno(), 1 << 16)
+            assert data, "chromium has ended"
+            self._rest += data
+        one, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(one)
+        return message
+
+
+@contextmanager
+def chromium(folder: Path) -> Iterator[Chromium]:
+    """A browser with its profile in ``folder``. Skips the test where there is none."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed (Debian: chromium)")
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
+    # The shell puts the pipes where the browser looks for them.
+    words = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *FLAGS, "--remote-debugging-pipe"]
+    own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    with open(folder / "chromium.log", "wb") as log:
+        process = subprocess.Popen(
+            [*words, f"--user-data-dir={folder / 'profile'}"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **own},
+            pass_fds=ends,
+            start_new_session=True,
+        )
+    for fd in (theirs_in, theirs_out, *ends):
+        os.close(fd)
+    try:
+        with open(ours_out, "wb") as to, open(ours_in, "rb") as source:
+            yield Chromium(to, source)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)

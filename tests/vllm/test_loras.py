@@ -1,0 +1,33 @@
+"""LoRA adapters on the real vLLM: two beside their model, each answering in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import configuration, gateway
+from tests.vllm import adapter
+from tests.vllm.dialogues import user
+from tests.vllm.server import NOT_INSTALLED, START_WITHIN, installed, launch, model_path
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(START_WITHIN + 120),
+    pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED),
+]
+
+
+def test_a_model_and_two_adapters_answer_each_in_its_own_way(tmp_path: Path) -> None:
+    made = {name: adapter.make(tmp_path / name, model_path("llama"), seed) for name, seed in (("one", 1), ("two", 2))}
+    loras = [{"id": f"tests/{name}", "path": str(path)} for name, path in made.items()]
+    config = configuration({"id": "tests/base", "launch": launch("llama"), "loras": loras})
+    with gateway(tmp_path, config, seconds=START_WITHIN) as one:
+        words = {}
+        for name in ("tests/base", "tests/one", "tests/two"):
+            answers = [one.ask(model=name, messages=[user("Say hello.")], temperature=0, max_tokens=16).json() for _ in range(2)]
+            assert answers[0]["model"] == name
+            words[name], again = (answer["choices"][0]["message"]["content"] for answer in answers)
+            assert words[name] == again
+        assert len(set(words.values())) == 3, words
+        assert one.metric('vllm_gateway_tokens_total{key="team-a",model="tests/two",type="completion"}') > 0
