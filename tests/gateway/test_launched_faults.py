@@ -140,5 +140,5 @@ def test_a_hung_server(stage: Stage) -> None:
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
     assert stage.gateway.ask(model="sim/hung").json()["error"]["code"] in ("no_healthy_server", "model_loading")
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
-    assert "sim/hung#0 ended: it is renewed: no answer within 10 s" in stage.gateway.said
+    wait_for(lambda: "sim/hung#0 ended: it is renewed: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)
