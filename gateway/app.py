@@ -55,6 +55,7 @@ class Relay:
         self.request_ids = request_ids()
         self._log = log
         self._max_model_len: dict[str, int] = {}
+        self.catalog = Catalog((), {})
         self.take(state)
         self._tell_time()
 
@@ -68,6 +69,7 @@ class Relay:
         self.state = state
         self.keyring = Keyring(state.keys)
         self.cors = Cors(state.cors_origins)
+        self.catalog.retire()
         self.catalog = Catalog(state.models, servers)
         self.targets = self.catalog.targets
         self.body_limit = state.body_limit

@@ -38,7 +38,8 @@ class Catalog:
     """The models of one generation."""
 
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
-        self.entries = tuple(Entry(model, Pool([servers[spec.name] for spec in model.servers], model.balance)) for model in models)
+        self._pools: dict[str, Pool] = {}  # an adapter has its base's
+        self.entries = tuple(Entry(model, self._pool(model, servers)) for model in models)
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
@@ -46,6 +47,17 @@ class Catalog:
         for mount, entry in self._mounts.items():
             self.targets.update({(mount + path).encode(): Target(route, entry) for path, route in ROUTES.items()})
         self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
+
+    def _pool(self, model: Model, servers: Mapping[str, Server]) -> Pool:
+        found = self._pools.get(model.base)
+        if found is None:
+            found = self._pools[model.base] = Pool([servers[spec.name] for spec in model.servers], model.balance)
+        return found
+
+    def retire(self) -> None:
+        """There is a new generation."""
+        for pool in self._pools.values():
+            pool.retire()
 
     def mounted(self, path: str, suffix: str) -> Entry | None:
         """The model whose instance URL, followed by ``suffix``, is this path."""

@@ -175,6 +175,7 @@ class Control:
         self._started = time.time()
         self._draining = False
         self._generation = 0
+        self._news = False  # the relays are about to be told of probes
         self._launches: dict[tuple[str, str], int] = {
             (model.id, outcome): 0 for model in config.models if model.launch for outcome in ("ready", "failed")
         }
@@ -249,6 +250,12 @@ class Control:
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
         self._changed[probe.name] = time.time()
+        if not self._news:  # one look may tell of a thousand models
+            self._news = True
+            asyncio.get_running_loop().call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._news = False
         self.tell_health()
         self.fleet.nudge()
 

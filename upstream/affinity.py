@@ -19,7 +19,7 @@ is what this relay sees: with several relays each keeps the bound for its own re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from heapq import nlargest
 from typing import Generic, Protocol, TypeVar
@@ -65,7 +65,7 @@ class Affinity(Generic[M]):
             found = self._orders[slot] = tuple(nlargest(CHOICES, self._servers, key=lambda server: score(server.name, server.weight, slot)))
         return found
 
-    def choose(self, among: Sequence[M], hint: int) -> M | None:
+    def choose(self, among: Collection[M], hint: int) -> M | None:
         """The first in the hint's order that is ``among`` those that can be asked and not too busy; None if there is no such."""
         limit: float | None = None
         for server in self.order(hint):
@@ -80,7 +80,7 @@ class Affinity(Generic[M]):
         return None
 
 
-def limit_per_weight(servers: Sequence[Member]) -> float:
+def limit_per_weight(servers: Collection[Member]) -> float:
     """How much each unit of weight may have in flight, the request that is to be placed among it."""
     return FACTOR * (sum(server.in_flight for server in servers) + 1) / sum(server.weight for server in servers)
 

@@ -183,10 +183,11 @@ def _nobody_listens(error: BaseException | None) -> bool:
 
 
 class _Watch:
-    """One target: its standing, and when its models are due for a look."""
+    """One server under all its names: its standing, and when its models are due for a look."""
 
     def __init__(self, target: Target, on_change: Callable[[Probe], None], on_lost: Callable[[Probe], None], models_every: float) -> None:
         self._target = target
+        self.names: dict[str, None] = {}
         self._on_change = on_change
         self._on_lost = on_lost
         self._models_every = models_every
@@ -224,9 +225,26 @@ class _Watch:
         elif seen.models is not None:
             self._models_due = time.monotonic() + self._models_every
         if self.standing.probe != before:
-            self._on_change(self.standing.probe)
+            self._tell(self._on_change)
         if lost(self.standing, seen):
-            self._on_lost(self.standing.probe)
+            self._tell(self._on_lost)
+
+    def _tell(self, listener: Callable[[Probe], None]) -> None:
+        for probe in self.probes():
+            listener(probe)
+
+    def probes(self) -> tuple[Probe, ...]:
+        """What is known, under each name."""
+        standing = self.standing
+        return tuple(replace(standing.probe, name=name) for name in self.names) if standing is not None else ()
+
+    def call(self, names: dict[str, None]) -> None:
+        """These are its names from now on; of what is known already the new ones are told."""
+        new = names.keys() - self.names.keys()
+        self.names = names
+        for probe in self.probes():
+            if probe.name in new:
+                self._on_change(probe)
 
 
 class Prober:
@@ -252,6 +270,7 @@ class Prober:
         self._deadline = deadline
         self._models_every = models_every
         self._watches: dict[Target, _Watch] = {}
+        """By address and key: servers that are one, because many models name it, are looked at once."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -266,18 +285,25 @@ class Prober:
 
         No callback is made for a target that was taken away, once this has returned.
         """
-        wanted = dict.fromkeys(targets)
+        wanted: dict[Target, dict[str, None]] = {}
+        for target in targets:
+            wanted.setdefault(replace(target, name=""), {})[target.name] = None
         for target in self._watches.keys() - wanted.keys():
             self._watches.pop(target).end()
-        for target in wanted.keys() - self._watches.keys():
-            self._watches[target] = watch = _Watch(target, self._on_change, self._on_lost, self._models_every)
-            task = watch.start(self._interval, self._deadline)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        for target, names in wanted.items():
+            if target not in self._watches:
+                self._begin(target, names)
+            self._watches[target].call(names)
+
+    def _begin(self, target: Target, names: dict[str, None]) -> None:
+        self._watches[target] = watch = _Watch(replace(target, name=next(iter(names))), self._on_change, self._on_lost, self._models_every)
+        task = watch.start(self._interval, self._deadline)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def probes(self) -> tuple[Probe, ...]:
         """What is known now; a target that has not been looked at yet is not among them."""
-        return tuple(watch.standing.probe for watch in self._watches.values() if watch.standing)
+        return tuple(probe for watch in self._watches.values() for probe in watch.probes())
 
     async def first_round(self) -> None:
         """Until every present target has been looked at once."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from upstream.affinity import Affinity
-from upstream.policy import POLICIES, Policy
+from upstream.policy import POLICIES, Policy, least_busy
+from upstream.ranking import Ranking
 from upstream.server import Condition, Server, ServerSpec
 
 
@@ -29,7 +30,19 @@ class Pool:
         self.servers = tuple(servers)
         self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
         self._affinity = Affinity(self.servers) if balance == "prefix" and len(servers) > 1 else None
+        self._by_load = self._policy is least_busy
+        self._ranking = Ranking(self.servers) if len(servers) > 1 else None
+        if self._ranking is not None:
+            for server in self.servers:
+                server.rankings.append(self._ranking)
         self._turn = 0
+
+    def retire(self) -> None:
+        """The next generation has another pool; who is still served by this one chooses the long way."""
+        ranking, self._ranking = self._ranking, None
+        if ranking is not None:
+            for server in self.servers:
+                server.rankings.remove(ranking)
 
     @property
     def is_up(self) -> bool:
@@ -51,6 +64,8 @@ class Pool:
         servers = self.servers
         if len(servers) == 1 and servers[0].condition is Condition.UP:
             return servers[0]
+        if not tried and self._ranking is not None and self._ranking.members:
+            return self._ranked(self._ranking, hint)
         up = [server for server in servers if server.condition is Condition.UP]
         if not up:
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
@@ -59,6 +74,12 @@ class Pool:
         among = [server for server in fresh if server.available] or fresh
         known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
         return known or self._policy(among, self._turn)
+
+    def _ranked(self, ranking: Ranking[Server], hint: int | None) -> Server:
+        """The choice among all that are available, without a look at each."""
+        self._turn += 1
+        known = self._affinity.choose(ranking.available, hint) if self._affinity is not None and hint is not None else None
+        return known or (ranking.first() if self._by_load else None) or self._policy(ranking.members, self._turn)
 
 
 class Fleet:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from upstream.address import Address
 from upstream.connection import Connection, Parking, connect
+from upstream.ranking import Ranking
 
 AVOID_FOR = 2.0
 """Seconds for which a server that refused a connection is passed over, where another one can take the request."""
@@ -59,26 +60,46 @@ class Server:
 
     def __init__(self, spec: ServerSpec, condition: Condition = Condition.LOADING) -> None:
         self.spec = spec
-        self.condition = condition
+        self._condition = condition
         self.in_flight = 0
         self.mirror: Mirror = [0.0]
+        self.rankings: list[Ranking[Server]] = []
+        """Those that are to be told when its load or its availability changes."""
         self._avoid_until = 0.0
         self._parking = Parking(spec.keep_idle)
         self._heads: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
     def __repr__(self) -> str:
-        return f"<Server {self.spec.name} {self.condition.value}, {self.in_flight} in flight, {len(self._parking)} idle>"
+        return f"<Server {self.spec.name} {self._condition.value}, {self.in_flight} in flight, {len(self._parking)} idle>"
+
+    @property
+    def condition(self) -> Condition:
+        """What is known of it."""
+        return self._condition
+
+    @condition.setter
+    def condition(self, condition: Condition) -> None:
+        self._condition = condition
+        self._tell()
 
     def enter(self) -> None:
         """An exchange begins; ``mirror[0]`` follows ``in_flight`` for whoever reads it from outside."""
         self.in_flight += 1
         self.mirror[0] = self.in_flight
+        for ranking in self.rankings:
+            ranking.moved(self)
 
     def leave(self) -> None:
         """An exchange is over."""
         self.in_flight -= 1
         self.mirror[0] = self.in_flight
+        for ranking in self.rankings:
+            ranking.moved(self)
+
+    def _tell(self) -> None:
+        for ranking in self.rankings:
+            ranking.reconsider(self)
 
     def head(self, path: str) -> bytes:
         """How a POST to it begins: request line, Host and its own key; made once for each path."""
@@ -109,11 +130,12 @@ class Server:
     @property
     def available(self) -> bool:
         """It is up and has not just refused a connection."""
-        return self.condition is Condition.UP and monotonic() >= self._avoid_until
+        return self._condition is Condition.UP and (not self._avoid_until or monotonic() >= self._avoid_until)
 
     def refused(self) -> None:
         """A connection to it could not be made: pass it over for a moment."""
         self._avoid_until = monotonic() + AVOID_FOR
+        self._tell()
 
     def parked(self) -> Connection | None:
         """A kept connection that is still good, if there is one."""
@@ -130,8 +152,11 @@ class Server:
             raise
 
     def sweep(self) -> None:
-        """Close connections that were kept too long."""
+        """Close connections that were kept too long; forgive a refusal that is long past."""
         self._parking.sweep()
+        if self._avoid_until and monotonic() >= self._avoid_until:
+            self._avoid_until = 0.0
+            self._tell()
 
     def retire(self) -> None:
         """The configuration no longer names it: close what is idle; what is busy ends in its own time, and counts no more."""

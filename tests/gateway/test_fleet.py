@@ -61,7 +61,7 @@ async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) 
 
 
 async def test_one_too_many_is_told_when_to_come_back_and_then_it_is_served(tmp_path: Path) -> None:
-    model = on_demand(A, queue={"size": 2, "wait": "30s"}, args={"sim-listen-after": 2}, idle_stop="1s")
+    model = on_demand(A, queue={"size": 2, "wait": "30s"}, args={"sim-listen-after": 2}, idle_stop="3s")
     async with controlled(tmp_path, model) as one:
         assert (await one.ask(A)).status_code == 200  # measures the start
         await one.reaches(A, "stopped")

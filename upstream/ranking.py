@@ -1,0 +1,93 @@
+"""A pool's servers that can take a request, in the order of their load, kept up to date instead of being worked out.
+
+A choice among two hundred servers must not cost more than one among two. The rules: what is in here is available, and each
+stands under the load that it has; a server tells its rankings of every change of either. Who has just been looked at goes
+behind those of the same load, so that an idle pool is used evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Ranked(Protocol):
+    """What is known of a server here."""
+
+    @property
+    def load(self) -> float:
+        """In flight by weight."""
+
+    @property
+    def available(self) -> bool:
+        """It can take a request."""
+
+
+R = TypeVar("R", bound=Ranked)
+
+
+class Ranking(Generic[R]):
+    """Some servers by load. ``members`` are those that are available, in the order in which they were given."""
+
+    __slots__ = ("_levels", "_load_of", "_servers", "members")
+
+    def __init__(self, servers: Sequence[R]) -> None:
+        self._servers = tuple(servers)
+        self._levels: dict[float, dict[R, None]] = {}
+        self._load_of: dict[R, float] = {}
+        self.members: tuple[R, ...] = ()
+        for server in servers:
+            if server.available:
+                self._enter(server)
+        self._list()
+
+    @property
+    def available(self) -> Mapping[R, float]:
+        """The members and their loads."""
+        return self._load_of
+
+    def first(self) -> R | None:
+        """One of the smallest load, another one each time; None when none is available."""
+        levels = self._levels
+        if not levels:
+            return None
+        level = levels[min(levels)]
+        server = next(iter(level))
+        del level[server]
+        level[server] = None
+        return server
+
+    def moved(self, server: R) -> None:
+        """Its load has changed."""
+        if server in self._load_of:
+            self._leave(server)
+            self._enter(server)
+
+    def reconsider(self, server: R) -> None:
+        """It may have become available, or be so no more."""
+        known = server in self._load_of
+        if known is server.available:
+            return
+        if known:
+            self._leave(server)
+        else:
+            self._enter(server)
+        self._list()
+
+    def _enter(self, server: R) -> None:
+        load = self._load_of[server] = server.load
+        level = self._levels.get(load)
+        if level is None:
+            self._levels[load] = {server: None}
+        else:
+            level[server] = None
+
+    def _leave(self, server: R) -> None:
+        load = self._load_of.pop(server)
+        level = self._levels[load]
+        del level[server]
+        if not level:
+            del self._levels[load]
+
+    def _list(self) -> None:
+        self.members = tuple(server for server in self._servers if server in self._load_of)
