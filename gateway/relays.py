@@ -135,12 +135,16 @@ class _Relay:
 
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process's end; it is killed when it takes too long, or when nobody waits any longer."""
     try:
         async with asyncio.timeout(_EXIT_GRACE):
             await process.wait()
     except TimeoutError:
-        process.kill()
-        await process.wait()
+        pass
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 class Relays:
