@@ -264,10 +264,11 @@ class Account(msgspec.Struct, eq=False):
     def _record(self) -> Record:
         now = monotonic()
         call, passing, attempt = self.call, self.passing or _NOTHING, self.attempt
-        if passing.failure is not None and call.events:
-            self.code, self.incomplete = passing.failure.code, "upstream"
-        elif passing.aborted:
-            self.incomplete = "upstream"
+        if call.events:
+            if passing.failure is not None:
+                self.code, self.incomplete = passing.failure.code, "upstream"
+            elif passing.aborted:
+                self.incomplete = "upstream"
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         overhead = (self.composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first

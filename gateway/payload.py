@@ -22,6 +22,9 @@ from gateway.translate import Translation, translate
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
 
+_SHORT = 2048
+_NO_BRACKET = bytes(set(range(256)) - set(b"{["))
+
 Document = dict[str, Any]
 
 
@@ -60,7 +63,9 @@ def parse(body: bytes) -> Document:
 
 
 def _may_be_deep(body: bytes) -> bool:
-    """Whether it has that many brackets at all. They are few in most bodies, and searching is much faster than counting."""
+    """Whether it has that many brackets at all. They are few in most bodies, and searching a long one is much faster than counting."""
+    if len(body) < _SHORT:
+        return len(body.translate(None, _NO_BRACKET)) > MAX_DEPTH
     found = 0
     for bracket in b"{", b"[":
         at = body.find(bracket)

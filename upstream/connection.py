@@ -203,10 +203,12 @@ class Connection(asyncio.Protocol):
             return  # an interim answer (100, 103): the real one follows
         self._in_body = True
         self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
-        headers: Headers = {}
-        for name, value in self._headers.items():
-            headers.setdefault(name.lower(), value)
-        self._framed = b"content-length" in headers or b"transfer-encoding" in headers or status in (204, 304)
+        headers = self._headers.copy()
+        framed = b"content-length" in headers or b"transfer-encoding" in headers
+        if not framed or b"content-type" not in headers or status >= 400:  # else every name that matters is written small, as vLLM's are
+            headers = _in_small_letters(headers)
+            framed = b"content-length" in headers or b"transfer-encoding" in headers
+        self._framed = framed or status in (204, 304)
         if self._receiver is not None:
             self._receiver.on_head(status, headers)
 
@@ -243,6 +245,13 @@ class Connection(asyncio.Protocol):
         self.close()
         if receiver is not None:
             receiver.on_failure(error)
+
+
+def _in_small_letters(headers: Headers) -> Headers:
+    small: Headers = {}
+    for name, value in headers.items():
+        small.setdefault(name.lower(), value)
+    return small
 
 
 class _DesyncError(Exception):
