@@ -138,15 +138,15 @@ class Call(msgspec.Struct, eq=False):
         """The parser gave more of the body."""
         if self.response_complete or self.too_large:
             return  # nobody will read it
-        self.bytes_in += len(data)
-        self.too_large = self.bytes_in > self.limit
+        size = self.bytes_in = self.bytes_in + len(data)
         self._received.append(data)
-        if self.target.route.body is Body.FORM:
+        if size > self.limit:
+            self.too_large = True
+            self._wake()
+        elif self.target.route.body is Body.FORM:
             self._size += len(data)
             if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
-            self._wake()
-        elif self.too_large:
             self._wake()
 
     def spoil(self, refusal: Refusal) -> None:

@@ -33,6 +33,8 @@ from upstream.pool import fleet
 _SWEEP_EVERY = 4  # ticks
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _FRAME_BUFFER = 1024 * 1024
+_SWITCH_INTERVAL = 0.0005
+"""Seconds for which the access log's thread may hold up requests; the interpreter's own 5 ms would be seen in the 99th percentile."""
 
 
 def main() -> None:
@@ -42,6 +44,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each bad form, and strangers can send many
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with access_log(sys.stdout.fileno()) as log:
         uvloop.run(_run(arguments, log))
 

@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
         """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
         receiver, self._receiver = self._receiver, None
         self._complete = False
-        if self._request_open or not self._keep_alive or self.closed:
+        if self._request_open or not self._keep_alive or self._transport is None or self._transport.is_closing():
             self.close()
         else:
             if self._paused:

@@ -137,6 +137,10 @@ class Server:
         self._avoid_until = monotonic() + AVOID_FOR
         self._tell()
 
+    def park(self, connection: Connection) -> None:
+        """Keep a connection that has nothing to do."""
+        self._parking.park(connection)
+
     def parked(self) -> Connection | None:
         """A kept connection that is still good, if there is one."""
         return self._parking.take()

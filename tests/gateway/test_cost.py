@@ -1,0 +1,184 @@
+"""What a request and a chunk cost, counted and not timed: every call of a function, and every step of the interpreter.
+
+A fixed exchange runs between two stand-ins for transports, with authentication over many keys, ``extra_body``, usage, metrics
+and the access log on. The counts are the same on every machine, so the bounds are a tenth above what was counted when they
+were set. Whoever makes the path longer sees it here; whoever makes it shorter lowers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.access_log import AccessLog, access_log
+from gateway.app import Relay
+from gateway.edge import EdgeProtocol
+from gateway.link import Health
+from gateway.metrics import RelayMetrics
+from gateway.scoreboard import Board
+from gateway.state import Key, Model, State
+from tests.support.wire import COMPLETION, chat, request
+from upstream.address import Address
+from upstream.connection import Connection
+from upstream.pool import fleet
+from upstream.server import Condition, ServerSpec
+
+KEYS = 1000
+TIMES = 20
+WARM_UP = 100
+
+REQUEST = request(chat(extra_body={"top_k": 5}), token="key-7")
+STREAM = request(chat(stream=True), token="key-7")
+ANSWER = b"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+    len(COMPLETION),
+    COMPLETION,
+)
+EVENT = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+)
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Count(NamedTuple):
+    """Per exchange: calls of Python functions, of C functions, and steps of the interpreter."""
+
+    python: float
+    c: float
+    steps: float
+
+
+BOUNDS = {"request": Count(137, 118, 3400), "chunk": Count(9, 13.3, 267)}
+"""Set with CPython 3.11, of whose steps the third number is."""
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nobody is at the other end."""
+
+    abort = close
+
+    def take(self) -> bytes:
+        taken = b"".join(self.written)
+        self.written.clear()
+        return taken
+
+
+class Path(NamedTuple):
+    """The way of a request: a client's connection, and a kept one to the only server."""
+
+    client: EdgeProtocol
+    client_wire: Wire
+    server: Connection
+    server_wire: Wire
+    log: AccessLog
+
+    def ask(self) -> None:
+        self.client.data_received(REQUEST)
+        assert self.server_wire.take().endswith(b"}")
+        self.server.data_received(ANSWER)
+        assert self.client_wire.take().endswith(COMPLETION)
+
+    def stream(self) -> None:
+        self.client.data_received(STREAM)
+        self.server.data_received(STREAM_HEAD)
+        for _ in range(2):
+            self.server.data_received(CHUNK)
+        assert self.client_wire.take().endswith(2 * CHUNK)
+
+    def chunk(self) -> None:
+        self.server.data_received(CHUNK)
+        assert self.client_wire.take() == CHUNK
+
+
+@pytest.fixture
+async def path() -> AsyncIterator[Path]:
+    spec = ServerSpec("tiny#0", Address(port=1), "tiny", keep_idle=1e9)
+    keys = tuple(Key(f"team-{n}", (hashlib.sha256(b"key-%d" % n).digest(),)) for n in range(KEYS))
+    board, nowhere = Board.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
+    with fleet() as servers, access_log(nowhere) as log:
+        relay = Relay(State(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=RelayMetrics(board), log=log)
+        relay.learn(Health({spec.name: Condition.UP}, {}, {}))
+        uvicorn = relay.server()
+        uvicorn.config.load()
+        client = relay.protocol()(uvicorn.config, uvicorn.server_state, {})
+        (server,) = servers
+        connection = Connection(spec.name, server.park)
+        made = Path(client, Wire(), connection, Wire(), log)
+        client.connection_made(made.client_wire)
+        connection.connection_made(made.server_wire)
+        server.park(connection)
+        yield made
+        client.connection_lost(None)
+        connection.connection_lost(None)
+    os.close(nowhere)
+    board.close()
+
+
+@contextmanager
+def _watching(install: Callable[[Any], None], watch: Callable[..., Any]) -> Iterator[None]:
+    """Watched by this, and by whoever watched before afterwards."""
+    before = sys.getprofile() if install is sys.setprofile else sys.gettrace()
+    install(watch)
+    try:
+        yield
+    finally:
+        install(before)
+
+
+def counted(work: Callable[[], None]) -> Count:
+    """What one turn of ``work`` takes, on average over TIMES."""
+    for _ in range(WARM_UP):
+        work()
+    calls = {"call": 0, "c_call": 0}
+
+    def on_call(_: FrameType, event: str, __: object) -> None:
+        if event in calls:
+            calls[event] += 1
+
+    with _watching(sys.setprofile, on_call):
+        for _ in range(TIMES):
+            work()
+    steps = 0
+
+    def on_step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return on_step
+
+    with _watching(sys.settrace, on_step):
+        for _ in range(TIMES):
+            work()
+    return Count(calls["call"] / TIMES, calls["c_call"] / TIMES, steps / TIMES)
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+async def test_the_path_is_no_longer_than_it_was(path: Path, what: str) -> None:
+    if what == "chunk":
+        path.stream()
+    count = counted(path.ask if what == "request" else path.chunk)
+    bound = BOUNDS[what]
+    compared = Count._fields if sys.version_info[:2] == (3, 11) else Count._fields[:2]
+    longer = {name: (getattr(count, name), getattr(bound, name)) for name in compared if getattr(count, name) > getattr(bound, name)}
+    assert not longer, f"{what}: counted, and the bound: {longer}"
