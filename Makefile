@@ -43,7 +43,7 @@ $(READY): requirements.lock pyproject.toml
 
 lock:  ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  pyproject.toml --group dev -o requirements.lock
+	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 
 clean:
 	rm -rf .venv .venv-vllm .venv-clients-* tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

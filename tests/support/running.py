@@ -6,15 +6,17 @@ import asyncio
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.access_log import AccessLog
 from gateway.app import Relay
+from gateway.call import Call
 from gateway.link import Health
 from gateway.metrics import RelayMetrics, Series, summed
+from gateway.record import Record
 from gateway.relay_process import started
 from gateway.scoreboard import Board
 from gateway.state import Key, Model, State
@@ -38,15 +40,34 @@ def model(*ports: int, identity: str = MODEL, served: str | None = None, **more:
     return Model(identity, specs, **more)
 
 
+class Watched(Relay):
+    """A relay that keeps its books open: how many stories have begun, and the record of each that has ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.started = 0
+        self.records: list[Record] = []
+        super().__init__(*args, **kwargs)
+
+    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+        self.started += 1
+        return super().serve(call)
+
+    def settled(self, record: Record) -> None:
+        self.records.append(record)
+        super().settled(record)
+
+
 @dataclass
 class Served:
     """A relay under test, and what it wrote down."""
 
-    relay: Relay
+    relay: Watched
     port: int
     board: Board
     log: AccessLog
     connections: set[Any] = field(default_factory=set)
+    stories: set[Any] = field(default_factory=set)
+    """Those that are not over."""
     asked: list[tuple[str, float | None]] = field(default_factory=list)
     """What control would have been told of waiting requests."""
 
@@ -87,13 +108,13 @@ def _nowhere() -> Iterator[int]:
 
 
 @asynccontextmanager
-async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, **state: Any) -> AsyncIterator[Served]:
+async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, **settings: Any) -> AsyncIterator[Served]:
     """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
     with board() as counts, fleet() as servers, _nowhere() as nowhere:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
-        relay = Relay(
-            State(1, tuple(keys or [key()]), tuple(models), **state),
+        relay = Watched(
+            State(1, tuple(keys or [key()]), tuple(models), **settings),
             fleet=servers,
             metrics=RelayMetrics(counts),
             log=log,
@@ -105,7 +126,8 @@ async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool
         server = await started(relay, listener)
         ticking = asyncio.create_task(_ticking(relay))
         try:
-            yield Served(relay, listener.getsockname()[1], counts, log, server.server_state.connections, asked)
+            state = server.server_state
+            yield Served(relay, listener.getsockname()[1], counts, log, state.connections, state.tasks, asked)
         finally:
             for each in server.servers:
                 each.close()

@@ -1,0 +1,75 @@
+"""Streams that are cut: no client ever sees a part of an event, and every stream has an end that a client understands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from tests.faults.chaos import End, Weather, chaos
+from tests.faults.invariants import unharmed
+from tests.support.running import model
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import DONE, HELLO, ROLE, STOP, Reply, ask, chat, request
+from upstream.deadlines import Timeouts
+
+EVENTS = (ROLE, HELLO, STOP)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+WIRE = HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS)
+"""What the server sends of a stream that it never ends."""
+
+
+async def _three_events(talk: Conversation) -> None:
+    await talk.write(WIRE)
+    await talk.closed_by_peer()
+
+
+@pytest.mark.row(2)
+@pytest.mark.parametrize("end", [End.CLOSE, End.RESET, End.HALF_CLOSE])
+async def test_a_cut_at_any_byte_leaves_whole_events(end: End, measured: Callable[[str], None]) -> None:
+    cuts = range(1, len(WIRE) + 1)
+    async with (
+        scripted(_three_events) as server,
+        chaos(server.port, lambda number: Weather(cut_at=cuts[number], end=end)) as network,
+        unharmed([model(network.port)]) as served,
+    ):
+        for at in cuts:
+            reply = await ask(served.port, request(chat(stream=True)))
+            _check(reply, _events_before(at))
+        assert network.accepted == len(cuts)
+    measured(f"{len(cuts)} places, {end.name.lower()}: 0 parts of events seen")
+
+
+def _events_before(at: int) -> int:
+    """How many of the events are whole in the first ``at`` bytes of the wire."""
+    ends, place = [], len(HEAD)
+    for event in EVENTS:
+        place += len(b"%x\r\n" % len(event)) + len(event)
+        ends.append(place)
+        place += 2
+    return sum(end <= at for end in ends)
+
+
+def _check(reply: Reply, whole: int) -> None:
+    """Nothing was sent before the first event, so a status can still say it; afterwards the stream does."""
+    if not whole:
+        assert reply.status == 502 and reply.error["code"] == "upstream_disconnected"
+        return
+    shown = b"".join(EVENTS[:whole])
+    assert reply.status == 200 and reply.whole and reply.body.startswith(shown) and reply.body.endswith(DONE)
+    (error,) = reply.body.removeprefix(shown).removesuffix(DONE).split(b"\n\n")[:-1]
+    assert orjson.loads(error.removeprefix(b"data: "))["error"]["code"] == "upstream_disconnected"
+
+
+@pytest.mark.row(2)
+async def test_a_network_that_falls_silent_is_the_idle_deadline(measured: Callable[[str], None]) -> None:
+    async with (
+        scripted(_three_events) as server,
+        chaos(server.port, Weather(cut_at=len(HEAD) + 5, end=End.BLACK_HOLE)) as network,
+        unharmed([model(network.port, timeouts=Timeouts(first_byte=0.5, idle=0.5))]) as served,
+    ):
+        reply = await asyncio.wait_for(ask(served.port, request(chat(stream=True))), 10)
+        assert reply.status == 504 and reply.error["code"] == "upstream_timeout"
+    measured("a black hole: 504")
