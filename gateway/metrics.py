@@ -33,7 +33,7 @@ _INF = float("inf")
 _DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, _INF)
 # vLLM's own boundaries (vllm/v1/metrics/loggers.py), so that panels can subtract the one from the other
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560, _INF)
-_BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, _INF)
+BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, _INF)
 _OVERHEAD = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, _INF)
 
 
@@ -59,7 +59,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "time_to_first_token_seconds": Family(
             "histogram", "From a request's head to the first event of its stream.", ("model",), _FIRST_TOKEN
         ),
-        "inter_token_latency_seconds": Family("histogram", "Between two reads of a stream's events.", ("model",), _BETWEEN),
+        "inter_token_latency_seconds": Family("histogram", "Between two reads of a stream's events.", ("model",), BETWEEN),
         "overhead_seconds": Family("histogram", "Time in the gateway itself, without waiting for client or server.", (), _OVERHEAD),
         "tokens_total": Family(
             "counter", "Tokens by the server's count; cached is part of prompt, reasoning of completion.", ("key", "model", "type")
@@ -234,18 +234,20 @@ class InFlight:
 class Gaps:
     """Times between the reads of one stream, gathered beside it and counted once at its end."""
 
-    __slots__ = ("_last", "counts", "total")
+    __slots__ = ("_began", "counts", "last")
 
     def __init__(self, now: float) -> None:
-        self._last = now
-        self.counts = [0] * len(_BETWEEN)
-        self.total = 0.0
+        self._began = self.last = now
+        self.counts = [0] * len(BETWEEN)
+
+    @property
+    def total(self) -> float:
+        """The sum of all gaps."""
+        return self.last - self._began
 
     def mark(self, now: float) -> None:
-        gap = now - self._last
-        self._last = now
-        self.counts[bisect_left(_BETWEEN, gap)] += 1
-        self.total += gap
+        self.counts[bisect_left(BETWEEN, now - self.last)] += 1
+        self.last = now
 
 
 # The reading side

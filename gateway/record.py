@@ -13,7 +13,10 @@ class GapCounts(Protocol):
     """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds."""
 
     counts: list[int]
-    total: float
+
+    @property
+    def total(self) -> float:
+        """In seconds."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

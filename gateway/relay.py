@@ -8,6 +8,7 @@ buffered but the event that is not whole yet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ import orjson
 
 from gateway.call import Call
 from gateway.errors import Refusal, from_event, render, render_event
+from gateway.lane import lane
 from gateway.metrics import Gaps
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
@@ -33,6 +35,9 @@ TRANSLATED_LIMIT = 64 * 1024 * 1024
 EVENT_STREAM = b"text/event-stream"
 _ABORTED = b'"finish_reason":"abort"'
 _ERROR, _ERROR_EVENT, _ERROR_TYPE = b'{"error":', b"event: error", b'{"type":"error"'
+
+_MARKS = USAGE, b"error", _ABORTED
+"""A chunk that has none of them needs no look."""
 
 _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
     {
@@ -125,7 +130,6 @@ class EventRelay(Passing):
         self._translation = translation
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
         self._last = b""
-        self._through: Callable[[bytes], None] | None = None
 
     async def run(self) -> None:
         """Relay to the end.
@@ -135,23 +139,11 @@ class EventRelay(Passing):
         """
         call, answer = self._call, self._answer
         self.first_byte = answer.last_byte
-        _couple(call, answer, self._pass, self._pass_chunk)
+        _couple(call, answer, self._pass)
         await answer.ended()
         if self.failure is not None and not call.started:
             raise self.failure
         self._finish()
-
-    def _pass_chunk(self, data: bytes, framed: bytes) -> None:
-        """One chunk that ends with an event: as it is, frame and all, unless something in it is to be looked at."""
-        # ``find``, because ``in`` takes bytes for a number first, and makes and drops an exception for each that is none.
-        remarkable = data.find(USAGE) >= 0 or data.find(b"error") >= 0 or data.find(_ABORTED) >= 0
-        if remarkable or self._through is None or self.gaps is None or self._splitter.held:
-            self._pass(data)
-            return
-        self.gaps.mark(self._answer.last_byte)
-        self._last = data
-        self._call.bytes_out += len(data)
-        self._through(framed)
 
     def _pass(self, data: bytes) -> None:
         if self.failure is not None and not self._call.started:
@@ -173,19 +165,26 @@ class EventRelay(Passing):
         else:
             self.gaps.mark(now)
         self._last = whole
-        # Searches written out: a loop over the marks costs more than the searches.
-        if USAGE in whole or _ERROR in whole or _ERROR_EVENT in whole or _ERROR_TYPE in whole or self._translation is not None:
-            whole = b"".join(self._seen(event) for event in split(whole))
+        if self._translation is not None or _tells(whole):
+            events = split(whole)
+            first = self._seen(events[0])
             if self.failure is not None and not self._call.started:
                 return
-        if _ABORTED in whole:
+            whole = first + b"".join(map(self._seen, events[1:]))
+        if whole.find(_ABORTED) >= 0:
             self.aborted = True
         if not self._call.started:
             self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
             if self._translation is None:
-                self._through = self._call.chunk_writer()
+                self._open_lane(self.gaps)
         else:
             self._call.write(whole)
+
+    def _open_lane(self, gaps: Gaps) -> None:
+        """From here on ordinary chunks go the short way."""
+        write = self._call.chunk_writer()
+        if write is not None:
+            self._answer.divert(functools.partial(lane, self._answer, self._call, gaps, self._splitter.held, write, _MARKS))
 
     def _seen(self, event: bytes) -> bytes:
         """An event that may hold usage or an error: what the client gets of it."""
@@ -224,6 +223,15 @@ class EventRelay(Passing):
         self._call.finish()
 
 
+def _tells(events: bytes) -> bool:
+    """Whether usage or an error is perhaps in these events.
+
+    ``find``, because ``in`` takes bytes for a number first, and makes and drops an exception for each that is none; written
+    out, because a loop over the marks costs more than the searches.
+    """
+    return events.find(USAGE) >= 0 or events.find(_ERROR) >= 0 or events.find(_ERROR_EVENT) >= 0 or events.find(_ERROR_TYPE) >= 0
+
+
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
     """Did the stream end as streams of its kind do? Behind its last event only the blank line may be missing."""
     return rest.rstrip() in last if rest else any(event.startswith(last) for event in split(events)[-1:])
@@ -253,10 +261,10 @@ def _length(answer: Answer) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None], chunks: Callable[[bytes, bytes], None] | None = None) -> None:
+def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None]) -> None:
     """Let the answer flow; a client that reads slowly slows its server down, also one that had fallen behind before."""
     call.on_pause, call.on_resume = answer.pause, answer.resume
-    answer.flow_to(sink, chunks)
+    answer.flow_to(sink)
     if call.write_paused:
         answer.pause()
 

@@ -37,8 +37,8 @@ read on and says whether it wants more: not when it has answered already, or fai
 class Answer(msgspec.Struct, eq=False):
     """One answer as it arrives. A ``Receiver``: the connection's callbacks end here.
 
-    Until ``flow_to`` names a sink, bytes wait in ``pending``; afterwards they go to the sink in the very
-    callback that brought them.
+    Until ``flow_to`` names a sink, bytes wait in ``pending``; afterwards what one read brought goes to the sink, all
+    together, in the very callback that brought it.
     """
 
     _server: Server
@@ -55,7 +55,6 @@ class Answer(msgspec.Struct, eq=False):
     error: UpstreamError | None = None
     expectant: bool = True
     _sink: Callable[[bytes], None] | None = None
-    _chunks: Callable[[bytes, bytes], None] | None = None
     _waiter: Signal | None = None
     _writable: Signal | None = None
     _uploading: bool = False
@@ -66,18 +65,31 @@ class Answer(msgspec.Struct, eq=False):
 
     # What the story does
 
-    def flow_to(self, sink: Callable[[bytes], None], chunks: Callable[[bytes, bytes], None] | None = None) -> None:
-        """From now on give everything to ``sink``, what waits first; a whole chunk, where it is known as one, to ``chunks`` instead."""
-        pending, self.pending = self.pending, []
-        for data in pending:
-            sink(data)
-        self._sink, self._chunks = sink, chunks
+    def flow_to(self, sink: Callable[[bytes], None]) -> None:
+        """From now on give everything to ``sink``, what waits first."""
+        self._sink = sink
+        self.expectant = True
+        self._flush()
         self.resume()
+
+    def divert(self, reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
+        """Have the connection's reads taken by the reader that this makes (see ``Connection.divert``); it is to keep ``last_byte``."""
+        if not self.complete and self.error is None:
+            self._connection.divert(reader(self._connection))
+
+    def _flush(self) -> None:
+        """What a read brought, in one piece."""
+        pending = self.pending
+        if pending and self._sink is not None:
+            self.pending = []
+            self._sink(pending[0] if len(pending) == 1 else b"".join(pending))
 
     async def ended(self) -> None:
         """Wait for the end. Raises UpstreamError when the answer breaks off."""
         while not self.complete:
             await self.news()
+        if self.error is not None:
+            raise self.error
 
     async def collect(self, limit: int) -> bytes:
         """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
@@ -151,34 +163,26 @@ class Answer(msgspec.Struct, eq=False):
 
     def on_body(self, data: bytes) -> None:
         self.last_byte = monotonic()
-        if self._sink is not None:
-            self._sink(data)
-            return
         self.pending.append(data)
-        if len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
+        if self._sink is None and len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
             self.pause()
 
-    def on_chunk(self, data: bytes, framed: bytes) -> None:
-        if self._chunks is not None:
-            self.last_byte = monotonic()
-            self._chunks(data, framed)
-            return
-        self.on_body(data)
-        if self.expectant:
-            self.on_read()
-
     def on_read(self) -> None:
-        if self.pending:
+        if self._sink is not None:
+            self._flush()
+        elif self.pending:
             self.expectant = False
             self._wake()
 
     def on_end(self) -> None:
-        self.complete = True
+        self.complete = True  # first: whoever falls behind on the rest must not pause a connection that may be another's
+        self._flush()
         if not self.last_byte:
             self.last_byte = monotonic()
         self._wake()
 
     def on_failure(self, error: UpstreamError) -> None:
+        self._flush()
         self.error = error
         self._wake()
 

@@ -28,11 +28,9 @@ STALE_WITHIN = 1.0
 """Seconds after a request went out in which the close of a reused connection is taken for the server's idle
 limit. Later than that the server had the request, and may have acted upon it."""
 
-_EVENT_END = b"\n\n\r\n"
+EVENT_END = b"\n\n\r\n"
 """How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
 the size of the next one, which it tells of no sooner than with that chunk's first byte."""
-_SIZE_LINE = 10
-"""Bytes in which the line with a chunk's size is looked for."""
 
 Headers = dict[bytes, bytes]
 """An answer's headers by name, in lower case; of several of one name the first."""
@@ -49,9 +47,6 @@ class Receiver(Protocol):
 
     def on_body(self, data: bytes) -> None:
         """The next bytes of the body, without their framing."""
-
-    def on_chunk(self, data: bytes, framed: bytes) -> None:
-        """The next bytes of the body: one whole chunk, which ends with a blank line as events do; ``framed`` is all of it."""
 
     def on_read(self) -> None:
         """What the last read brought has been told, and the answer is not whole yet."""
@@ -88,7 +83,8 @@ class Connection(asyncio.Protocol):
         self._framed = False
         self._keep_alive = False
         self._complete = False
-        self._between_chunks = False
+        self.between_chunks = False
+        """The parser has read up to the end of a chunk that ended with an event."""
         self._request_open = False
 
     def __repr__(self) -> str:
@@ -128,6 +124,20 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
+    def divert(self, reader: Callable[[bytes], None]) -> None:
+        """Until the exchange is over this gets what is read, in place of ``data_received``, to which it may hand on any of it.
+
+        Only whole chunks may be kept from the parser, and only where ``between_chunks``: it is no wiser after them.
+        """
+        if self._transport is not None:
+            self.data_received = reader  # type: ignore[method-assign,assignment]
+            self._transport.set_protocol(self)  # the transport has looked the method up, once
+
+    def _take_back(self) -> None:
+        if "data_received" in self.__dict__ and self._transport is not None:
+            del self.data_received
+            self._transport.set_protocol(self)
+
     def close(self) -> None:
         """Leave at once. Both directions close together: vLLM takes a half-close for a disconnect anyway."""
         self._receiver = None
@@ -144,13 +154,6 @@ class Connection(asyncio.Protocol):
         if receiver is None:
             self.close()  # bytes that nobody asked for: this connection can't be trusted
             return
-        if self._between_chunks and data[-4:] == _EVENT_END:
-            # The ordinary read of a stream is one chunk. It need not pass the parser, which would be no wiser after it.
-            end = data.find(b"\r\n", 1, _SIZE_LINE)
-            size = len(data) - end - 4
-            if end > 0 and data[:end] == b"%x" % size:
-                receiver.on_chunk(data[end + 2 : -2], data)
-                return
         self._answered = True
         self._head_size += len(data)
         try:
@@ -158,8 +161,8 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(BadAnswer(self._server, f"not HTTP/1.1: {error}"))
             return
-        if self._between_chunks and data[-4:] != _EVENT_END:
-            self._between_chunks = False
+        if self.between_chunks and data[-4:] != EVENT_END:
+            self.between_chunks = False
         if self._complete:
             self._finish()
         elif self._head_size > MAX_HEAD:
@@ -214,16 +217,16 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._head_size = 0
-        self._between_chunks = False
+        self.between_chunks = False
         if self._receiver is not None:
             self._receiver.on_body(data)
 
     def on_chunk_complete(self) -> None:
-        self._between_chunks = True
+        self.between_chunks = True
 
     def on_message_complete(self) -> None:
         self._head_size = 0
-        self._between_chunks = False
+        self.between_chunks = False
         self._complete = self._in_body
         self._in_body = False
 
@@ -231,6 +234,7 @@ class Connection(asyncio.Protocol):
         """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
         receiver, self._receiver = self._receiver, None
         self._complete = False
+        self._take_back()
         if self._request_open or not self._keep_alive or self._transport is None or self._transport.is_closing():
             self.close()
         else:

@@ -24,37 +24,33 @@ class Splitter:
     ``limit`` bounds, in bytes, what is held back: the beginning of one event that has not ended yet.
     """
 
-    __slots__ = ("_held", "_limit")
+    __slots__ = ("_limit", "held")
 
     def __init__(self, limit: int) -> None:
-        self._held = bytearray()
+        self.held = bytearray()
+        """What waits of an event that is not whole; always the same object."""
         self._limit = limit
-
-    @property
-    def held(self) -> int:
-        """How many bytes of an unfinished event are waiting."""
-        return len(self._held)
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes; return every event they complete, as they came, or ``b""``.
 
         Raises EventTooLongError when an unfinished event outgrows the limit.
         """
-        if not self._held and data.endswith(b"\n\n"):
+        if not self.held and data.endswith(b"\n\n"):
             return data  # the ordinary case: the read ends where an event ends
-        start = max(len(self._held) - _OVERLAP, 0)
-        self._held += data
-        end = _last_end(self._held, start)
-        whole = bytes(self._held[:end])
-        del self._held[:end]
-        if len(self._held) > self._limit:
+        start = max(len(self.held) - _OVERLAP, 0)
+        self.held += data
+        end = _last_end(self.held, start)
+        whole = bytes(self.held[:end])
+        del self.held[:end]
+        if len(self.held) > self._limit:
             raise EventTooLongError(f"an event is longer than {self._limit} bytes")
         return whole
 
     def take(self) -> bytes:
         """What is held, handed over: the stream has ended and its last event will not be completed."""
-        rest = bytes(self._held)
-        self._held.clear()
+        rest = bytes(self.held)
+        self.held.clear()
         return rest
 
 

@@ -75,7 +75,7 @@ def test_an_event_comes_out_with_its_last_byte(bodies: list[bytes], places: list
     for piece in cut(data, places):
         seen += len(piece)
         splitter.feed(piece)
-        assert splitter.held == len(data[:seen]) - (data[:seen].rfind(b"\n\n") + 2 if b"\n\n" in data[:seen] else 0)
+        assert len(splitter.held) == len(data[:seen]) - (data[:seen].rfind(b"\n\n") + 2 if b"\n\n" in data[:seen] else 0)
 
 
 @settings(deadline=None)
