@@ -8,19 +8,20 @@ and of what a server says about its models only the id and the length are kept (
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import random
+import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import httpx2
-
 from upstream.address import Address
+from upstream.errors import UpstreamError
+from upstream.inquiry import inquire
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +118,11 @@ def _card(entry: dict[str, object]) -> ModelCard:
 class Doctor:
     """Looks at one server. Every look has ``deadline`` seconds in all, and raises nothing that the server could cause."""
 
-    def __init__(self, client: httpx2.AsyncClient, address: Address, deadline: float) -> None:
-        self._client = client
-        self._base = address.base_url
+    def __init__(self, target: Target, deadline: float) -> None:
+        self._target = target
         self._deadline = deadline
+        # Loading the system's trust store takes tens of milliseconds: only where it is needed.
+        self._tls = ssl.create_default_context() if target.address.tls else None
 
     async def look(self, *, models: bool = False) -> Sighting:
         """GET /health, and GET /v1/models if ``models``, or if the server has no /health."""
@@ -129,8 +131,8 @@ class Doctor:
                 return await self._look(models)
         except TimeoutError:
             return Sighting(False, f"no answer within {self._deadline:g} s")
-        except httpx2.HTTPError as error:
-            return Sighting(False, str(error) or type(error).__name__, conclusive=_nobody_listens(error))
+        except UpstreamError as error:
+            return Sighting(False, str(error).removeprefix(f"{error.server}: "), conclusive=_nobody_listens(error))
 
     async def _look(self, models: bool) -> Sighting:
         status, _ = await self._get("/health")
@@ -150,36 +152,15 @@ class Doctor:
             return replace(otherwise, reason="GET /v1/models: not a list of models")
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        body = b""
-        async with self._client.stream("GET", self._base + path) as response:
-            async for part in response.aiter_raw():
-                body += part
-                if len(body) > BODY_LIMIT:
-                    break
-        return response.status_code, body
+        target = self._target
+        return await inquire(target.address, path, api_key=target.api_key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT)
 
 
-@asynccontextmanager
-async def doctor(target: Target, deadline: float) -> AsyncIterator[Doctor]:
-    """A doctor with a client of its own."""
-    # Loading the system's trust store takes tens of milliseconds: only where it is needed.
-    verify = ssl.create_default_context() if target.address.tls else False
-    limits = httpx2.Limits(max_keepalive_connections=0)
-    transport = httpx2.AsyncHTTPTransport(verify=verify, uds=target.address.uds, limits=limits, trust_env=False)
-    headers = {"accept": "application/json", "accept-encoding": "identity"}
-    if target.api_key:
-        headers["authorization"] = f"Bearer {target.api_key}"
-    async with httpx2.AsyncClient(transport=transport, headers=headers, timeout=deadline, trust_env=False) as client:
-        yield Doctor(client, target.address, deadline)
-
-
-def _nobody_listens(error: BaseException | None) -> bool:
-    if not isinstance(error, httpx2.ConnectError):
-        return False
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ConnectionRefusedError | FileNotFoundError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
+def _nobody_listens(error: UpstreamError) -> bool:
+    """Whether every address refused. asyncio tells of several that failed in one text only."""
+    cause = error.__cause__
+    numbers = {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(cause))}
+    return isinstance(cause, OSError) and bool(numbers) and numbers <= {errno.ECONNREFUSED, errno.ENOENT}
 
 
 class _Watch:
@@ -204,10 +185,10 @@ class _Watch:
         self.looked.set()  # nobody is to wait for a look that never comes
 
     async def _run(self, interval: float, deadline: float) -> None:
-        async with doctor(self._target, deadline) as by:
-            while True:
-                await self._look(by)
-                await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
+        by = Doctor(self._target, deadline)
+        while True:
+            await self._look(by)
+            await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
 
     async def _look(self, by: Doctor) -> None:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from upstream.address import Address
-from upstream.health import BODY_LIMIT, ModelCard, Probe, Prober, Sighting, Standing, Target, doctor, judge, lost, read_models
+from upstream.health import BODY_LIMIT, Doctor, ModelCard, Probe, Prober, Sighting, Standing, Target, judge, lost, read_models
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
@@ -205,9 +205,8 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
     async with listening(FakeServer({"/health": (503, b"")})) as server:
         expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
         for address, conclusive in expected.items():
-            async with doctor(Target("s", address), 5) as by:
-                seen = await by.look()
-                assert (seen.up, seen.conclusive) == (False, conclusive), address
+            seen = await Doctor(Target("s", address), 5).look()
+            assert (seen.up, seen.conclusive) == (False, conclusive), address
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:

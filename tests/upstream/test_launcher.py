@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.launching import QUICK, SERVER, Case, alive, until
-from upstream.health import Target, doctor
+from upstream.health import Doctor, Target
 from upstream.keeper import read
 from upstream.launcher import Launcher, LaunchSpec, Snapshot, State
 from upstream.launcher.kept import Order, kept_process
@@ -24,8 +24,7 @@ from upstream.vllm import LaunchSettings
 
 
 async def models(snapshot: Snapshot, key: str) -> list[str] | str:
-    async with doctor(Target("m", snapshot.address, key), 5) as by:
-        seen = await by.look(models=True)
+    seen = await Doctor(Target("m", snapshot.address, key), 5).look(models=True)
     return [card.id for card in seen.models] if seen.models else seen.reason
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from upstream.address import Address
-from upstream.health import Target, doctor
+from upstream.health import Doctor, Target
 from upstream.keeper import unlink_socket
 from upstream.launcher import memory
 from upstream.launcher.kept import KeptProcess, Order, kept_process
@@ -161,15 +161,15 @@ class LaunchedServer:
     async def _until_ready(self, ended: asyncio.Task[int | None]) -> str | None:
         """None: it answers. Otherwise why it does not."""
         timeout = self.spec.startup_timeout
-        async with doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE) as by:
-            try:
-                async with asyncio.timeout(timeout):
-                    while not (await by.look()).up:
-                        await asyncio.wait([ended], timeout=POLL)
-                        if ended.done():
-                            return self._exit_words(ended)
-            except TimeoutError:
-                return f"no answer to GET /health within {timeout:g} s"
+        by = Doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE)
+        try:
+            async with asyncio.timeout(timeout):
+                while not (await by.look()).up:
+                    await asyncio.wait([ended], timeout=POLL)
+                    if ended.done():
+                        return self._exit_words(ended)
+        except TimeoutError:
+            return f"no answer to GET /health within {timeout:g} s"
         return None
 
     async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> str:
