@@ -142,7 +142,15 @@ def operators_application(overview: Overview, operations: Operations) -> Starlet
             return _error(str(refused), 409)
         return JSONResponse(next(each for each in overview.status()["models"] if each["id"] == model))
 
-    return Starlette(routes=[*_routes(overview), Route("/models/{id:path}/{operation}", operate, methods=["POST"])])
+    async def reload(_: Request) -> Response:
+        try:
+            reading = await operations.reload()
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        return JSONResponse(reading.shown())
+
+    acting = [Route("/reload", reload, methods=["POST"]), Route("/models/{id:path}/{operation}", operate, methods=["POST"])]
+    return Starlette(routes=[*_routes(overview), *acting])
 
 
 def _error(message: str, status: int) -> Response:

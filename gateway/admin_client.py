@@ -38,6 +38,10 @@ class AdminClient:
         """Have something done to a model; returns the model's entry in the status. Raises RefusedError."""
         return self._answer("POST", f"/models/{quote(model)}/{operation}")
 
+    def reload(self) -> dict[str, Any]:
+        """Have the configuration read; returns what came of it as /status shows it. Raises RefusedError."""
+        return self._answer("POST", "/reload")
+
     def _answer(self, method: str, path: str) -> dict[str, Any]:
         try:
             answer = self._client.request(method, path)

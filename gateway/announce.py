@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway.config import Config, Note
+from gateway.reload import Reading
 from upstream.health import Probe
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
@@ -78,6 +79,23 @@ class Announcer:
     def acts(self, action: Action) -> None:
         """A model is brought up or down."""
         self._say(f"{escape(action.model)} {_DONE[action.do]} ({escape(action.why)})")
+
+    def reloaded(self, reading: Reading) -> None:
+        """The files of the configuration have been read again."""
+        if not reading.successful:
+            self._say("[red]the configuration cannot be used, and the one before stays:[/red]")
+            for problem in reading.problems:
+                self._say(f"[red]{escape(problem)}[/red]")
+            return
+        self._say(f"the configuration was read again{'' if reading.changes else ', and nothing has changed'}")
+        for change in reading.changes:
+            self._say(f"  {escape(change)}")
+        for wait in reading.waiting:
+            self._say(f"[yellow]  {escape(wait)}[/yellow]")
+
+    def lingering(self, seconds: float) -> None:
+        """The word to stop has come, and requests are served on for a while."""
+        self._say(f"stopping in {seconds:g} s; /readyz fails from now on (once more to go on at once)")
 
     def stopping(self, drain: float) -> None:
         """The word to stop has come."""

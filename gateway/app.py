@@ -65,7 +65,7 @@ class Relay:
         self.metrics.expect(state)
         for model in state.bases:
             for spec in model.servers:
-                servers[spec.name].mirror = self.metrics.cells("server_inflight", model.id, spec.name)
+                servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
         self.state = state
         self.keyring = Keyring(state.keys)
         self.cors = Cors(state.cors_origins)

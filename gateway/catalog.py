@@ -64,9 +64,9 @@ class Catalog:
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
     def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
-        """The model that a name means for a key. Raises Refusal model_not_found."""
+        """The model that a name means for a key. ``mounted`` may be of the generation before. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
-        if entry is None or (mounted is not None and entry is not mounted) or not self._allows(key, entry.model):
+        if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
 

@@ -245,6 +245,24 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     return run
 
 
+def reload(config: RunningConfig = _DEFAULT) -> int:
+    """Have the running gateway read its configuration again.
+
+    Prints what has changed, or the problems. With problems the gateway goes on as before, and the exit code is 2.
+    """
+    read: dict[str, Any] = {}
+    code = _asked(config, lambda gateway: read.update(gateway.reload()))
+    if code:
+        return code
+    for problem in read["problems"]:
+        typer.echo(problem, err=True)
+    if not read["successful"]:
+        return BAD_USAGE
+    for line in (*(read["changes"] or ["nothing has changed"]), *read["needs_restart"]):
+        typer.echo(line)
+    return 0
+
+
 def _asked(config: Path, ask: Callable[[AdminClient], None]) -> int:
     """Have a conversation with the gateway that runs with this configuration."""
     from gateway.admin_client import RefusedError, UnreachableError, admin_client
@@ -399,6 +417,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "check": check,
     "status": status,
+    "reload": reload,
     "start": _operation("start", "Start a model's servers in the running gateway."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),
     "restart": _operation("restart", "Stop a model's servers and start them anew."),

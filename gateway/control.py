@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +32,10 @@ from gateway.config import Config, load, notes
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
+from gateway.operations import RefusedOperation
 from gateway.rates import Rates
 from gateway.relays import Relays, relays
+from gateway.reload import History, Reading, Reloader
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
@@ -44,6 +46,9 @@ from upstream.vllm import inherited
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
+_ACQUAINT = 0.3  # seconds in which a server that a new configuration brings may answer its first probe
+_TAKEN = 5.0  # seconds in which every relay should have taken a generation
+_TERMINALS = (0, 2)  # standard input and error
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -52,15 +57,21 @@ class StartError(Exception):
 
 
 def serve(path: Path, announcer: Announcer | None = None) -> int:
-    """Run the gateway of this configuration until SIGTERM, SIGINT or SIGHUP; returns the exit code.
+    """Run the gateway of this configuration until SIGTERM or SIGINT; returns the exit code.
 
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
     config = load(path)
-    logging.basicConfig(level=config.log.level.upper(), format="%(levelname)s %(message)s")
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    set_log_level(config)
     for chatty in ("httpx2", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return asyncio.run(run(config, path, announcer or Announcer()))
+
+
+def set_log_level(config: Config) -> None:
+    """Have as much written as the configuration says."""
+    logging.getLogger().setLevel(config.log.level.upper())
 
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
@@ -77,6 +88,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.prober = await stack.enter_async_context(prober)
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
+        control.reloader = Reloader(path, config, control)
+        _reload_on_hangup(asked, control.reloader)
         await stack.enter_async_context(_served(application(control), admin))
         if commands is not None:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
@@ -86,12 +99,26 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.begin()
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))
+        files = await stack.enter_async_context(_background(control.reloader.run()))
         await asked.get()
+        files.cancel()
+        await _linger(control, asked)
         waiting.cancel()
         fleet.cancel()
         data.close()  # the relays close theirs: who comes now is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     return 0
+
+
+async def _linger(control: Control, asked: asyncio.Queue[int]) -> None:
+    """Serve on while those who send requests hear that no more should come; a second signal ends it."""
+    control.leave()
+    seconds = control.config.server.linger
+    if seconds:
+        control.announcer.lingering(seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asked.get()
 
 
 async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
@@ -106,12 +133,25 @@ async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
 
 
 def _stop_signals() -> asyncio.Queue[int]:
-    """The signals that ask for the end, as a queue; SIGHUP comes when the terminal is closed."""
+    """The signals that ask for the end, as a queue."""
     asked: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
     return asked
+
+
+def _reload_on_hangup(asked: asyncio.Queue[int], reloader: Reloader) -> None:
+    """SIGHUP has the configuration read, but where it comes because the terminal was closed it asks for the end."""
+    terminals = [fd for fd in _TERMINALS if os.isatty(fd)]
+
+    def hung_up() -> None:
+        if all(map(os.isatty, terminals)):  # one that was closed is none any more
+            reloader.ask()
+        else:
+            asked.put_nowait(signal.SIGHUP)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -168,17 +208,18 @@ class Control:
     prober: Prober
     relays: Relays
     fleet: Fleet
+    reloader: Reloader
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
         self.config = config
         self.announcer = announcer
+        self.history = History()
         self._started = time.time()
         self._draining = False
         self._generation = 0
         self._news = False  # the relays are about to be told of probes
-        self._launches: dict[tuple[str, str], int] = {
-            (model.id, outcome): 0 for model in config.models if model.launch for outcome in ("ready", "failed")
-        }
+        self._launches: dict[tuple[str, str], int] = {}
+        self._expect_launches()
         self._stages: dict[str, Stage] = {}
         self._changed: dict[str, float] = {}
         self._rates = Rates()
@@ -191,9 +232,13 @@ class Control:
         self.configure()
         self._watch_servers()
 
+    def leave(self) -> None:
+        """Say that no more requests should come."""
+        self._draining = True
+
     async def end(self) -> None:
         """Let clients finish, then end the servers."""
-        self._draining = True
+        self.leave()
         await self.relays.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
         await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
@@ -217,6 +262,49 @@ class Control:
         while True:
             self._rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
             await asyncio.sleep(_LOOK_EVERY)
+
+    # Another configuration
+
+    async def acquaint(self, config: Config) -> None:
+        """Probe the servers that a configuration brings, so that a model that moves to others is up there when it does."""
+        new = {place.name for place in plan.places(config) if place.server} - {place.name for place in plan.places(self.config)}
+        if not new:
+            return
+        known = self.known
+        self.prober.set_targets((*plan.targets(self.config, known), *plan.targets(config, known)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ACQUAINT):
+                while not new <= self.known.probes.keys():  # noqa: ASYNC110  # what is waited for is on the network
+                    await asyncio.sleep(0.01)
+
+    def take(self, config: Config) -> int:
+        """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
+        self.config = config
+        set_log_level(config)
+        self._expect_launches()
+        self.fleet.take(config)
+        number = self.configure()
+        self._watch_servers()
+        self.fleet.nudge()
+        return number
+
+    async def taken(self, number: int) -> None:
+        """Wait until every relay serves by what it was told under this number, within reason."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TAKEN):
+                while not self.relays.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
+                    await asyncio.sleep(0.005)
+
+    def read(self, reading: Reading, notes: Iterable[conf.Note]) -> None:
+        """Tell the operator of a reading of the files."""
+        self.announcer.reloaded(reading)
+        self.announcer.notes(tuple(notes))
+
+    def _expect_launches(self) -> None:
+        for model in self.config.models:
+            if model.launch is not None:
+                for outcome in ("ready", "failed"):
+                    self._launches.setdefault((model.id, outcome), 0)
 
     # What is known
 
@@ -269,11 +357,10 @@ class Control:
         if not self._draining:
             self.fleet.nudge()
 
-    def configure(self) -> None:
-        """Have the relays serve by the servers that there are now."""
+    def configure(self) -> int:
+        """Have the relays serve by the servers that there are now; returns the number of that word."""
         self._generation += 1
-        self.relays.configure(plan.state(self.config, self.known, self._generation, int(self._started)))
-        self.tell_health()
+        return self.relays.configure(plan.state(self.config, self.known, self._generation, int(self._started)), self._health())
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
@@ -281,9 +368,11 @@ class Control:
 
     def tell_health(self) -> int:
         """Tell the relays what is known of servers and models; returns the number of that word."""
+        return self.relays.tell(self._health())
+
+    def _health(self) -> Health:
         known = self.known
-        conditions, lengths = plan.conditions(self.config, known), plan.max_model_len(self.config, known)
-        return self.relays.tell(Health(conditions, lengths, self.fleet.telling()))
+        return Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known), self.fleet.telling())
 
     def conditions(self) -> Mapping[str, Condition]:
         """What is known of every server."""
@@ -311,6 +400,12 @@ class Control:
         """Wake a model as a request would."""
         await self.fleet.wake(model)
 
+    async def reload(self) -> Reading:
+        """Read the configuration again, and serve by it if it is good."""
+        if self._draining:
+            raise RefusedOperation("the gateway is stopping")
+        return await self.reloader.reload()
+
     # What the admin port shows
 
     def not_ready(self) -> str | None:
@@ -330,9 +425,9 @@ class Control:
             series.setdefault(Series("server_inflight", labels), (0,))
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
-        series[Series("config_reloads_total", ("success",))] = (0,)
-        series[Series("config_reloads_total", ("failure",))] = (0,)
-        series[Series("config_last_reload_successful", ())] = (1,)
+        for result, count in self.history.counts.items():
+            series[Series("config_reloads_total", (result,))] = (count,)
+        series[Series("config_last_reload_successful", ())] = (float(self.history.last.successful),)
         series[Series("build_info", (__version__,))] = (1,)
         return series
 
@@ -345,6 +440,7 @@ class Control:
             "ready": self.not_ready() is None,
             "reason": self.not_ready(),
             "generation": self._generation,
+            "configuration": self.history.last.shown(),
             "relays": [
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses

@@ -67,13 +67,12 @@ async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
-        catalog = gate.catalog  # one generation for the whole request
         with gate.admission.ticket(key):
             _check_media_type(call)
             if call.target.route.body is Body.FORM:
-                outbound = await _form(call, catalog, account, key)
+                outbound = await _form(call, gate, account, key)
             else:
-                outbound = _json(await _body(call, account), call, catalog, account, key)
+                outbound = _json(await _body(call, account), call, gate.catalog, account, key)
             model = outbound.entry.model
             with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
@@ -121,14 +120,17 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     return outbound
 
 
-async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
-    """The body of a form route: read up to its model, authorised; the rest is streamed on."""
+async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
+    """The body of a form route: read up to its model, authorised; the rest is streamed on.
+
+    The catalog is that of the moment in which the model is known: a body may be long on its way, and the configuration change.
+    """
     form = Form.of(call.headers[b"content-type"])
     asked = monotonic()
     name = await form.read_model(call.next_bytes)
     account.waited += monotonic() - asked
     name = name or named_model({}, call.target.mounted)
-    entry = account.entry = catalog.resolve(name, key, call.target.mounted)
+    entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
     return Outbound.of_form(call, entry, name, form)
 
 

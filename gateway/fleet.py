@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
 from gateway.metrics import Tally
 from gateway.operations import RefusedOperation
 from gateway.relays import Relays
+from gateway.reshape import Reshape, can_roll, reshape, shape
 from gateway.resident import Resident
 from upstream.health import Target
 from upstream.launcher import Launcher, LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
-from upstream.launcher.schedule import Action, Do, Phase, View, decide, forecast
+from upstream.launcher.schedule import PARKED, Action, Do, Phase, View, compete, decide, forecast
 from upstream.server import Condition
 from upstream.sleep import SleepError, fall_asleep, wake_up
 
@@ -47,8 +50,8 @@ _log = logging.getLogger("vllm_gateway.fleet")
 class Host(Protocol):
     """What the fleet needs of control, beside launcher and relays."""
 
-    def configure(self) -> None:
-        """Have the relays serve by the servers that there are now."""
+    def configure(self) -> int:
+        """Have the relays serve by the servers that there are now; returns the number of that word."""
 
     def tell_health(self) -> int:
         """Tell the relays what is known of servers and models; returns the number of that word."""
@@ -95,9 +98,8 @@ class Fleet:
         self._tally = Tally(relays.boards, _COUNTED)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
-        servers = {model.id: tuple(place.name for place in plan.places(config) if place.model.id == model.id) for model in config.models}
-        self._found = {model.id: _Found(servers[model.id], Phase.STARTING, now) for model in config.models if model.launch is None}
-        self._by_server = {name: resident for resident in self._residents.values() for name in resident.names}
+        self._found = {model: _Found(servers, Phase.STARTING, now) for model, servers in _found_servers(config)}
+        self._index()
         self._told: Mapping[str, float] = {}
         self._nudged = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +111,67 @@ class Fleet:
             Do.SLEEP: self._put_to_sleep,
             Do.STOP: self._stop,
         }
+
+    def _index(self) -> None:
+        self._by_server = {name: resident for resident in self._residents.values() for name in resident.names}
+
+    # Another configuration
+
+    def take(self, config: Config) -> None:
+        """Follow another configuration. What it says of a model that runs is begun with the next look."""
+        now, launched = time.monotonic(), {model.id: (model, model.launch) for model in config.models if model.launch is not None}
+        before, self._residents = self._residents, {}
+        for identity, (model, launch) in launched.items():
+            resident = before.pop(identity, None)
+            if resident is not None:
+                self._follow(resident, config, model, launch)
+            self._residents[identity] = resident or Resident(config, model, launch, now)
+        for resident in before.values():
+            resident.dismiss()
+            self._break_off(resident)
+        self._residents |= before
+        known, self._found = self._found, {}
+        for identity, servers in _found_servers(config):
+            one = self._found[identity] = known.get(identity) or _Found(servers, Phase.STARTING, now)
+            one.servers = servers
+        self._index()
+
+    def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
+        before, was_gone = shape(resident.specs), resident.gone
+        resident.follow(config, model, launch, resident.names & self._launcher.specs.keys())
+        if was_gone or shape(resident.specs) != before:
+            self._break_off(resident)
+
+    def _break_off(self, resident: Resident) -> None:
+        """If its servers are being replaced, that is no longer wanted: the next look begins anew from what there is."""
+        if resident.task is not None and resident.step is None and not resident.ending:
+            resident.task.cancel()
+
+    def _reconsider(self, resident: Resident) -> None:
+        """See whether its servers are those of the configuration; each change is tried once."""
+        if resident.gone or resident.task is not None or resident.step not in (None, Phase.SLEEPING):
+            return
+        wanted = shape(resident.specs)
+        if wanted == resident.tried:
+            return
+        running = [spec for name, spec in self._launcher.specs.items() if name in resident.names]
+        change, resident.tried = reshape(running, resident.specs), wanted
+        if not running or not change:
+            resident.settled()
+        elif resident.phase is not Phase.READY:
+            self._stop(resident)
+        elif can_roll(running, change) and not self._is_crowded(resident, running, change):
+            self._spawn(resident, self._reshape(resident, change))
+        else:
+            self._spawn(resident, self._begin_anew(resident))
+
+    def _is_crowded(self, resident: Resident, running: Iterable[LaunchSpec], change: Reshape) -> bool:
+        """Whether the change needs GPUs that another model has and would have to leave."""
+        had = {gpu for spec in running for gpu in spec.settings.gpus}
+        more = frozenset(gpu for spec in (*change.renew, *change.add) for gpu in spec.settings.gpus if gpu not in had)
+        wanting = replace(self._view(resident), gpus=more, group=None)
+        others = (self._view(other) for other in self._residents.values() if other.phase not in PARKED)
+        return any(compete(wanting, other) for other in others)
 
     # The loop
 
@@ -144,6 +207,9 @@ class Fleet:
         """Draw the picture, decide, begin."""
         now = time.monotonic()
         self._see(now)
+        self._let_go()
+        for resident in self._residents.values():
+            self._reconsider(resident)
         for action in decide([self._view(resident) for resident in self._residents.values()], now):
             self._host.acts(action)
             self._does[action.do](self._residents[action.model])
@@ -152,10 +218,18 @@ class Fleet:
 
     def changed(self, snapshot: Snapshot) -> None:
         """A launched server has changed its state."""
-        resident = self._by_server[snapshot.name]
-        if resident.step is Phase.SLEEPING and resident.task is None and snapshot.state is not Stage.READY:
+        resident = self._by_server.get(snapshot.name)
+        if resident is not None and resident.step is Phase.SLEEPING and resident.task is None and snapshot.state is not Stage.READY:
             self._stop(resident)  # it is being started again, awake, where another model may run
         self.nudge()
+
+    def _let_go(self) -> None:
+        """Forget the models that the configuration no longer has, once nothing of them is left."""
+        left = [one.id for one in self._residents.values() if one.gone and one.task is None and one.phase is Phase.STOPPED]
+        for identity in left:
+            del self._residents[identity]
+        if left:
+            self._index()
 
     # The picture
 
@@ -204,7 +278,7 @@ class Fleet:
     def standing(self, model: str) -> Standing:
         """A model as operators see it."""
         now = time.monotonic()
-        one = self._residents.get(model) or self._found[model]
+        one = self._found.get(model) or self._residents[model]
         queued, asked = int(self._tally.sum("queued_requests", model)), self._relays.asked_since(model)
         waiting = now - asked if queued and asked is not None else None
         return Standing(one.phase, time.time() - (now - one.since), queued, waiting)
@@ -251,6 +325,9 @@ class Fleet:
             _log.exception("%s", resident.id)
         finally:
             resident.task, resident.ending = None, False
+            if resident.away:
+                resident.away.clear()
+                self._host.tell_health()
             self.nudge()
 
     async def _end(self, resident: Resident) -> None:
@@ -260,6 +337,7 @@ class Fleet:
         resident.stops.add(time.monotonic() - began)
         resident.step = None
         resident.away.clear()
+        resident.settled()
         self._host.configure()
 
     async def _lull(self, resident: Resident) -> None:
@@ -296,13 +374,42 @@ class Fleet:
         for spec in sorted(resident.specs, key=lambda spec: conditions[spec.name] is Condition.UP):
             await self._renew(resident, spec)
 
-    async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
-        name = spec.name
-        resident.away.add(name)
+    async def _reshape(self, resident: Resident, change: Reshape) -> None:
+        """Make its servers those of the configuration: some leave, some are replaced one after the other, some are new.
+
+        Raises RefusedOperation where one does not come up: those that have not been replaced then stay as they are.
+        """
+        _log.info("%s: its configuration has changed", resident.id)
+        await asyncio.gather(*(self._part_with(resident, name) for name in change.leave))
+        resident.settled()
+        conditions = self._host.conditions()
+        for spec in sorted(change.renew, key=lambda spec: conditions[spec.name] is Condition.UP):
+            await self._renew(resident, spec)
+        for spec in change.add:
+            self._launcher.start(spec)
+
+    async def _part_with(self, resident: Resident, name: str) -> None:
+        """End a server that relays no longer have, when its last request has ended."""
+        await self._quiet(resident, [name], math.inf)
+        await self._launcher.stop(name, STOP_GRACE)
+
+    async def _begin_anew(self, resident: Resident) -> None:
+        """End all its servers when their requests have ended; it is started again when there is room."""
+        await self._quiet(resident, resident.names, resident.patience)
+        resident.ending = True
+        await self._end(resident)
+
+    async def _quiet(self, resident: Resident, names: Collection[str], patience: float) -> None:
+        """Take servers out of routing, and wait until nothing is in flight on them, or for so long."""
+        resident.away |= set(names)
         number = self._host.tell_health()
         with suppress(TimeoutError):
-            async with asyncio.timeout(resident.patience):
-                await _until(lambda: self._relays.hold(number) and not self._in_flight([name]))
+            async with asyncio.timeout(None if patience == math.inf else patience):
+                await _until(lambda: self._relays.hold(number) and not self._in_flight(names))
+
+    async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
+        name = spec.name
+        await self._quiet(resident, [name], resident.patience)
         if self._snapshot(name) is not None:
             await self._launcher.stop(name, STOP_GRACE)
         resident.away.discard(name)
@@ -363,9 +470,18 @@ class Fleet:
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)
-        if resident is None:
+        if resident is None or resident.gone:
             raise RefusedOperation(f"{model} is not launched by the gateway" if model in self._found else f"there is no model {model}")
         return resident
+
+
+def _found_servers(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The models whose servers run already, with the names of these."""
+    servers: dict[str, list[str]] = {model.id: [] for model in config.models if model.launch is None}
+    for place in plan.places(config):
+        if place.model.id in servers:
+            servers[place.model.id].append(place.name)
+    return ((model, tuple(names)) for model, names in servers.items())
 
 
 async def _until(condition: Callable[[], bool]) -> None:

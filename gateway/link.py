@@ -20,12 +20,6 @@ MAX_FRAME = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 
 
-class Configure(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: serve by this generation from now on."""
-
-    state: State
-
-
 class Health(msgspec.Struct, tag=True, frozen=True):
     """control → relay: what is known of servers by name, and of models' context lengths by id.
 
@@ -37,6 +31,13 @@ class Health(msgspec.Struct, tag=True, frozen=True):
     max_model_len: Mapping[str, int]
     expected: Mapping[str, float] = {}
     number: int = 0
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: serve by this generation from now on; ``health`` comes with it, so that no request finds its servers unknown."""
+
+    state: State
+    health: Health
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gateway.reload import Reading
+
 OPERATIONS = ("start", "stop", "restart", "wake")
 
 
@@ -15,7 +17,10 @@ class RefusedOperation(Exception):
 
 
 class Operations(Protocol):
-    """Each takes a model's id, and raises RefusedOperation."""
+    """All but ``reload`` take a model's id. Each raises RefusedOperation."""
+
+    async def reload(self) -> Reading:
+        """Read the configuration again, and serve by it if it is good."""
 
     async def start(self, model: str) -> None:
         """Bring the servers up and keep them up."""

@@ -66,6 +66,7 @@ class Picture:
     headline: str
     ready: bool
     facts: tuple[str, ...]
+    warnings: tuple[str, ...]
     models: tuple[ModelPicture, ...]
 
 
@@ -81,7 +82,16 @@ def picture(status: Mapping[str, Any]) -> Picture:
         f"running for {duration(status['time'] - status['started'])}",
         f"version {status['version']}",
     )
-    return Picture("ready" if status["ready"] else str(status["reason"]), bool(status["ready"]), facts, models)
+    headline = "ready" if status["ready"] else str(status["reason"])
+    return Picture(headline, bool(status["ready"]), facts, _warnings(status), models)
+
+
+def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the operator has to see to: a configuration that is not, or not wholly, what its file says."""
+    read = status.get("configuration", {})
+    problems = read.get("problems", ())
+    since = f"the configuration on disk cannot be used, for {_since(read.get('when'), status['time'])}"
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()))
 
 
 def _model(model: Mapping[str, Any], now: float) -> ModelPicture:

@@ -65,11 +65,11 @@ async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
     with fleet() as servers:
         process = _Process(link, RelayMetrics(Board(arguments.board_fd)), log)
         messages = link.messages()
-        first, second = await anext(messages, None), await anext(messages, None)
-        if not (isinstance(first, Configure) and isinstance(second, Health)):
+        first = await anext(messages, None)
+        if not isinstance(first, Configure):
             return
         process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask)
-        process.learn(second)  # before the first request, or it would find no server
+        process.learn(first.health)  # before the first request, or it would find no server
         await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
     link.close()
 
@@ -110,8 +110,9 @@ class _Process:
         self.link.send(Taken(self.relay.state.generation))
         async for message in messages:
             match message:
-                case Configure(state=state):
+                case Configure(state=state, health=health):
                     self.relay.take(state)
+                    self.learn(health)
                     gc.freeze()
                     self.link.send(Taken(state.generation))
                 case Health():

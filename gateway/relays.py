@@ -170,20 +170,26 @@ class Relays:
         """The oldest generation that a living relay serves by; 0 while none is up."""
         return min((status.generation for status in self.statuses if status.up), default=0)
 
-    def configure(self, state: State) -> None:
-        """Have every relay serve by this generation; the first one starts them."""
+    def configure(self, state: State, health: Health) -> int:
+        """Have every relay serve by this generation, with what is known of its servers; the first one starts them.
+
+        Returns the number of that word, as ``tell`` does.
+        """
         self._state = state
-        for relay in self._relays:
-            relay.send(Configure(state))
+        self._send(health, lambda numbered: Configure(state, numbered))
         if not self._tasks:
             self._tasks = [asyncio.create_task(relay.live(self._greeting)) for relay in self._relays]
+        return self._health.number
 
     def tell(self, health: Health) -> int:
         """Tell every relay what is known of the servers, under the number that is returned."""
+        self._send(health, lambda numbered: numbered)
+        return self._health.number
+
+    def _send(self, health: Health, message: Callable[[Health], Message]) -> None:
         self._health = msgspec.structs.replace(health, number=self._health.number + 1)
         for relay in self._relays:
-            relay.send(self._health)
-        return self._health.number
+            relay.send(message(self._health))
 
     def hold(self, number: int) -> bool:
         """Whether no relay does anything by an older word than the one told under this number."""
@@ -195,7 +201,7 @@ class Relays:
 
     def _greeting(self) -> Sequence[Message]:
         assert self._state is not None
-        return Configure(self._state), self._health
+        return (Configure(self._state, self._health),)
 
     async def drain(self, seconds: float) -> None:
         """Let what is in flight finish within ``seconds`` and the relays exit."""

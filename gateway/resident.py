@@ -7,12 +7,14 @@ Times are in seconds of the monotonic clock.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterable
 
 from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
+from gateway.reshape import shape
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
 from upstream.launcher.schedule import Phase, View
@@ -41,6 +43,9 @@ class Pace:
 class Resident:
     """A launched model.
 
+    ``gone``: the configuration no longer has it, and it leaves when its last request has ended; ``surplus``: its servers that the
+    configuration no longer has. ``tried``: the shape that its servers were last given, or failed to take.
+
     ``step``: what the fleet is doing with it, None where its servers' states say it all. ``task``: the work of that, and
     ``ending`` that this work ends it. ``away``: its servers that are to take no requests although the model is up.
     ``ordered``: since when the operator wants it up; ``held``: he wants it down. ``told``: the number of the word by which
@@ -49,13 +54,11 @@ class Resident:
 
     def __init__(self, config: Config, model: conf.Model, launch: conf.Launch, now: float) -> None:
         self.id = model.id
-        self.launch = launch
-        self.specs = plan.launches_of(config, model)
-        self.names = frozenset(spec.name for spec in self.specs)
-        self.asked_as = (model.id, *(lora.id for lora in model.loras))
-        self._gpus = frozenset[int | str](plan.gpus(launch))
-        self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
-        self.patience = config.server.drain
+        self.surplus = frozenset[str]()
+        self.gone = False
+        self._gpus = frozenset[int | str]()
+        self.follow(config, model, launch)
+        self.tried = shape(self.specs)
         # Where it is
         self.phase = Phase.STOPPED
         self.since = self.ready_since = self.last_use = now
@@ -72,6 +75,32 @@ class Resident:
         self.held = False
         # How long that takes
         self._starts, self.wakes, self.stops = Pace(FIRST_START), Pace(FIRST_WAKE), Pace(FIRST_STOP)
+
+    def follow(self, config: Config, model: conf.Model, launch: conf.Launch, running: Iterable[str] = ()) -> None:
+        """Take over what the configuration says. ``running``: its servers that there are at the moment."""
+        self.launch = launch
+        self.specs = plan.launches_of(config, model)
+        wanted = frozenset(spec.name for spec in self.specs)
+        self.surplus = frozenset(running) - wanted
+        self.names = wanted | self.surplus
+        self.asked_as = (model.id, *(lora.id for lora in model.loras))
+        self._gpus = frozenset(plan.gpus(launch)) | (self._gpus if running else frozenset())
+        self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
+        self.patience = config.server.drain
+        if self.gone:
+            self.gone = self.held = False
+
+    def dismiss(self) -> None:
+        """The configuration no longer has it: its requests may end, however long they take."""
+        self.gone = self.held = True
+        self.ordered, self.patience = None, math.inf
+
+    def settled(self) -> None:
+        """Of its servers there are none but those that the configuration has."""
+        self.names -= self.surplus
+        self.away &= self.names
+        self.surplus = frozenset()
+        self._gpus = frozenset(plan.gpus(self.launch))
 
     @property
     def sleeps(self) -> bool:
@@ -90,7 +119,8 @@ class Resident:
     def see(self, snapshots: Iterable[Snapshot], now: float) -> None:
         """Take in the states of its servers."""
         stages = {snapshot.name: snapshot.state for snapshot in snapshots if snapshot.name in self.names}
-        phase = self.step or _phase({state for name, state in stages.items() if name not in self.away}, bool(stages))
+        counted = {state for name, state in stages.items() if name not in self.away and name not in self.surplus}
+        phase = self.step or _phase(counted, bool(stages))
         if phase is not self.phase:
             self._enter(phase, now)
 
@@ -116,7 +146,7 @@ class Resident:
             gpus=self._gpus,
             group=launch.group,
             capacity=self._capacity,
-            on_demand=launch.start == "on_demand",
+            on_demand=launch.start == "on_demand" or self.gone,  # nobody has put the next one beside it
             wanted=min((since for since in (asked, self.ordered) if since is not None), default=None),
             in_flight=in_flight,
             acknowledged=acknowledged,

@@ -124,7 +124,8 @@ def page(shown: Picture) -> str:
 
 def _head(shown: Picture) -> Html:
     title = tag("h1", "vllm-gateway", _state("ready" if shown.ready else "starting", shown.headline))
-    return tag("header", title, _list(shown.facts, "facts"), data_part="head")
+    warnings = _list(shown.warnings, "reason") if shown.warnings else Html()
+    return tag("header", title, _list(shown.facts, "facts"), warnings, data_part="head")
 
 
 def _list(texts: tuple[str, ...], kind: str) -> Html:

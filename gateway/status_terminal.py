@@ -19,6 +19,8 @@ _COLUMNS = ("model", "state", "for", "in flight", "queued", "tokens/s")
 def show(shown: Picture, console: Console) -> None:
     """Print the picture."""
     console.print(Text.assemble((shown.headline, f"bold {'green' if shown.ready else 'yellow'}"), "  ", (", ".join(shown.facts), "dim")))
+    for warning in shown.warnings:
+        console.print(Text(one_line(warning), "red"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in _COLUMNS:
         table.add_column(title, overflow="fold", justify="right" if title in ("in flight", "queued") else "left")

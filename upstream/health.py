@@ -264,20 +264,25 @@ class Prober:
     def set_targets(self, targets: Iterable[Target]) -> None:
         """Probe these and no others. Those that stay (same name, address and key) keep what is known of them.
 
+        One that has another key now begins with what was known of the server under the former one.
         No callback is made for a target that was taken away, once this has returned.
         """
         wanted: dict[Target, dict[str, None]] = {}
         for target in targets:
             wanted.setdefault(replace(target, name=""), {})[target.name] = None
-        for target in self._watches.keys() - wanted.keys():
-            self._watches.pop(target).end()
         for target, names in wanted.items():
             if target not in self._watches:
                 self._begin(target, names)
             self._watches[target].call(names)
+        for target in self._watches.keys() - wanted.keys():
+            self._watches.pop(target).end()
 
     def _begin(self, target: Target, names: dict[str, None]) -> None:
-        self._watches[target] = watch = _Watch(replace(target, name=next(iter(names))), self._on_change, self._on_lost, self._models_every)
+        before = next((watch for other, watch in self._watches.items() if other.address == target.address), None)
+        named = replace(target, name=next(iter(names)))
+        self._watches[target] = watch = _Watch(named, self._on_change, self._on_lost, self._models_every)
+        if before is not None:
+            watch.standing, watch.names = before.standing, before.names
         task = watch.start(self._interval, self._deadline)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -51,6 +51,9 @@ class ServerSpec:
 class Mirror(Protocol):
     """A place where a number is left for others to read."""
 
+    def __getitem__(self, index: int, /) -> float:
+        """The number."""
+
     def __setitem__(self, index: int, value: float, /) -> None:
         """Leave the number."""
 
@@ -84,18 +87,25 @@ class Server:
         self._tell()
 
     def enter(self) -> None:
-        """An exchange begins; ``mirror[0]`` follows ``in_flight`` for whoever reads it from outside."""
+        """An exchange begins; it is added to ``mirror[0]``, for whoever reads that from outside."""
         self.in_flight += 1
-        self.mirror[0] = self.in_flight
+        self.mirror[0] += 1
         for ranking in self.rankings:
             ranking.moved(self)
 
     def leave(self) -> None:
         """An exchange is over."""
         self.in_flight -= 1
-        self.mirror[0] = self.in_flight
+        self.mirror[0] -= 1
         for ranking in self.rankings:
             ranking.moved(self)
+
+    def count_in(self, mirror: Mirror) -> None:
+        """Leave the number there from now on, that of what is under way too. Servers of one name may share a place."""
+        if mirror is not self.mirror:
+            self.mirror[0] -= self.in_flight
+            mirror[0] += self.in_flight
+            self.mirror = mirror
 
     def _tell(self) -> None:
         for ranking in self.rankings:
@@ -163,8 +173,6 @@ class Server:
             self._tell()
 
     def retire(self) -> None:
-        """The configuration no longer names it: close what is idle; what is busy ends in its own time, and counts no more."""
-        self.mirror[0] = 0.0
-        self.mirror = [0.0]  # its name, and the number left under it, may be another's by now
+        """The configuration no longer names it: close what is idle; what is busy ends in its own time, and is counted until then."""
         self._parking.expiry = 0.0
         self._parking.close()

@@ -34,13 +34,13 @@ def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None)
     around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
     main = read(path)
     if not main.whole:
-        raise ConfigurationError(main.problems)
+        raise ConfigurationError(main.problems, around.files)
     draft = Draft(main, _read_keys_file(main, around))
     config = _validated(main, Config, around)
     more = _validated(draft.keys_file, KeysFile, around) if draft.keys_file else KeysFile()
     problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
     if problems or config is None or more is None:
-        raise ConfigurationError(_in_order(problems, main.file))
+        raise ConfigurationError(_in_order(problems, main.file), around.files)
     return _assembled(config, more, draft, around)
 
 

@@ -89,6 +89,7 @@ class ServerSection(Section):
     body_timeout: Duration = _quantity("60s", "time a client has to send the body of a request")
     write_timeout: Duration = _quantity("60s", "time a client may leave its answer unread")
     max_inflight: Count | None = Field(default=None, description="requests at once in the whole gateway; more are refused")
+    linger: DurationOrZero = _quantity("0s", "time between the word to stop and the drain, in which /readyz fails and requests are served")
     drain: DurationOrZero = _quantity("30s", "time that requests under way have to end when the gateway stops")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path as FilePath
 
 Path = tuple[str | int, ...]
 """Where a value is in a document: keys and list positions, from the top."""
@@ -42,10 +43,12 @@ class Finding:
 
 
 class ConfigurationError(Exception):
-    """A configuration cannot be used. ``problems`` holds everything that is wrong, in the order of the files."""
+    """A configuration cannot be used. ``problems`` holds everything that is wrong, in the order of the files, and ``files`` which
+    files it depends on as far as they are known: when one of them changes, it may be good."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], files: Iterable[FilePath] = ()) -> None:
         self.problems = tuple(problems)
+        self.files = tuple(files)
         super().__init__("\n".join(map(str, self.problems)))
 
 

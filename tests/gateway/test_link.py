@@ -32,7 +32,7 @@ STATE = State(
     cors_origins=("https://a",),
 )  # fmt: skip
 MESSAGES: list[Message] = [
-    Configure(STATE),
+    Configure(STATE, Health({"a": Condition.UP}, {"m": 3})),
     Health({"m#0": Condition.UP, "m#1": Condition.LOADING}, {"m": 2048}),
     Health({}, {}, {"m": 12.5}, 3),
     Drain(1.5),
@@ -40,7 +40,7 @@ MESSAGES: list[Message] = [
     Asked("m", 0.25),
     Asked("m", None),
     Taken(7),
-    Configure(State(0, (), ())),
+    Configure(State(0, (), ()), Health({}, {})),
 ]
 
 

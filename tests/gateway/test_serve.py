@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
 import signal
@@ -203,12 +204,15 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
+    screen, keyboard = pty.openpty()
+    with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
+        os.close(keyboard)
         replies: list[httpx2.Response] = []
         slow: dict[str, Any] = {"stream": True, "simulate": {"tokens": 20, "tokens_per_second": 20}}
         thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        os.close(screen)
         os.killpg(one.process.pid, signal.SIGHUP)
         wait_for(lambda: one.get("/readyz").status_code == 503)
         with pytest.raises(httpx2.ConnectError):

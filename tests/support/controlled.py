@@ -21,7 +21,8 @@ from gateway.control import Control, listen
 from gateway.fleet import Fleet
 from gateway.metrics import Series
 from gateway.relays import relays
-from tests.support.process import configuration, launched
+from gateway.reload import Reading, Reloader
+from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
 from upstream.health import Prober
 from upstream.launcher import Launcher
@@ -42,6 +43,12 @@ class Controlled:
     port: int
     said: io.StringIO
     client: httpx2.AsyncClient
+    file: Path
+
+    async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> Reading:
+        """Have another configuration read."""
+        write(self.file, configuration(*models, **server) | {"groups": list(groups)})
+        return await self.control.reload()
 
     def status(self, model: str) -> dict[str, Any]:
         """The model as /status shows it."""
@@ -100,12 +107,13 @@ async def controlled(
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=10.0))
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
+        control.reloader = Reloader(file, config, control)
         control.begin()
         stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.not_ready() is None, 30.0)
-        yield Controlled(control, port, said, client)
+        yield Controlled(control, port, said, client, file)
 
 
 def _client(port: int) -> httpx2.AsyncClient:

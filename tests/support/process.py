@@ -122,20 +122,37 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[
 
 @contextmanager
 def gateway(
-    folder: Path, config: dict[str, Any], *, ready: bool = True, seconds: float = 30.0, runtime: Path | None = None
+    folder: Path,
+    config: dict[str, Any] | None,
+    *,
+    ready: bool = True,
+    seconds: float = 30.0,
+    runtime: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> Iterator[Gateway]:
-    """Run ``vllm-gateway serve``; in the end nothing of it is left. ``runtime`` stands in for a runtime folder of its own."""
+    """Run ``vllm-gateway serve``; in the end nothing of it is left.
+
+    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own.
+    """
+    if config is not None:
+        write(folder / "gateway.yaml", config)
     with tempfile.TemporaryDirectory(prefix="gw-") as own:  # a short path: unix sockets allow 107 bytes
-        yield from _running(folder, runtime or Path(own), config, ready, seconds)
+        yield from _running(folder, runtime or Path(own), ready, seconds, stdin)
 
 
-def _running(folder: Path, runtime: Path, config: dict[str, Any], ready: bool, seconds: float) -> Iterator[Gateway]:
+def write(file: Path, config: Any) -> None:
+    """Put a file in place as editors do: whole, under another name first."""
+    fresh = file.with_name(f".{file.name}.new")
+    fresh.write_text(yaml.safe_dump(config))
+    fresh.replace(file)
+
+
+def _running(folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int) -> Iterator[Gateway]:
     file = folder / "gateway.yaml"
-    file.write_text(yaml.safe_dump(config))
     environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1"}
     command = [str(Path(sys.executable).parent / "vllm-gateway"), "serve", str(file)]
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, start_new_session=True)
+        process = subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, env=environ, start_new_session=True)
     running = Gateway(process, folder, runtime)
     tree: list[psutil.Process] = []
     try:

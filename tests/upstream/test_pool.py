@@ -63,13 +63,18 @@ async def test_busyness_goes_by_weight() -> None:
 
 async def test_the_mirror_follows_what_is_in_flight() -> None:
     (one,) = servers(UP)
-    one.mirror = cells = [7.0]
+    cells, others = [3.0], [0.0]  # three are in flight on a former server of this name
+    one.count_in(cells)
     one.enter()
     one.enter()
-    assert cells == [2.0]
+    assert cells == [5.0]
+    one.count_in(others)
+    assert (cells, others) == ([3.0], [2.0])
+    one.retire()
     one.leave()
+    assert others == [1.0], "what a retired one still does is counted"
     one.leave()
-    assert (cells, one.in_flight) == ([0.0], 0)
+    assert (cells, others, one.in_flight) == ([3.0], [0.0], 0)
 
 
 async def test_a_reload_keeps_what_did_not_change() -> None:

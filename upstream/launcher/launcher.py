@@ -115,6 +115,11 @@ class Launcher:
         """Every server from ``start`` to the end of ``stop``."""
         return tuple(server.snapshot for server in self._servers.values())
 
+    @property
+    def specs(self) -> Mapping[str, LaunchSpec]:
+        """What each of them was started by."""
+        return {name: server.spec for name, server in self._servers.items()}
+
     def api_key(self, name: str) -> str:
         """The internal key of a launched server; the same for all its restarts. Raises KeyError."""
         return self._servers[name].api_key

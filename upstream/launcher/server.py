@@ -83,7 +83,7 @@ class LaunchedServer:
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
-        if self.snapshot.state is not State.STOPPING:
+        if self.snapshot.state not in (State.STOPPING, State.STOPPED):
             self._begin_to_stop(grace)
         await asyncio.wait([self._task])
 

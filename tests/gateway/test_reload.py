@@ -1,0 +1,205 @@
+"""The configuration while the gateway runs: what is read, what is taken, and what a bad file does not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway import keys
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
+from tests.support.running import KEY
+
+OTHER = "sk-another-key"
+FAILED = 'vllm_gateway_config_reloads_total{outcome="failure"}'
+TAKEN = 'vllm_gateway_config_reloads_total{outcome="success"}'
+LAST = "vllm_gateway_config_last_reload_successful"
+
+
+def with_keys(config: dict[str, Any], **tokens: str) -> dict[str, Any]:
+    """The configuration with these keys by id, and no others."""
+    return config | {"keys": [{"id": name, "hash": keys.hash_of(token)} for name, token in tokens.items()]}
+
+
+def status_of(one: Gateway, token: str) -> int:
+    """What the list of models answers to a key."""
+    return httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=10).status_code
+
+
+def answers(one: Gateway, token: str, status: int) -> None:
+    """Wait until a key gets this answer."""
+    wait_for(lambda: status_of(one, token) == status)
+
+
+def last(one: Gateway) -> dict[str, Any]:
+    return dict(one.get("/status").json()["configuration"])
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched(), relays=2)) as one:
+        yield one
+
+
+@pytest.fixture
+def config(running: Gateway) -> Iterator[dict[str, Any]]:
+    """What ``running`` serves by, before and after."""
+    original = configuration(launched(), relays=2)
+    yield original
+    write(running.folder / "gateway.yaml", original)
+    wait_for(lambda: running.command("reload").returncode == 0)
+
+
+def test_a_changed_file_is_served_by_every_relay(running: Gateway, config: dict[str, Any]) -> None:
+    file, before, taken = running.folder / "gateway.yaml", running.get("/status").json(), running.metric(TAKEN)
+    assert status_of(running, OTHER) == 401
+    write(file, with_keys(config, **{"team-a": KEY, "team-b": OTHER}))
+    wait_for(lambda: running.metric(TAKEN) == taken + 1)
+    wait_for(lambda: {status_of(running, OTHER) for _ in range(10)} == {200})
+    after = running.get("/status").json()
+    assert {relay["generation"] for relay in after["relays"]} == {after["generation"]} != {before["generation"]}
+    assert [relay["pid"] for relay in after["relays"]] == [relay["pid"] for relay in before["relays"]]
+    assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
+    assert after["configuration"]["changes"] == ["key team-b is new"]
+    assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
+
+
+def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, config: dict[str, Any]) -> None:
+    file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
+    file.write_text(file.read_text() + "modles: []\n")
+    wait_for(lambda: running.metric(FAILED) == failed + 1)
+    assert running.metric(LAST) == 0
+    [problem] = last(running)["problems"]
+    line = file.read_text().count("\n")
+    assert problem == f"{file}:{line}: modles: unknown key; did you mean `models`?"
+    assert problem in running.said
+    assert time.time() - last(running)["when"] < 60
+    assert problem in running.command("status").stdout
+    shown = httpx2.get(f"http://127.0.0.1:{running.admin}/status", headers={"accept": "text/html"}).text
+    assert "did you mean" in shown
+    refused = running.command("reload")
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", f"{problem}\n")
+    assert running.ask().status_code == 200
+    write(file, config)
+    wait_for(lambda: running.metric(LAST) == 1)
+
+
+def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, config: dict[str, Any]) -> None:
+    server = config["server"] | {"relays": 3, "admin": {"port": 1}, "body_limit": "1kB"}
+    write(running.folder / "gateway.yaml", config | {"server": server})
+    wait_for(lambda: last(running)["needs_restart"])
+    waiting = ["server.relays needs a restart (3 in the file, 2 in use)", "server.admin needs a restart"]
+    assert last(running)["needs_restart"] == waiting
+    done = running.command("reload")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
+    too_large = running.ask(messages=[{"role": "user", "content": "x" * 2000}])
+    assert too_large.status_code == 413
+    assert len(running.relays()) == 2
+    assert waiting[0] in running.said
+
+
+def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, Any]) -> None:
+    model = config["models"][0] | {"aliases": ["uno"], "timeouts": {"idle": "9s"}}
+    write(running.folder / "gateway.yaml", config | {"models": [model]})
+    wait_for(lambda: running.ask(model="uno").status_code == 200)
+    write(running.folder / "gateway.yaml", with_keys(config, **{"team-a": KEY, "b": OTHER}) | {"log": {"level": "debug"}})
+    done = running.command("reload")
+    assert (done.returncode, done.stderr) == (0, "")
+    # the watcher may have been there before it
+    assert set(done.stdout.splitlines()) in (
+        {"model sim/one has changed: aliases, timeouts", "key b is new", "log has changed: level"},
+        {"nothing has changed"},
+    )
+    assert running.ask(model="uno").status_code == 404
+
+
+def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[str, Any]) -> None:
+    taken = running.metric(TAKEN)
+    os.kill(running.process.pid, signal.SIGHUP)
+    wait_for(lambda: running.metric(TAKEN) == taken + 1)
+    assert last(running)["changes"] == []
+    assert running.ask().status_code == 200
+
+
+def test_a_half_written_file_is_read_again_when_it_is_whole(running: Gateway, config: dict[str, Any]) -> None:
+    file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
+    text = file.read_text()
+    with file.open("w") as writing:
+        writing.write(text[: text.index("models:") + 9])
+        writing.flush()
+        wait_for(lambda: running.metric(FAILED) == failed + 1)
+        assert running.ask().status_code == 200
+        writing.write(text[text.index("models:") + 9 :])
+    wait_for(lambda: running.metric(LAST) == 1)
+    assert running.ask().status_code == 200
+
+
+def mounted(volume: Path, number: int, **files: str) -> None:
+    """Publish files as the kubelet does (AtomicWriter): a folder of the time, a link `..data` that is renamed over the former one, and
+    a link for each file through it."""
+    fresh = volume / f"..2026_01_01_00_00_{number:02}.1"
+    fresh.mkdir()
+    for name, text in files.items():
+        (fresh / name).write_text(text)
+        if not (volume / name).is_symlink():
+            (volume / name).symlink_to(f"..data/{name}")
+    (volume / "..data_tmp").symlink_to(fresh.name)
+    former = (volume / "..data").resolve() if (volume / "..data").is_symlink() else None
+    (volume / "..data_tmp").rename(volume / "..data")
+    if former is not None:
+        shutil.rmtree(former)
+
+
+def stanza(name: str, token: str) -> str:
+    return f"keys:\n  - {{id: {name}, hash: '{keys.hash_of(token)}'}}\n"
+
+
+def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -> None:
+    volume = tmp_path / "secret"
+    volume.mkdir()
+    mounted(volume, 0, keys=stanza("team-c", "sk-c-1"), upstream="first")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        servers = [{"url": f"http://127.0.0.1:{server.getsockname()[1]}", "api_key": {"file": "secret/upstream"}}]
+        config = configuration({"id": "far", "servers": servers}) | {"keys_file": "secret/keys"}
+        with gateway(tmp_path, config, ready=False) as one:
+            wait_for(lambda: one.get("/metrics").status_code == 200 and status_of(one, "sk-c-1") == 200)
+            for number in range(1, 4):
+                mounted(volume, number, keys=stanza("team-c", f"sk-c-{number + 1}"), upstream="first")
+                answers(one, f"sk-c-{number + 1}", 200)
+                answers(one, f"sk-c-{number}", 401)
+            wait_for(lambda: last(one)["changes"] == ["key team-c has changed"])
+            mounted(volume, 9, keys=stanza("team-c", "sk-c-4"), upstream="second")
+            wait_for(lambda: last(one)["changes"] == ["model far has changed: servers"])
+            assert "second" not in one.said
+            assert one.metric(FAILED) == 0
+
+
+def test_a_secret_that_was_missing_is_enough_when_it_comes(tmp_path: Path) -> None:
+    config = configuration(launched())
+    with gateway(tmp_path, config) as one:
+        write(tmp_path / "gateway.yaml", config | {"keys_file": "more.yaml"})
+        wait_for(lambda: one.metric(FAILED) == 1)
+        assert "more.yaml cannot be read: No such file or directory" in last(one)["problems"][0]
+        (tmp_path / "more.yaml").write_text(stanza("late", OTHER))
+        wait_for(lambda: one.metric(LAST) == 1)
+        wait_for(lambda: status_of(one, OTHER) == 200)
+
+
+def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), linger="1m")) as one:
+        one.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        assert one.get("/readyz").text == "draining\n"
+        assert one.ask().status_code == 200, "it serves on while others hear of it"
+        refused: subprocess.CompletedProcess[str] = one.command("reload")
+        assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
+        assert one.stop() == 0, "a second signal ends the patience"

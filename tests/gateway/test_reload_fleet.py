@@ -1,0 +1,178 @@
+"""Another configuration for models that the gateway launches: what changed is begun anew, what did not is not touched, nobody is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.gateway.test_fleet import whole
+from tests.support.controlled import controlled, held, on_demand
+from tests.support.process import launched
+from tests.support.running import until
+
+A, B = "sim/a", "sim/b"
+
+
+def eager(identity: str, *, replicas: int = 1, gpus: list[list[int]] | None = None, **args: Any) -> dict[str, Any]:
+    """A simulator that is always up."""
+    model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **args})
+    model["launch"] |= {"replicas": replicas} | ({"gpus": gpus} if gpus else {})
+    return model
+
+
+async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_its_requests_have(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A), relays=2, drain="500ms") as one:
+        [pid] = one.pids(A)
+        streams = await one.streams(A, 4, seconds=2.5)
+        await one.reload(eager(B), relays=2, drain="500ms")
+        refused = await one.ask(A)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        await one.reaches(B, "ready")
+        assert (await one.ask(B)).status_code == 200
+        assert psutil.pid_exists(pid), "its requests are under way, and are not cut when the drain's time is over"
+        assert all(map(whole, await asyncio.gather(*streams)))
+        await until(lambda: not psutil.pid_exists(pid), 20.0)
+        await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{B}#0"])
+        assert one.value("requests_total", A, "/v1/chat/completions", "200") == 4, "what was counted stays"
+        await until(lambda: one.value("server_inflight", A, f"{A}#0") == 0)
+
+
+async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A), eager(B)) as one:
+        [pid] = one.pids(A)
+        streams = await one.streams(A, 2, seconds=3.0)
+        await one.reload(eager(B))
+        await until(lambda: "takes no new requests" in one.said.getvalue())
+        await one.reload(eager(A), eager(B))
+        await one.reaches(A, "ready")
+        assert (await one.ask(A)).status_code == 200
+        assert all(map(whole, await asyncio.gather(*streams)))
+        assert one.pids(A) == [pid]
+
+
+async def test_only_the_changed_model_is_started_anew_one_replica_after_the_other(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A, replicas=2), eager(B)) as one:
+        before, untouched = one.pids(A), one.pids(B)
+        streams = await one.streams(B, 3, seconds=3.0)
+        stop = asyncio.Event()
+
+        async def client() -> int:
+            count = 0
+            while not stop.is_set():
+                reply = await one.ask(A)
+                assert reply.status_code == 200, reply.text
+                count += 1
+            return count
+
+        clients = [asyncio.create_task(client()) for _ in range(2)]
+        await one.reload(eager(A, replicas=2, **{"max-model-len": 4096}), eager(B))
+        await until(lambda: len(set(one.pids(A)) - set(before)) == 2 and one.state(A) == "ready", 40.0)
+        stop.set()
+        assert min(await asyncio.gather(*clients)) > 0, "somebody was served all the time"
+        assert one.pids(B) == untouched and all(map(whole, await asyncio.gather(*streams)))
+        assert all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A))
+        after = one.pids(A)
+        await one.reload(eager(A, replicas=2, **{"max-model-len": 4096}) | {"timeouts": {"idle": "7s"}}, eager(B), drain="9s")
+        await held(lambda: one.pids(A) == after, 0.7)
+
+
+async def test_replicas_come_and_go(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A)) as one:
+        [first] = one.pids(A)
+        await one.reload(eager(A, replicas=3))
+        await until(lambda: sum(each["condition"] == "up" for each in one.status(A)["servers"]) == 3, 30.0)
+        assert one.pids(A)[0] == first
+        last = one.pids(A)[2]
+        streams = await one.streams(A, 6, seconds=2.0)
+        await one.reload(eager(A))
+        assert len(one.status(A)["servers"]) == 1 and psutil.pid_exists(last)
+        assert all(map(whole, await asyncio.gather(*streams)))
+        await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{A}#0"], 20.0)
+        assert one.pids(A) == [first]
+        await one.reaches(A, "ready")
+
+
+async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_be_taken_back(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A, replicas=2)) as one:
+        before = one.pids(A)
+        await one.reload(eager(A, replicas=2, **{"reasoning-parser": "no_such_parser"}))
+        await until(lambda: any(each["state"] in ("failed", "backing_off") for each in one.status(A)["servers"]), 30.0)
+        await held(lambda: one.pids(A)[-1] == before[-1], 1.0)
+        assert (await one.ask(A)).status_code == 200
+        await one.reload(eager(A, replicas=2))
+        await until(lambda: sum(each["condition"] == "up" for each in one.status(A)["servers"]) == 2, 40.0)
+        assert one.pids(A)[1] == before[1]
+
+
+async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A, gpus=[[0]])) as one:
+        [pid] = one.pids(A)
+        streams = await one.streams(A, 1, seconds=2.0)
+        await one.reload(eager(B, gpus=[[0]]))
+        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 0.8)
+        assert whole(await streams[0])
+        await one.reaches(B, "ready")
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path: Path) -> None:
+    changed = {"max-model-len": 4096}
+    async with controlled(tmp_path, on_demand(A, idle_sleep="300ms"), on_demand(B)) as one:
+        assert (await one.ask(A)).status_code == 200
+        await one.reaches(A, "sleeping")
+        await one.reload(on_demand(A, idle_sleep="1h", args=changed), on_demand(B, args=changed))
+        await one.reaches(A, "stopped")
+        assert one.state(B) == "stopped"
+        for name in (A, B):
+            assert (await one.ask(name)).status_code == 200
+            assert "4096" in psutil.Process(one.pids(name)[0]).cmdline()
+
+
+async def test_a_model_that_the_operator_holds_down_stays_down(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A), eager(B)) as one:
+        await one.control.stop(A)
+        await one.reload(eager(A, **{"max-model-len": 4096}), eager(B))
+        await held(lambda: one.state(A) == "stopped", 0.8)
+        await one.control.start(A)
+        await one.reaches(A, "ready")
+
+
+async def test_requests_that_wait_for_a_removed_model_are_told(tmp_path: Path) -> None:
+    async with controlled(tmp_path, on_demand(A, args={"sim-listen-after": 60}), eager(B)) as one:
+        waiting = asyncio.create_task(one.ask(A))
+        await until(lambda: one.status(A)["queued"] == 1)
+        await one.reload(eager(B))
+        reply = await waiting
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_healthy_server")
+        await until(lambda: not [each for each in one.control.launcher.snapshots() if each.name == f"{A}#0"], 20.0)
+
+
+async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path: Path) -> None:
+    """The servers are those of two launched simulators, found under the addresses of their private sockets."""
+    async with controlled(tmp_path, eager(A, uds=str(tmp_path / "a.sock")), eager(B, uds=str(tmp_path / "b.sock"))) as one:
+
+        def moved(place: str, **more: Any) -> dict[str, Any]:
+            keys = {each: one.control.launcher.api_key(f"{each}#0") for each in (A, B)}
+            (tmp_path / "key").write_text(keys[A if place == "a" else B])
+            servers = [{"url": f"unix:{tmp_path}/{place}.sock", "model": f"sim/{place}", "api_key": {"file": "key"}}]
+            return {"id": "far", "servers": servers, **more}
+
+        both = eager(A, uds=str(tmp_path / "a.sock")), eager(B, uds=str(tmp_path / "b.sock"))
+        await one.reload(*both, moved("a"))
+        await one.reaches("far", "ready")
+        stop = asyncio.Event()
+
+        async def client() -> None:
+            while not stop.is_set():
+                reply = await one.ask("far")
+                assert reply.status_code == 200, reply.text
+
+        clients = [asyncio.create_task(client()) for _ in range(3)]
+        for turn in range(6):
+            await one.reload(*both, moved("ba"[turn % 2], aliases=[f"alias-{turn}"]))
+            assert (await one.ask(f"alias-{turn}")).json()["model"] == ("sim/b", "sim/a")[turn % 2]
+        stop.set()
+        await asyncio.gather(*clients)
