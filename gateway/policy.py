@@ -6,7 +6,7 @@ the configuration was made before. Each row can be lifted by an operator's ``bod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -70,6 +70,15 @@ MAX_BATCH = 2048
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
 """What ``chat_template_kwargs`` may not hold besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
 
+OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "tools": ("functions",),
+        "tool_choice": ("function_call",),
+    }
+)
+"""Fields whose older names clients still use."""
+
 _NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
 """Where what looks like a message's part is none: schemas and such."""
 
@@ -80,7 +89,7 @@ class Policy:
     __slots__ = ("_allowed", "_in_template", "_media", "_most", "_refused", "_sizes", "_watched", "defaults", "max_tokens", "overrides")
 
     def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-        allowed, refused = frozenset(rules.allow), frozenset(rules.refuse)
+        allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
         self.defaults = defaults
         self.overrides = overrides
         self.max_tokens = rules.max_tokens
@@ -90,9 +99,9 @@ class Policy:
             most |= dict.fromkeys(("n", "best_of"), rules.max_n)
         if rules.max_tokens is not None:
             most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
-        self._most = most
+        self._most = {name: value for name, value in most.items() if name not in refused}
         stripped = STRIPPED - allowed
-        self._watched = stripped | self._refused | most.keys()
+        self._watched = stripped | self._refused | self._most.keys()
         self._in_template = (IN_TEMPLATE - allowed) | stripped | self._refused
         self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
         self._allowed = allowed
@@ -153,6 +162,11 @@ class Policy:
         if isinstance(kwargs, dict):
             for name in sorted(self._in_template & kwargs.keys()):
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+
+
+def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
+    """What is refused is refused under the names that are translated to it, too."""
+    return frozenset(each for name in refused for each in (name, *OLD_NAMES.get(name, ())))
 
 
 def check_number(name: str, value: Any, most: int) -> None:
