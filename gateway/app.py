@@ -232,7 +232,7 @@ def _only(request: Request, method: str) -> None:
 
 def _refused(request: Request, refusal: Refusal) -> Response:
     request.state.code = refusal.code
-    anthropic = request.url.path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+    anthropic = request.scope["path"].endswith(("/v1/messages", "/v1/messages/count_tokens"))  # request.url is made of the Host header
     body = render(refusal, anthropic=anthropic)
     return Response(body, refusal.row.status, refusal.headers, media_type="application/json")
 

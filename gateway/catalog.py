@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gateway.errors import Refusal, unknown_model
+from gateway.policy import Policy
 from gateway.routes import ROUTES, Route
 from gateway.state import Key, Model
 from upstream.pool import Pool
@@ -20,10 +21,11 @@ from upstream.server import Server
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model with its live servers."""
+    """A model with its live servers, and what a request's body may hold."""
 
     model: Model
     pool: Pool
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Catalog:
 
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
-        self.entries = tuple(Entry(model, self._pool(model, servers)) for model in models)
+        self.entries = tuple(Entry(model, self._pool(model, servers), Policy.of(model)) for model in models)
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}

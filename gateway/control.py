@@ -22,10 +22,12 @@ from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from gateway import __version__, admin_socket, plan
 from gateway import config as conf
 from gateway.admin import application, operators_application
+from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
@@ -90,7 +92,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         _reload_on_hangup(asked, control.reloader)
-        await stack.enter_async_context(_served(application(control), admin))
+        await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin))
         if commands is not None:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
         await stack.enter_async_context(_background(control.watch_tokens()))
@@ -180,8 +182,12 @@ def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
         return None
 
 
+def _guarded(app: Starlette, section: conf.Admin) -> Guard:
+    return Guard(app, None if section.token is None else section.token.get_secret_value(), section.host)
+
+
 @asynccontextmanager
-async def _served(app: Starlette, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto") -> AsyncIterator[None]:
+async def _served(app: ASGIApp, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto") -> AsyncIterator[None]:
     config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
     server = uvicorn.Server(config)
     async with _background(server._serve([listener])):

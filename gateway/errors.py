@@ -169,6 +169,7 @@ _OVERFLOW = re.compile(
 )
 _INSIDE = re.compile(r"(?:unix|https?|tcp|ipc)://?\S+|(?<![\w.<])/(?:[\w.@+-]+/)+[\w.@+-]*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _BODY_FIELD = re.compile(r"^body\.(?!\d+$)")
+_FOUND_WRONG = re.compile(r"""'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), 'input': """)  # pydantic's findings as Python writes them
 _TOO_LONG = ("input_tokens", "input_text")  # what vLLM blames when the text does not fit
 _MESSAGE_LIMIT = 2000
 
@@ -253,8 +254,15 @@ def _name(value: object) -> str | None:
 
 
 def _helpful(message: str) -> str:
-    """The server's words without its internals. Takes time in proportion to their length: a client's text may be in them."""
+    """The server's words without its internals. Takes time in proportion to their length: a client's text may be in them.
+
+    Of pydantic's findings the sentences alone: with them comes what the client sent, a prompt perhaps, and who logs an
+    error does not expect it.
+    """
     message = message.rstrip()
+    if " validation error" in message[:40]:
+        found = ("".join(match.groups("")) for match in _FOUND_WRONG.finditer(message))
+        message = "; ".join(dict.fromkeys(found)) or "The request does not have the right shape."
     parameter = _PARAMETER.search(message) if message.endswith(")") else None
     if parameter is not None:
         message = message[: parameter.start()]

@@ -112,7 +112,7 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     account.user = document.get("user")
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
-    prepared = prepare(document, entry.model, call.target.route)
+    prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
@@ -131,6 +131,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     account.waited += monotonic() - asked
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
+    form.obey(entry.policy)
     return Outbound.of_form(call, entry, name, form)
 
 

@@ -8,16 +8,18 @@ before the server has the whole of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.errors import Refusal
-from gateway.payload import FORBIDDEN
+from gateway.policy import NUMBERS, Policy, check_number
 from upstream.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
+_NUMBER_LIMIT = 18  # and a number that is checked
+_NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
 _EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
 NextBytes = Callable[[], Awaitable[bytes]]
@@ -54,6 +56,11 @@ class Form:
         self._model = b""
         self._span: tuple[int, int] | None = None
         self._model_read = False
+        # What is checked when the model's policy is known
+        self._policy: Policy | None = None
+        self._names: set[str] = set()
+        self._numbers: list[tuple[str, bytes]] = []
+        self._number = b""
 
     @classmethod
     def of(cls, content_type: bytes) -> Form:
@@ -63,6 +70,13 @@ class Form:
         if boundary is None or not _BOUNDARY.fullmatch(boundary):
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
+
+    def obey(self, policy: Policy) -> None:
+        """Check what has been read, and what is to come, by the policy of the model. Raises Refusal."""
+        self._policy = policy
+        _check_names(self._names, policy)
+        for name, text in self._numbers:
+            _check_number(name, text, policy)
 
     async def read_model(self, next_bytes: NextBytes) -> str | None:
         """Read up to the end of the ``model`` field; None when the form has none. Raises Refusal for a bad form."""
@@ -133,12 +147,17 @@ class Form:
     def _headers_finished(self) -> None:
         if self._name is None:
             raise Refusal("invalid_value", "The form has a part without a plain name.")
-        if self._name in FORBIDDEN:
-            raise Refusal("invalid_value", f"The field '{self._name}' is not allowed here.", param=self._name)
+        self._number = b""
+        if self._policy is None:
+            self._names.add(self._name)
+        else:
+            _check_names({self._name}, self._policy)
         if self._name == "model" and self._model_read:
             raise Refusal("invalid_value", "The field 'model' was sent more than once.", param="model")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name in NUMBERS:
+            self._number = (self._number + data[start:end])[: _NUMBER_LIMIT + 1]
         if self._name != "model":
             return
         self._model += data[start:end]
@@ -149,6 +168,25 @@ class Form:
 
     def _part_end(self) -> None:
         self._model_read = self._model_read or self._name == "model"
+        if self._name not in NUMBERS:
+            return
+        if self._policy is None:
+            self._numbers.append((self._name, self._number))
+        else:
+            _check_number(self._name, self._number, self._policy)
+
+
+def _check_names(names: Set[str], policy: Policy) -> None:
+    refused = policy.refused_of(names)
+    if refused is not None:
+        raise Refusal("invalid_value", f"The field '{refused}' is not allowed here.", param=refused)
+
+
+def _check_number(name: str, text: bytes, policy: Policy) -> None:
+    """Plain digits only: what else vLLM would take for a number is not guessed at."""
+    most = policy.most(name)
+    if most is not None and text:
+        check_number(name, int(text) if _NUMBER.fullmatch(text) else None, most)
 
 
 def _chunk(data: bytes) -> bytes:

@@ -38,6 +38,8 @@ class Outbound(msgspec.Struct):
     """Bytes of the body that are uploaded behind what is encoded; None where nobody knows."""
     composed_at: float | None = None
     hint: int | None = None
+    more_head: bytes = b""
+    """Lines of the head that belong to this request alone."""
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
@@ -52,6 +54,7 @@ class Outbound(msgspec.Struct):
             prepared.input_field,
             prepared.hides_usage,
             prepared.translation,
+            more_head=prepared.more_head,
         )
 
     @classmethod
@@ -77,8 +80,8 @@ class Outbound(msgspec.Struct):
         body = self.encode(self.entry.model.served or server.spec.model)
         behind = self.behind
         framing = b"transfer-encoding: chunked\r\n" if behind is None else b"content-length: %d\r\n" % (len(body) + behind)
-        head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b\r\n" % (
-            server.head(self.path), self.content_type, self.call.id.encode(), framing
+        head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b%b\r\n" % (
+            server.head(self.path), self.content_type, self.call.id.encode(), self.more_head, framing
         )  # fmt: skip
         if self.composed_at is None:
             self.composed_at = monotonic()

@@ -7,6 +7,7 @@ client's own bytes never are. So what was authorised is what is dispatched, what
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,14 +16,17 @@ import msgspec
 import orjson
 
 from gateway.errors import Refusal
+from gateway.policy import TOKEN_LIMITS, Policy
 from gateway.routes import Dialect, Route
-from gateway.state import Model
 from gateway.translate import Translation, translate
 
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
 
 _SHORT = 2048  # bytes in which counting is as fast
+_DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
+_LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Document = dict[str, Any]
 
@@ -32,7 +36,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     ``hides_usage`` says that the usage event is there for the gateway and not for the client; ``upstream`` is the
     path at the server; ``input_field`` the member that holds the text; ``translation`` is the way back for a request
-    in words that vLLM does not know.
+    in words that vLLM does not know; ``more_head`` are lines for the head.
     """
 
     document: Document
@@ -41,6 +45,7 @@ class Prepared(msgspec.Struct, frozen=True):
     upstream: str
     input_field: str
     translation: Translation | None = None
+    more_head: bytes = b""
 
     def encode(self, served_model: str) -> bytes:
         """The bytes for a server that knows the model by this name."""
@@ -58,7 +63,20 @@ def parse(body: bytes) -> Document:
         raise Refusal("invalid_json", "The body must be a JSON object.")
     if _may_be_deep(body) and _too_deep(document):
         raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
+    if _LONG_NUMBER in body.translate(_DIGITS):
+        _refuse_long_integers(body)
     return document
+
+
+def _refuse_long_integers(body: bytes) -> None:
+    """orjson makes floats of integers beyond 64 bits: another number than the client's would be sent. Raises Refusal."""
+    json.loads(body, parse_int=_within_64_bits)
+
+
+def _within_64_bits(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise Refusal("invalid_json", "The body has an integer of more than 64 bits.")
+    return int(digits)
 
 
 def _may_be_deep(body: bytes) -> bool:
@@ -98,11 +116,16 @@ def merge(document: Document) -> Document:
     return merged
 
 
-def prepare(document: Document, model: Model, route: Route) -> Prepared:
-    """Apply the policy of a model to a merged body, which is taken over. Raises Refusal for what may not be sent."""
-    _refuse_or_strip(document)
-    if model.defaults or model.overrides:
-        document = {**model.defaults, **document, **model.overrides}  # the operator may set what clients may not
+def prepare(document: Document, policy: Policy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING) -> Prepared:
+    """Apply a model's policy to a merged body, which is taken over. Raises Refusal for what may not be sent.
+
+    ``size``: bytes of the body as it came; ``own``: the fields that the request's key brings.
+    """
+    policy.apply(document, size)
+    if policy.defaults or policy.overrides:
+        document = {**policy.defaults, **document, **policy.overrides}  # the operator may set what clients may not
+    if policy.max_tokens is not None:
+        _bound(document, policy.max_tokens, route)
     if route.guided:
         _translate_guided(document)
     upstream, input_field, translation = route.upstream, route.input_field, None
@@ -114,37 +137,38 @@ def prepare(document: Document, model: Model, route: Route) -> Prepared:
         _refuse_state(document)
     stream = _flag(document, "stream")
     hides_usage = stream and route.injects and _inject_usage(document)
-    return Prepared(document, stream, hides_usage, upstream, input_field, translation)
+    more_head = _set_own(document, own, route) if own else b""
+    return Prepared(document, stream, hides_usage, upstream, input_field, translation, more_head)
 
 
-# Fields that clients may not set
-
-_STRIPPED = frozenset(
-    {
-        "kv_transfer_params",  # its prompt_token_ids would replace the checked messages
-        "ec_transfer_params",
-        "vllm_xargs",
-        "priority",
-        "request_id",
-        "session_id",
-        "cache_salt",
-        "return_prompt_text",
-    }
-)
-_REFUSED = frozenset({"chat_template", "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "use_beam_search"})
-FORBIDDEN = _STRIPPED | _REFUSED
+# What the operator sets
 
 
-def _refuse_or_strip(document: Document) -> None:
-    """Strip what is the gateway's to say; refuse, by name, what would change the answer if it went missing."""
-    if not FORBIDDEN.isdisjoint(document):
-        for name in FORBIDDEN & document.keys():
-            if name in _REFUSED and document[name] is not None and document[name] is not False:
-                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
-            del document[name]
-    kwargs = document.get("chat_template_kwargs")
-    if isinstance(kwargs, dict) and "chat_template" in kwargs:
-        raise Refusal("invalid_value", "The field 'chat_template' is not allowed here.", param="chat_template_kwargs.chat_template")
+_COMPLETIONS_DEFAULT = 16  # tokens that vLLM gives /v1/completions where nobody says
+
+
+def _bound(document: Document, most: int, route: Route) -> None:
+    """A request that names no limit of its own gets the operator's, or it would have the whole context."""
+    if any(document.get(name) is not None for name in TOKEN_LIMITS):
+        return
+    if route.dialect is Dialect.RESPONSES:
+        document["max_output_tokens"] = most
+    elif route.dialect is Dialect.COMPLETIONS or (route.dialect is Dialect.CHAT and document.get("prompt") is not None):
+        document["max_tokens"] = min(most, _COMPLETIONS_DEFAULT)
+    elif route.dialect is Dialect.CHAT:
+        document["max_tokens"] = most
+
+
+def _set_own(document: Document, own: Mapping[str, Any], route: Route) -> bytes:
+    """Set a key's fields where vLLM knows them; returns what goes into the head instead.
+
+    /v1/messages has no ``priority``, but vLLM reads the header there (``PRIORITY_HEADER`` in generate/base/serving.py).
+    """
+    for name in own.keys() & route.takes:
+        document[name] = own[name]
+    if route.dialect is Dialect.MESSAGES and "priority" in own:
+        return b"x-vllm-priority: %d\r\n" % own["priority"]
+    return b""
 
 
 _STATE = ("previous_response_id", "conversation", "store", "background")

@@ -6,14 +6,17 @@ URL for one that was found.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
-from gateway.state import Key, Model, Queue, State
+from gateway.state import BodyRules, Key, Model, Queue, State
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -91,12 +94,18 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         served_names=(model.id,),
         command=launch.command,
         args=launch.args,
-        env=plain_variables(launch.env),
+        env=_unredirected(model) | plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
         sleeps=launch.idle_sleep is not None,
         drain=config.server.drain,
     )
+
+
+def _unredirected(model: conf.Model) -> dict[str, str]:
+    """A host of the list could send vLLM on to one that is not in it, unless vLLM follows no redirects."""
+    hosts = model.body.media_hosts
+    return {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if hosts and not any(host.startswith("*") and "." not in host for host in hosts) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
             specs[place.model.id].append(_spec(place, known))
     return State(
         generation=generation,
-        keys=tuple(_key(key) for key in config.keys),
+        keys=tuple(_key(key, config.isolate_prefix_cache) for key in config.keys),
         models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
@@ -156,6 +165,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         keepalive=model.keepalive,
         defaults=model.defaults,
         overrides=model.overrides,
+        body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
         created=created,
     )
 
@@ -167,14 +177,24 @@ def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
         yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
 
 
-def _key(key: conf.Key) -> Key:
+def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
     return Key(
         id=key.id,
         digests=tuple(bytes.fromhex(value.removeprefix("sha256:")) for value in key.hashes),
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
         anonymous=key.anonymous,
+        fields=_fields(key, isolation),
     )
+
+
+def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[str, Any]:
+    """What each request of a key is sent with. The salt is the same in all relays and after a restart, and tells nothing of the secret."""
+    fields: dict[str, Any] = {} if key.priority is None else {"priority": key.priority}
+    if isolation is not None:
+        secret = isolation.secret.get_secret_value().encode()
+        fields["cache_salt"] = hmac.new(secret, key.id.encode(), hashlib.sha256).hexdigest()
+    return fields
 
 
 def targets(config: Config, known: Knowledge) -> tuple[Target, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import Note, Problem
-from gateway.config.models import Launch
+from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
 from gateway.config.references import Draft, Place
 from upstream.installed_vllm import is_vllm
@@ -58,6 +58,7 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
             yield from _parsers(each, machine.names(each.command))
             yield from _automatic_tools(each)
             yield from _weights(each, machine.folder)
+            yield from _priorities(each, draft)
     yield from _gpus(launched, machine.gpus)
     yield from _shared_gpus(launched)
 
@@ -100,6 +101,20 @@ def _automatic_tools(each: _Launched) -> Iterator[Problem]:
         yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
     if parser and automatic is not True:
         yield _note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+
+
+def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
+    """vLLM takes requests as they come unless it is told otherwise, whatever their keys say."""
+    keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
+    if keys and "config" not in each.args and each.value("scheduling-policy") != "priority":
+        known = each.model.get("id").value
+        yield _note(keys[0].get("priority"), f"has no effect on `{known}` without scheduling-policy: priority in its launch.args")
+
+
+def _may_use(key: Place, model: Place) -> bool:
+    patterns = [place.value for place in key.each("models") if isinstance(place.value, str)]
+    names = [place.value for place in (model.get("id"), *model.each("aliases")) if isinstance(place.value, str)]
+    return key.get("models").value is None or any(matches(pattern, name) for pattern in patterns for name in names)
 
 
 def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:

@@ -46,10 +46,21 @@ class Route:
     """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
     guided: bool = field(init=False)
     """The constraints on the output have had older names there."""
+    takes: frozenset[str] = field(init=False)
+    """Which of the fields that a key may bring vLLM 0.32 knows there (its ``entrypoints``, each protocol.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
+        object.__setattr__(self, "takes", self._taken())
+
+    def _taken(self) -> frozenset[str]:
+        if self.body is Body.FORM or self.path in _UNSCHEDULED:
+            return frozenset()
+        return frozenset({"cache_salt"}) if self.dialect is Dialect.MESSAGES else frozenset({"cache_salt", "priority"})
+
+
+_UNSCHEDULED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
 def _plain(path: str, upstream: str | None = None, endpoint: str | None = None) -> Route:

@@ -17,13 +17,14 @@ from upstream.server import ServerSpec
 @dataclass(frozen=True, slots=True)
 class Key:
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
-    ``expires`` is in seconds since the epoch."""
+    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     models: tuple[str, ...] | None = None
     expires: float | None = None
     anonymous: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,17 @@ class Queue:
 
     size: int
     wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class BodyRules:
+    """What an operator says about a model's request bodies, beside the usual rules (see ``policy``)."""
+
+    allow: tuple[str, ...] = ()
+    refuse: tuple[str, ...] = ()
+    max_n: int | None = None
+    max_tokens: int | None = None
+    media_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,7 @@ class Model:
     keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    body: BodyRules = field(default_factory=BodyRules)
     owned_by: str = "vllm-gateway"
     created: int = 0
     parent: str | None = None

@@ -25,6 +25,7 @@ from gateway.config.values import (
     Hashes,
     HttpUrl,
     Instant,
+    MediaHost,
     Mount,
     Name,
     NamedPort,
@@ -190,11 +191,15 @@ class Lora(Section):
 class Body(Section):
     """What a request's body may hold."""
 
-    allow: tuple[Name, ...] = Field(default=(), description="fields to let through that are refused or stripped otherwise")
+    allow: tuple[Name, ...] = Field(default=(), description="fields to let through that are refused, stripped or bounded otherwise")
     refuse: tuple[Name, ...] = Field(default=(), description="fields to refuse besides the usual ones")
-    max_n: Count | None = Field(default=None, description="largest n")
-    max_tokens: Count | None = Field(default=None, description="largest max_tokens and max_completion_tokens")
-    media_hosts: tuple[Name, ...] | None = Field(default=None, description="hosts that image, audio and video URLs may name; default: any")
+    max_n: Count | None = Field(default=None, description="largest n and best_of; default: 128")
+    max_tokens: Count | None = Field(
+        default=None, description="largest max_tokens, max_completion_tokens and max_output_tokens; also for requests that name none"
+    )
+    media_hosts: tuple[MediaHost, ...] = Field(
+        default=(), description="hosts that image, audio and video URLs may name, e.g. *.example.com; * for any; default: data: URLs only"
+    )
 
 
 class Price(Section):
@@ -266,7 +271,7 @@ class Key(Section):
     expires: Instant | None = Field(default=None, description="from then on it is refused; a date means its first moment, in UTC")
     limits: Limits | None = Field(default=None, description="how much it may use")
     team: Name | None = Field(default=None, description="the team it belongs to")
-    priority: Annotated[int, Strict()] | None = Field(
+    priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None, description="vLLM's scheduling priority for its requests; lower is sooner"
     )
     labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_centre: "17"}')

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr, Strict, ValidationInfo, WithJsonSchema
 
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
+from gateway.media import is_entry
 from upstream.address import Address
 
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
@@ -53,6 +54,12 @@ def _origin(value: str) -> str:
     if value != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", value):
         raise ValueError("expected an origin such as https://app.example.com, with no path, or *")
     return value
+
+
+def _media_host(value: str) -> str:
+    if not is_entry(value):
+        raise ValueError("expected a host such as images.example.com, *.example.com or 10.0.0.7:8080, or *")
+    return value.lower()
 
 
 def _mount(value: str) -> str:
@@ -125,6 +132,8 @@ def _json(value: object) -> Any:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _json(part)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("a whole number has at most 64 bits")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("JSON has no infinite numbers and no NaN")
     elif isinstance(value, date):
@@ -168,7 +177,7 @@ WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_wei
 """A name on the hub or a folder; one that begins with ./ or ../ starts from the folder of the configuration."""
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1)]
+Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
 """An id, alias or pattern of one."""
@@ -176,6 +185,7 @@ Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValida
 ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
 HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
 Origin = Annotated[str, Strict(), AfterValidator(_origin)]
+MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]
 Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
 _HASH_SCHEMA = {"type": "string", "pattern": HASH_PATTERN}
 Hash = Annotated[str, PlainValidator(_hash), WithJsonSchema(_HASH_SCHEMA)]

@@ -37,12 +37,19 @@ CHARACTERS = OVERFLOW.replace("at least 2049 input tokens", "1000058 characters"
 TOO_MANY = "max_tokens=80000 cannot be greater than max_model_len=2048. Please request fewer output tokens."
 LOGPROBS = "Requested sample logprobs of 50, which is greater than max allowed: 20"
 
+FINDINGS = (
+    "2 validation errors:\n  {'type': 'list_type', 'loc': ('body', 'messages'), 'msg': 'Input should be a valid list', 'input': 'secret'}\n"
+    "  {'type': 'x', 'loc': ('body', 'stop'), 'msg': \"Value error, it's too long\", 'input': ['secret'], 'ctx': {'error': 'secret'}}"
+)
+
 # (status, what vLLM 0.32 said) -> (code, param, message or None for words of ours)
 TABLE: dict[str, tuple[int, Any, str, str | None, str]] = {
     "bad JSON": (400, own("1 validation error:\n  {'type': 'json_invalid', 'loc': 'body.18'}", "Bad Request", "body.18"),
         "invalid_request", None, ""),
     "a missing field": (400, own("1 validation error:\n  {'type': 'missing'}", "Bad Request", "body.messages"),
         "invalid_value", "messages", ""),
+    "what was sent is not said again": (400, own(FINDINGS, "Bad Request", "body.messages"),
+        "invalid_value", "messages", "Input should be a valid list; Value error, it's too long"),
     "the whole body": (400, own("Field required", "Bad Request", "body"), "invalid_value", "body", "Field required"),
     "a field": (400, own("max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)", param="max_tokens"),
                 "invalid_value", "max_tokens", "max_tokens must be at least 1, got 0."),
@@ -124,10 +131,12 @@ def test_no_answer_is_too_strange(status: int, document: object) -> None:
         assert from_event(document, "m", "prompt").code in ROWS
 
 
-@pytest.mark.parametrize("unit", [" ", "(parameter=a, value=", ")", "/", "/a", "a/", "\n", "1.", "max_model_len", "(parameter="])
+@pytest.mark.parametrize(
+    "unit", ["'msg': 'x", " ", "(parameter=a, value=", ")", "/", "/a", "a/", "\n", "1.", "max_model_len", "(parameter="]
+)
 def test_a_long_message_takes_time_in_proportion(unit: str) -> None:
     def seconds(length: int) -> float:
-        text = "x" + unit * (length // len(unit))
+        text = ("1 validation error:" if "msg" in unit else "x") + unit * (length // len(unit))
         bodies = [orjson.dumps(own(text + end, param="p")) for end in ("", "x", ")", " )x")]
         since = time.process_time()
         for body in bodies:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.form import Form
-from gateway.payload import FORBIDDEN
+from gateway.policy import FORBIDDEN
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import Client, Reply, ask, client

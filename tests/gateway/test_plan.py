@@ -11,7 +11,7 @@ import yaml
 from gateway import plan
 from gateway.config import Config, load
 from gateway.plan import Knowledge
-from gateway.state import Queue
+from gateway.state import BodyRules, Queue
 from tests.gateway.test_config import HASH
 from upstream.address import Address
 from upstream.health import ModelCard, Probe, Target
@@ -198,3 +198,48 @@ def test_one_that_is_away(lazy: Config) -> None:
     known = Knowledge({"neighbour#0": snapshot("neighbour#0", Stage.READY)}, {}, {}, frozenset({"neighbour#0"}))
     assert plan.condition("neighbour#0", known) is Condition.AWAY
     assert plan.unconcluded(lazy, known) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
+
+
+def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fields that each key brings."""
+    (folder / "secret").write_text(secret or "-")
+    hashes = [HASH[:-1] + str(number) for number in range(len(keys))]
+    document: dict[str, Any] = {
+        "models": [{"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}]}],
+        "keys": [{"hash": each} | key for each, key in zip(hashes, keys, strict=True)],
+    }
+    if secret is not None:
+        document["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
+    return [dict(key.fields) for key in plan.state(_written(folder, document), NOTHING, 1, 0).keys]
+
+
+def test_what_keys_bring(tmp_path: Path) -> None:
+    keys: list[dict[str, Any]] = [{"id": "a", "priority": -3}, {"id": "b"}]
+    assert _with_keys(tmp_path, None, *keys) == [{"priority": -3}, {}]
+    first, second = _with_keys(tmp_path, "s3cret", *keys)
+    salts = [first["cache_salt"], second["cache_salt"]]
+    assert first["priority"] == -3 and len(set(salts)) == 2
+    assert all(len(salt) == 64 and int(salt, 16) for salt in salts), "vLLM takes 128 characters, and no / among them"
+    assert _with_keys(tmp_path, "s3cret", *keys) == [first, second], "the same after a restart"
+    assert _with_keys(tmp_path, "another", *keys)[0]["cache_salt"] not in salts
+
+
+def test_what_bodies_may_hold(tmp_path: Path) -> None:
+    body = {"allow": ["chat_template"], "refuse": ["tools"], "max_n": 2, "max_tokens": 9, "media_hosts": ["*.Example.com"]}
+    config = _loaded(tmp_path, {"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}], "body": body, "loras": [{"id": "l"}]})
+    rules = BodyRules(("chat_template",), ("tools",), 2, 9, ("*.example.com",))
+    assert [model.body for model in plan.state(config, NOTHING, 1, 0).models] == [rules, rules], "its adapters' too"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "follows"), [([], None), (["a.example.com"], "0"), (["*.example.com"], "0"), (["*"], None), (["a.b", "*:8080"], None)]
+)
+def test_a_server_that_fetches_from_listed_hosts_follows_no_redirects(tmp_path: Path, hosts: list[str], follows: str | None) -> None:
+    config = _loaded(tmp_path, {"id": "m", "launch": {}, "body": {"media_hosts": hosts}})
+    assert plan.launches(config)[0].settings.env.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") == follows
+
+
+def test_operators_may_have_redirects_followed(tmp_path: Path) -> None:
+    name = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+    config = _loaded(tmp_path, {"id": "m", "launch": {"env": {name: "1"}}, "body": {"media_hosts": ["a.example.com"]}})
+    assert plan.launches(config)[0].settings.env[name] == "1"

@@ -251,3 +251,17 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
         "g.yaml:5: models[0].launch.args.secnd: vLLM 9.9 has no option --secnd; did you mean `second`?\n"
         "g.yaml:6: models[0].lunch: unknown key; did you mean `launch`?\n"
     )  # fmt: skip
+
+
+def test_a_priority_that_vllm_would_not_look_at_is_a_note() -> None:
+    def said(models: str, keys: str) -> list[str]:
+        source = parse(f"models: [{models}]\nkeys:\n{keys}", "g.yaml")
+        return [str(each) for each in preflight.problems(Draft(source), HERE) if isinstance(each, Note)]
+
+    launched, key = "{id: m, aliases: [alias], launch: {}}", "  - {id: a, priority: 5"
+    words = "keys[0].priority: has no effect on `m` without scheduling-policy: priority in its launch.args"
+    assert said(launched, f"{key}}}") == said(launched, f"{key}, models: [ali*]}}") == [f"g.yaml:3: {words}"]
+    assert said(launched, f"{key}, models: [other]}}") == said(launched, "  - {id: a}") == []
+    for args in ("scheduling-policy: priority", "scheduling_policy: priority", "config: /x.yaml"):
+        assert said(f"{{id: m, launch: {{args: {{{args}}}}}}}", f"{key}}}") == []
+    assert said("{id: m, servers: [{url: 'http://a'}]}", f"{key}}}") == []

@@ -1,0 +1,118 @@
+"""Where a server may be sent for pictures, sounds and videos: the URLs in a request's body. Pure.
+
+vLLM fetches whatever URL a message names, from inside the operator's network. The rule: a URL passes only if it can be
+read in one way; what two parsers might read differently (user info, backslashes, escapes or other letters in the host,
+addresses in odd bases, trailing dots) is refused without a look at the list. ``file:`` never passes, ``data:`` always does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"
+_NAME = rf"(?:{_LABEL}\.)*[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"  # the last label begins with a letter: no number in any base does
+_IPV4 = r"(?:(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"  # decimal, no leading zeros (RFC 3986)
+_URL = re.compile(rf"(https?)://({_NAME}|{_IPV4})(?::([1-9]\d{{0,4}}))?(?:[/?#][!-\[\]-~]*)?", re.IGNORECASE | re.ASCII)  # no backslash
+_ENTRY = re.compile(rf"(?:\*|(?:\*\.)?{_NAME}|{_IPV4})(?::[1-9]\d{{0,4}})?", re.ASCII)
+_NUMBERS = re.compile(r"[\d.]+", re.ASCII)
+_LONGEST = 8192  # characters of a URL that is no data: URL
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+MEMBERS = frozenset({"image_url", "input_image", "audio_url", "input_audio", "video_url", "input_video", "file_url", "source"})
+"""The members of a message's part that name a URL, or hold an object with a ``url``."""
+
+
+def is_entry(text: str) -> bool:
+    """Whether a text may stand in a list of hosts: ``images.example.com``, ``*.example.com``, ``10.0.0.7:8080`` or ``*``."""
+    return _ENTRY.fullmatch(text) is not None
+
+
+class MediaHosts:
+    """The hosts of one model's list. Without any, only ``data:`` URLs pass.
+
+    ``*`` is every host by its name; an address passes only where it is listed itself. An entry without a port is for the
+    scheme's own port alone.
+    """
+
+    __slots__ = ("_any", "_exact", "_suffixes")
+
+    def __init__(self, entries: Iterable[str] = ()) -> None:
+        listed = {entry.lower() for entry in entries}
+        hosts = {entry if ":" in entry else f"{entry}:" for entry in listed}
+        self._any = frozenset(entry[1:] for entry in hosts if entry.startswith("*:"))
+        self._suffixes = tuple(entry[1:] for entry in hosts if entry.startswith("*."))
+        self._exact = frozenset(entry for entry in hosts if not entry.startswith("*"))
+
+    def allows(self, url: str) -> bool:
+        """Whether a server may be given this URL."""
+        if url[:5].lower() == "data:":
+            return True
+        found = _URL.fullmatch(url) if len(url) <= _LONGEST else None
+        if found is None:
+            return False
+        scheme, host, port = found[1].lower(), found[2].lower(), found[3] or ""
+        place = f"{host}:{'' if port == _DEFAULT_PORTS[scheme] else port}"
+        if place in self._exact:
+            return True
+        if _NUMBERS.fullmatch(host):
+            return False
+        return place[len(host) :] in self._any or place.endswith(self._suffixes)
+
+
+def forbidden(value: Any, hosts: MediaHosts) -> str | None:
+    """The name of the first member below a message, or a list of them, whose URL may not be sent; None when all may.
+
+    ``value`` is a list or an object, no deeper than a body may be.
+    """
+    return _in_list(value, hosts) if isinstance(value, list) else _in_object(value, hosts)
+
+
+_SHORT = 32  # members that are looked at one by one as quickly
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:
+    if len(values) > _SHORT and _SCALARS.issuperset(map(type, values)):
+        return None  # a prompt of tokens, a batch of texts
+    for value in values:
+        kind = type(value)
+        if kind is dict:
+            if len(value) == 2 and "role" in value and type(value.get("content")) is str:
+                continue  # an ordinary message
+            found = _in_object(value, hosts)
+        elif kind is list:
+            found = _in_list(value, hosts)
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
+    if not MEMBERS.isdisjoint(value):
+        for name in MEMBERS & value.keys():
+            if not _may_be_sent(name, value[name], hosts):
+                return name
+    for name, child in value.items():
+        kind = type(child)
+        if kind is list:
+            found = _in_list(child, hosts)
+        elif kind is dict and not (name == "arguments" or (name == "input" and value.get("type") == "tool_use")):  # a tool's own
+            found = _in_object(child, hosts)
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _may_be_sent(name: str, value: Any, hosts: MediaHosts) -> bool:
+    """A member is a URL or an object with one; ``source`` and the like may also be words that nobody fetches."""
+    if isinstance(value, dict):
+        value = value.get("url")
+    elif name in ("source", "input_audio"):
+        return True
+    return value is None or (isinstance(value, str) and hosts.allows(value))

@@ -1,0 +1,177 @@
+"""What a client may put into a request's body: one table, compiled for each model when a generation is taken.
+
+The rule: what a request pays here is a few set operations and one look at what is a list; every decision that depends on
+the configuration was made before. Each row can be lifted by an operator's ``body.allow``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from gateway.errors import Refusal
+from gateway.media import MediaHosts, forbidden
+from gateway.state import BodyRules, Model
+
+Document = dict[str, Any]
+
+STRIPPED = frozenset(
+    {
+        "kv_transfer_params",  # its prompt_token_ids would replace the checked messages
+        "ec_transfer_params",
+        "vllm_xargs",
+        "priority",
+        "request_id",
+        "session_id",
+        "cache_salt",
+        "return_prompt_text",
+    }
+)
+"""Fields that are the gateway's to say: they go missing."""
+
+REFUSED = frozenset({"chat_template", "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "use_beam_search"})
+"""Fields without which the answer would be another one: the client is told."""
+
+FORBIDDEN = STRIPPED | REFUSED
+
+MOST: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
+"""The largest number that a field may hold. OpenAI allows n up to 128 and top_logprobs up to 20, as vLLM does unless told otherwise."""
+
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""The fields by which a client bounds an answer, in the order in which vLLM believes them."""
+
+NUMBERS = frozenset({*MOST, *TOKEN_LIMITS})
+"""The fields that may have a largest number."""
+
+SIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "response_format": 128 * 1024,  # OpenAI takes schemas of up to 120,000 characters
+        "structured_outputs": 128 * 1024,
+        "guided_json": 128 * 1024,
+        "guided_regex": 128 * 1024,
+        "guided_choice": 128 * 1024,
+        "guided_grammar": 128 * 1024,
+        "text": 128 * 1024,  # the format of /v1/responses
+        "output_config": 128 * 1024,  # and that of /v1/messages
+        "chat_template_kwargs": 128 * 1024,
+        "tools": 1024 * 1024,
+        "functions": 1024 * 1024,
+    }
+)
+"""Bytes of JSON that a field may be: what is compiled into a grammar, or read by a template."""
+_LEAST_SIZE = min(SIZES.values())
+
+MAX_BATCH = 2048
+"""Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
+
+IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
+"""What ``chat_template_kwargs`` may not hold besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
+
+OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "tools": ("functions",),
+        "tool_choice": ("function_call",),
+    }
+)
+"""Fields whose older names clients still use."""
+
+_NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
+"""Where what looks like a message's part is none: schemas and such."""
+
+
+class Policy:
+    """The table as it holds for one model, with the operator's own fields."""
+
+    __slots__ = ("_allowed", "_in_template", "_media", "_most", "_refused", "_sizes", "_watched", "defaults", "max_tokens", "overrides")
+
+    def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+        allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
+        self.defaults = defaults
+        self.overrides = overrides
+        self.max_tokens = rules.max_tokens
+        self._refused = (REFUSED - allowed) | refused
+        most = {name: value for name, value in MOST.items() if name not in allowed}
+        if rules.max_n is not None:
+            most |= dict.fromkeys(("n", "best_of"), rules.max_n)
+        if rules.max_tokens is not None:
+            most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
+        self._most = {name: value for name, value in most.items() if name not in refused}
+        stripped = STRIPPED - allowed
+        self._watched = stripped | self._refused | self._most.keys()
+        self._in_template = (IN_TEMPLATE - allowed) | stripped | self._refused
+        self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
+        self._allowed = allowed
+        self._media = MediaHosts(rules.media_hosts)
+
+    @classmethod
+    def of(cls, model: Model) -> Policy:
+        """That of a model of the state."""
+        return cls(model.body, model.defaults, model.overrides)
+
+    def apply(self, document: Document, size: int) -> None:
+        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what may not be sent."""
+        if not self._watched.isdisjoint(document):
+            self._named(document)
+        if size > _LEAST_SIZE:
+            self._large(document)
+        for name, value in document.items():
+            kind = type(value)
+            if kind is list or kind is dict:
+                self._look_into(name, value)
+
+    def refused_of(self, names: Set[str]) -> str | None:
+        """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
+        return min((self._watched - self._most.keys()) & names, default=None)
+
+    def most(self, name: str) -> int | None:
+        """The largest number that a field may hold, where there is a bound."""
+        return self._most.get(name)
+
+    def _named(self, document: Document) -> None:
+        for name in self._watched & document.keys():
+            value = document[name]
+            if name in self._most:
+                if value is not None:
+                    check_number(name, value, self._most[name])
+                continue
+            if name in self._refused and value is not None and value is not False:
+                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
+            del document[name]
+
+    def _large(self, document: Document) -> None:
+        for name in self._sizes.keys() & document.keys():
+            if len(orjson.dumps(document[name])) > self._sizes[name]:
+                raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
+
+    def _look_into(self, name: str, value: Any) -> None:
+        if name in _NO_MEDIA:
+            if name == "chat_template_kwargs":
+                self._template(value)
+            return
+        if len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list) and name not in self._allowed:
+            raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
+        member = forbidden(value, self._media)
+        if member is not None:
+            raise Refusal("invalid_value", f"The URL in '{member}' is not of a place that media may come from here.", param=name)
+
+    def _template(self, kwargs: Any) -> None:
+        if isinstance(kwargs, dict):
+            for name in sorted(self._in_template & kwargs.keys()):
+                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+
+
+def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
+    """What is refused is refused under the names that are translated to it, too."""
+    return frozenset(each for name in refused for each in (name, *OLD_NAMES.get(name, ())))
+
+
+def check_number(name: str, value: Any, most: int) -> None:
+    """Raises Refusal for what is no number from 0 to ``most``. vLLM would take text for a number too."""
+    if not isinstance(value, int | float):
+        raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
+    if not 0 <= value <= most:
+        raise Refusal("invalid_value", f"The field '{name}' must be between 0 and {most}, not {value}.", param=name)

@@ -1,0 +1,231 @@
+"""Bodies that are no bodies, bodies that say two things, and fields that nobody may send."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.policy import FORBIDDEN, MOST, REFUSED, STRIPPED
+from gateway.routes import ROUTES, Body
+from tests.faults.conftest import FULL
+from tests.faults.invariants import unharmed
+from tests.support.running import Served, key, model
+from tests.support.scripted import Conversation, Scripted, scripted
+from tests.support.wire import COMPLETION, ask, chat, client, request
+
+DEEP = 100_000
+STALL = 0.010
+"""Seconds for which one request's body may hold up all the others."""
+
+
+async def _answer(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+@asynccontextmanager
+async def _served(*models: Any, **more: Any) -> AsyncIterator[tuple[Served, Scripted]]:
+    async with scripted(_answer) as server, unharmed([make(server.port) for make in models or (model,)], **more) as served:
+        yield served, server
+
+
+GOOD = orjson.dumps(chat())
+BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "gzip": (gzip.compress(GOOD), ("content-encoding: gzip",)),
+    "gzip, said twice": (GOOD, ("content-encoding: gzip, identity",)),
+    "gzip, not said": (gzip.compress(GOOD), ()),
+    "UTF-16": (GOOD.decode().encode("utf-16"), ()),
+    "UTF-16 without a mark": (GOOD.decode().encode("utf-16-le"), ()),
+    "UTF-32": (GOOD.decode().encode("utf-32"), ()),
+    "a byte order mark": (b"\xef\xbb\xbf" + GOOD, ()),
+    "Latin-1": (GOOD.replace(b"Hello", b"H\xe9llo"), ()),
+    "overlong UTF-8": (GOOD.replace(b"Hello", b"\xc0\xaf"), ()),
+    "a lone surrogate": (GOOD.replace(b"Hello", b"\\ud800"), ()),
+    "NaN": (b'{"a": NaN, ' + GOOD[1:], ()),
+    "Infinity": (b'{"a": -Infinity, ' + GOOD[1:], ()),
+    "1e999": (b'{"a": 1e999, ' + GOOD[1:], ()),
+    "a huge integer": (b'{"seed": ' + b"9" * 5000 + b", " + GOOD[1:], ()),
+    "an integer of 65 bits": (b'{"seed": %d, ' % 2**64 + GOOD[1:], ()),
+    "deep lists": (b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b", " + GOOD[1:], ()),
+    "deep objects": (b'{"a": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b", " + GOOD[1:], ()),
+    "deep and never closed": (b"[" * DEEP, ()),
+    "a list": (b"[" + GOOD + b"]", ()),
+    "two documents": (GOOD + GOOD, ()),
+    "nothing": (b"", ()),
+    "comments": (b"/* x */" + GOOD, ()),
+}
+
+
+async def _longest_stall(stop: asyncio.Event) -> float:
+    """How late the loop was at most, by a timer that asks all the time."""
+    longest, last = 0.0, time.perf_counter()
+    while not stop.is_set():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@pytest.mark.row(14)
+async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
+    async with _served() as (served, server):
+        for name, (body, extra) in BODIES.items():
+            reply = await ask(served.port, request(body, extra=extra))
+            assert 400 <= reply.status < 500, name
+            assert reply.error["code"] in ("invalid_json", "unsupported_media_type"), name
+        assert server.requests == []
+    measured(f"{len(BODIES)} kinds of bodies: 4xx, none reached a server")
+
+
+@pytest.mark.row(14)
+async def test_no_body_holds_up_the_others(measured: Callable[[str], None]) -> None:
+    """Of several turns the least counts: what else the machine does is not the body's doing."""
+    async with _served() as (served, _):
+        least = {}
+        for name, (body, extra) in BODIES.items():
+            stalls = []
+            for _ in range(5):
+                stop = asyncio.Event()
+                watch = asyncio.create_task(_longest_stall(stop))
+                await ask(served.port, request(body, extra=extra))
+                stop.set()
+                stalls.append(await watch)
+            least[name] = min(stalls)
+        assert {name: stall for name, stall in least.items() if stall > STALL} == {}
+    measured(f"longest stall {max(least.values()) * 1000:.1f} ms ({max(least, key=lambda name: least[name])})")
+
+
+# What is authorised is what is dispatched
+
+_NAMES = st.sampled_from(
+    ["tiny", "secret", "TINY", "tiny ", "tiny\u200b", "tіny", "ｔiny", "small", "hush", "tiny\x00", "secret/../tiny", ""]
+)
+_VALUES = _NAMES | st.sampled_from([None, 5, ["tiny"], {"a": 1}, True])
+_MEMBER = st.tuples(st.sampled_from([b'"model"', b'"\\u006dodel"', b'"mod\\u0065l"', b'"Model"', b'"model "']), _VALUES)
+_BODY = st.builds(
+    lambda members, extra: (members, extra),
+    st.lists(_MEMBER, max_size=4),
+    st.none() | st.dictionaries(st.just("model"), _VALUES, max_size=1),
+)
+
+
+def _written(members: list[tuple[bytes, Any]], extra: Any) -> bytes:
+    parts = [name + b":" + orjson.dumps(value) for name, value in members]
+    if extra is not None:
+        parts.insert(len(parts) // 2, b'"extra_body":' + orjson.dumps(extra))
+    return b"{" + b",".join([*parts, b'"messages":[]']) + b"}"
+
+
+@pytest.mark.row(15)
+async def test_what_is_authorised_is_what_is_dispatched(measured: Callable[[str], None]) -> None:
+    """One server has each model under a name of its own, so that what reaches it tells which model it was sent to."""
+    made = (
+        lambda port: model(port, identity="tiny", served="inner-tiny", aliases=("small",)),
+        lambda port: model(port, identity="secret", served="inner-secret", aliases=("hush",)),
+    )
+    tried = 0
+    async with _served(*made, keys=[key(models=("tiny",))]) as (served, server), client(served.port) as one:
+        loop = asyncio.get_running_loop()
+
+        async def check(body: bytes, query: str) -> None:
+            before = len(server.requests)
+            reply = await one.ask(request(body, f"/v1/chat/completions{query}"))
+            arrived = server.requests[before:]
+            assert (reply.status == 200) == bool(arrived)
+            for each in arrived:
+                assert each.json["model"] == "inner-tiny" and each.body.count(b'"model":') == 1
+                assert each.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+            last = [orjson.loads(body).get("model"), (orjson.loads(body).get("extra_body") or {}).get("model")]
+            if arrived:
+                assert (last[1] if "model" in (orjson.loads(body).get("extra_body") or {}) else last[0]) in ("tiny", "small")
+
+        cases: list[tuple[bytes, str]] = []
+
+        @settings(
+            deadline=None, max_examples=2000 if FULL else 200, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+        )
+        @given(_BODY, st.sampled_from(["", "?model=secret", "?model=tiny", "?model=tiny&model=secret", "?", "?%6dodel=secret"]))
+        def gather(body: tuple[list[tuple[bytes, Any]], Any], query: str) -> None:
+            cases.append((_written(*body), query))
+
+        await loop.run_in_executor(None, gather)
+        for body, query in cases:
+            await check(body, query)
+        tried = len(cases)
+    measured(f"{tried} bodies: dispatched = authorised in each")
+
+
+# Fields that nobody may send
+
+_PLACES: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "top-level": lambda name, value: {name: value},
+    "in extra_body": lambda name, value: {"extra_body": {name: value}},
+    "in both": lambda name, value: {name: value, "extra_body": {name: value}},
+    "over a harmless one": lambda name, value: {name: None, "extra_body": {name: value}},
+    "nested": lambda name, value: {"chat_template_kwargs": {name: value}},
+    "nested in extra_body": lambda name, value: {"extra_body": {"chat_template_kwargs": {name: value}}},
+    "an extra_body inside an extra_body": lambda name, value: {"extra_body": {"extra_body": {name: value}}},
+}
+_CANARY = "canary-5f1c"
+
+
+@pytest.mark.row(16)
+async def test_no_forbidden_field_reaches_a_server(measured: Callable[[str], None]) -> None:
+    tried = 0
+    async with _served() as (served, server), client(served.port) as one:
+        for route in [route for route in ROUTES.values() if route.body is Body.JSON]:
+            for place, put in _PLACES.items():
+                for name in sorted(FORBIDDEN):
+                    before = len(server.requests)
+                    text: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1}
+                    reply = await one.ask(request(text | put(name, {"x": _CANARY}), route.path))
+                    assert reply.status in (200, 400), (route.path, place, name)
+                    for each in server.requests[before:]:
+                        assert _CANARY.encode() not in each.body + each.head, (route.path, place, name)
+                        assert name not in each.json and name not in each.json.get("chat_template_kwargs", {})  # type: ignore[operator]
+                    told = orjson.loads(reply.body) if reply.status == 400 else None
+                    if told is not None and not route.anthropic:
+                        assert str(told["error"]["param"]).removeprefix("chat_template_kwargs.") == name
+                    assert (reply.status == 400) == (("nested" in place) or (name in REFUSED and "inside" not in place)), (place, name)
+                    tried += 1
+    measured(f"{tried} requests with one of {len(STRIPPED)} stripped and {len(REFUSED)} refused fields: absent upstream or 400")
+
+
+@pytest.mark.row(16)
+async def test_numbers_beyond_the_bounds_are_refused_wherever_they_stand() -> None:
+    async with _served() as (served, server), client(served.port) as one:
+        for name, most in MOST.items():
+            for put in ("top-level", "in extra_body", "over a harmless one"):
+                reply = await one.ask(request(chat(**_PLACES[put](name, most + 1))))
+                assert (reply.status, reply.error["param"]) == (400, name)
+        assert server.requests == []
+
+
+@pytest.mark.row(16)
+async def test_no_url_of_the_inside_reaches_a_server() -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "x"}, part]}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [message]},
+        {"messages": [], "extra_body": {"messages": [message]}},
+        {"input": [message]},
+        {"input": [[message]]},
+        {"query": {"content": [part]}, "documents": ["x"]},
+        {"query": "x", "documents": [{"content": [part]}]},
+        {"text_1": [part], "text_2": "x"},
+        {"system": [part], "messages": []},
+    ]
+    async with _served() as (served, server), client(served.port) as one:
+        for route in [route for route in ROUTES.values() if route.body is Body.JSON]:
+            for body in bodies:
+                reply = await one.ask(request({"model": "tiny", **body}, route.path))
+                assert reply.status == 400
+        assert server.requests == []

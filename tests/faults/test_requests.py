@@ -1,0 +1,342 @@
+"""Requests that want to be somewhere else: paths, hosts, keys and headers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from gateway.metrics import summed
+from gateway.routes import ROUTES, Body
+from gateway.state import Key
+from tests.faults.conftest import FULL
+from tests.faults.invariants import unharmed
+from tests.support.running import KEY, Served, key, model
+from tests.support.scripted import Conversation, Scripted, scripted
+from tests.support.wire import COMPLETION, EVENTS, Reply, ask, chat, client, request
+
+
+async def _answer(talk: Conversation) -> None:
+    """With headers that are nobody's but the server's."""
+    if b'"stream":true' in talk.request.body:
+        await talk.write(b"HTTP/1.1 200 OK\r\n" + _OWN + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for event in EVENTS:
+            await talk.chunk(event)
+        await talk.end_stream()
+        return
+    await talk.write(
+        b"HTTP/1.1 200 OK\r\n" + _OWN + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION) + COMPLETION
+    )
+
+
+_OWN = b"server: uvicorn\r\nset-cookie: a=b\r\nx-inside: 10.0.0.7\r\nkeep-alive: timeout=5\r\naccess-control-allow-origin: *\r\n"
+
+
+@asynccontextmanager
+async def _served(keys: Sequence[Key] = ()) -> AsyncIterator[tuple[Served, Scripted]]:
+    async with scripted(_answer) as server, unharmed([model(server.port, mounts=("/i/1",))], keys) as served:
+        yield served, server
+
+
+def _bytes(path: bytes, *lines: bytes, method: bytes = b"POST", host: bytes | None = b"host: test", body: bytes | None = None) -> bytes:
+    data = request()[request().index(b"\r\n\r\n") + 4 :] if body is None else body
+    head = [method + b" " + path + b" HTTP/1.1", *([host] if host is not None else []), b"authorization: Bearer " + KEY.encode()]
+    return b"\r\n".join([*head, *lines, b"content-type: application/json", b"content-length: %d" % len(data), b"", b""]) + data
+
+
+PATHS = [
+    b"/v1/../pause",
+    b"/v1/chat/completions/../../pause",
+    b"/v1/./chat/completions",
+    b"/%2e%2e/pause",
+    b"/v1/%2e%2e/pause",
+    b"/v1%2Fchat%2Fcompletions",
+    b"/v1/chat%2fcompletions",
+    b"/v1/chat/completion%73",
+    b"//v1/chat/completions",
+    b"/v1//chat/completions",
+    b"/v1/chat/completions/",
+    b"/v1/chat/completions%00",
+    b"/v1/chat/completions;x=1",
+    b"/v1/chat/completions#x",
+    b"/V1/chat/completions",
+    b"/i/1/../../pause",
+    b"/i/1//v1/chat/completions",
+    b"/i/2/v1/chat/completions",
+    b"/pause",
+    b"/invocations",
+    b"/metrics",
+    b"/load",
+    b"/docs",
+    b"/sleep",
+    b"/v1/load_lora_adapter",
+    b"/collective_rpc",
+    b"/inference/v1/generate",
+    b"/scale_elastic_ep",
+    b"/v1/responses/resp_1",
+    b"/v1/responses/resp_1/cancel",
+    b"/v1/models/../../pause",
+    b"/v1/models/%2e%2e%2f%2e%2e%2fpause",
+    b"http://127.0.0.1:1/v1/chat/completions",
+    b"http://evil.example.com/v1/chat/completions",
+    b"https://test/pause",
+    b"*",
+    b"\\v1\\chat\\completions",
+    b"/v1/chat/completions\\..\\pause",
+    b"/\xff\xfe",
+    b"/v1/chat/completions\xc0\xaf",
+    b"/" + b"a" * 60_000,
+]
+
+
+@pytest.mark.row(17)
+async def test_only_the_tables_paths_lead_anywhere(measured: Callable[[str], None]) -> None:
+    async with _served() as (served, server):
+        for path in PATHS:
+            for method in (b"POST", b"GET", b"PUT", b"CONNECT"):
+                reply = await ask(served.port, _bytes(path, method=method))
+                assert reply.status in (400, 404, 405, 431), (path, method, reply.status)
+                assert b"error" in reply.body and reply.headers["x-request-id"].startswith("req_")
+        assert server.requests == []
+    measured(f"{len(PATHS)} paths, 4 methods: 400, 404 or 405, none reached a server")
+
+
+HOSTS = [
+    None,
+    b"host:",
+    b"host: ",
+    b"host: [::1",
+    b"host: ]",
+    b"host: a/v1/messages?",
+    b"host: evil.example.com/pause#",
+    b"host: user@evil.example.com:99999",
+    b"host: test:port",
+    b"host: \xff\xfe",
+    b"host: a b",
+    b"host: a\tb",
+    b"host: " + b"a" * 10_000,
+]
+_TWICE = b"host: a\r\nhost: b"
+
+
+@pytest.mark.row(17)
+async def test_the_host_decides_nothing(measured: Callable[[str], None]) -> None:
+    """Whatever it says, the path alone decides; two of them are none."""
+    async with _served() as (served, server):
+        for host in HOSTS:
+            good = await ask(served.port, _bytes(b"/v1/chat/completions", host=host))
+            assert good.status in (200, 400), host
+            for path, status in ((b"/pause", 404), (b"/v1/models", 200), (b"/health", 200)):
+                reply = await ask(served.port, _bytes(path, host=host, method=b"GET", body=b""))
+                assert reply.status in (status, 400), (host, path, reply.status)
+                assert b"internal_error" not in reply.body
+                assert status == 200 or reply.error["type"] == "invalid_request_error", "in OpenAI's shape, whatever the host looks like"
+        reply = await ask(served.port, _bytes(b"/v1/chat/completions", host=_TWICE))
+        assert reply.status == 400
+        assert all(b"evil" not in each.head and b"/pause" not in each.head for each in server.requests)
+    measured(f"{len(HOSTS) + 1} hosts: the path alone decides")
+
+
+# Keys
+
+EXPIRED, FOREIGN = "sk-an-expired-key", "sk-a-key-for-another-model"
+KEYS = [key(), key("late", EXPIRED, expires=time.time() - 60), key("other", FOREIGN, models=("something-else",))]
+
+
+def _with(token: str | None) -> list[bytes]:
+    return [] if token is None else [b"authorization: Bearer " + token.encode()]
+
+
+def _asking(method: bytes, path: bytes, lines: Sequence[bytes], body: bytes, kind: bytes) -> bytes:
+    head = [method + b" " + path + b" HTTP/1.1", b"host: test", *lines, b"content-type: " + kind, b"content-length: %d" % len(body)]
+    return b"\r\n".join([*head, b"", b""]) + body
+
+
+FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\ntiny\r\n--b--\r\n'
+SHOWN: dict[str, tuple[list[bytes], int]] = {
+    "no key": ([], 401),
+    "an empty one": ([b"authorization: Bearer "], 401),
+    "a bad one": (_with("sk-nobody"), 401),
+    "another scheme": ([b"authorization: Basic " + KEY.encode()], 401),
+    "no scheme": ([b"authorization: " + KEY.encode()], 401),
+    "in a cookie": ([b"cookie: authorization=Bearer " + KEY.encode()], 401),
+    "in another header": ([b"proxy-authorization: Bearer " + KEY.encode(), b"api-key: " + KEY.encode()], 401),
+    "in capitals": (_with(KEY.upper()), 401),
+    "with something behind it": (_with(KEY + " x"), 401),
+    "its hash": (_with(key().digests[0].hex()), 401),
+    "two, one of them good": ([*_with("sk-nobody"), *_with(KEY)], 400),
+    "an expired one": (_with(EXPIRED), 401),
+    "one for other models": (_with(FOREIGN), 404),
+}
+
+
+@pytest.mark.row(18)
+async def test_every_route_asks_for_its_key(measured: Callable[[str], None]) -> None:
+    async with _served(KEYS) as (served, server):
+        asked = 0
+        for prefix in (b"", b"/i/1"):
+            for path, route in ROUTES.items():
+                form = route.body is Body.FORM
+                body, kind = (FORM, b"multipart/form-data; boundary=b") if form else (b'{"model":"tiny"}', b"application/json")
+                for name, (lines, status) in SHOWN.items():
+                    for query in (b"", b"?api_key=" + KEY.encode()):
+                        reply = await ask(served.port, _asking(b"POST", prefix + path.encode() + query, lines, body, kind))
+                        assert reply.status == status, (path, name)
+                        assert (status != 401) or reply.headers["www-authenticate"] == "Bearer"
+                        asked += 1
+            for listed in (b"/v1/models", b"/v1/models/tiny"):
+                for name, (lines, status) in SHOWN.items():
+                    if status == 400:
+                        continue  # Starlette takes the first of two, which opens nothing that is not its own
+                    reply = await ask(served.port, _asking(b"GET", prefix + listed, lines, b"", b"text/plain"))
+                    assert reply.status == (200 if status == 404 and listed.endswith(b"models") else status), (listed, name)
+                    assert b"tiny" not in reply.body or reply.status == 404
+                    asked += 1
+        assert server.requests == []
+    measured(f"{asked} requests on every route: 401, 404, or 400 for two keys; none reached a server")
+
+
+@pytest.mark.row(18)
+async def test_a_good_key_opens_every_route() -> None:
+    """Without this the other test would pass with no route at all."""
+    async with _served(KEYS) as (served, server):
+        for path, route in ROUTES.items():
+            form = route.body is Body.FORM
+            body, kind = (
+                (FORM, b"multipart/form-data; boundary=b") if form else (request()[request().index(b"\r\n\r\n") + 4 :], b"application/json")
+            )
+            reply = await ask(served.port, _asking(b"POST", path.encode(), _with(KEY), body, kind))
+            assert reply.status == 200, path
+        assert len(server.requests) == len(ROUTES)
+
+
+# Headers
+
+SMUGGLED = [
+    b"connection: close, x-data-parallel-rank",
+    b"connection: upgrade",
+    b"upgrade: h2c",
+    b"http2-settings: AAMAAABkAAQAAP__",
+    b"keep-alive: timeout=999",
+    b"proxy-connection: keep-alive",
+    b"te: trailers",
+    b"trailer: x-priority",
+    b"cookie: session=canary",
+    b"x-data-parallel-rank: 7",
+    b"x-vllm-priority: -99",
+    b"x-session-id: canary",
+    b"x-forwarded-for: 10.0.0.7",
+    b"x-forwarded-host: evil",
+    b"forwarded: for=10.0.0.7",
+    b"x-real-ip: 10.0.0.7",
+    b"x-request-id: canary",
+    b"request-id: canary",
+    b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    b"x-api-key: canary",
+    b"openai-organization: canary",
+    b"accept: text/canary",
+    b"accept-encoding: gzip, canary",
+    b"user-agent: canary",
+    b"origin: http://canary",
+    b"expect: 100-continue",
+    b"content-encoding: identity",
+    b"range: bytes=0-1",
+    b"x-http-method-override: DELETE",
+    b"x-original-url: /pause",
+    b"x-rewrite-url: /pause",
+]
+TO_SERVER = {b"host", b"content-type", b"content-length", b"x-request-id", b"accept", b"authorization"}
+TO_CLIENT = {"content-type", "content-length", "transfer-encoding", "x-request-id", "date", "connection", "cache-control"}
+
+
+def _names(head: bytes) -> set[bytes]:
+    return {line.partition(b":")[0].lower() for line in head.split(b"\r\n")[1:]}
+
+
+@pytest.mark.row(19)
+async def test_only_named_headers_pass(measured: Callable[[str], None]) -> None:
+    async with _served() as (served, server):
+        path = b"/v1/chat/completions"
+        body = request(chat(stream=True))[request(chat(stream=True)).index(b"\r\n\r\n") + 4 :]
+        asked = [_bytes(path + b"?x=canary", line, body=each) for line in SMUGGLED for each in (None, body)]
+        replies: list[Reply] = [await ask(served.port, each) for each in (*asked, _bytes(path, *SMUGGLED[4:]))]
+        assert {reply.status for reply in replies} == {200}
+        for seen in server.requests:
+            assert _names(seen.head) <= TO_SERVER and seen.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+            assert b"canary" not in seen.head and KEY.encode() not in seen.head
+        assert all(set(reply.headers) <= TO_CLIENT for reply in replies), {name for reply in replies for name in reply.headers}
+        ids = [reply.headers["x-request-id"] for reply in replies]
+        assert len(set(ids)) == len(ids) and {seen.header("x-request-id") for seen in server.requests} == set(ids)
+    measured(f"{len(SMUGGLED)} headers: the server saw {len(TO_SERVER)} names at most, the client {len(TO_CLIENT)}; every id its own")
+
+
+@pytest.mark.row(19)
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"x-request-id: a\rb: c",
+        b"x-request-id: a\nb: c",
+        b"x-request-id: a\x00b",
+        b"x-request-id: " + b"a" * 2**20,
+        b"x-request-id : a",
+        b" x-request-id: a",
+        b"x-request-id: a\r\n b",
+        b"x-request\xffid: a",
+        b": a",
+        b"x-request-id",
+    ],
+    ids=lambda line: repr(line[:24]),
+)
+async def test_ids_that_are_more_than_ids(line: bytes) -> None:
+    async with _served() as (served, server):
+        async with client(served.port) as one:
+            one.send(_bytes(b"/v1/chat/completions", line))
+            reply = await one.reply()
+        assert reply.status in (200, 400, 431) and reply.headers["x-request-id"].startswith("req_")
+        assert all(_names(seen.head) <= TO_SERVER for seen in server.requests)
+        assert (reply.status == 200) == (len(server.requests) == 1)
+
+
+# Names that nobody configured
+
+STRANGE = 100_000 if FULL else 3_000
+
+
+@pytest.mark.row(32)
+async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callable[[str], None]) -> None:
+    """After a first tenth, in which buffers and caches grow to what they are, memory and series stay."""
+    async with _served(KEYS) as (served, server):
+        process = psutil.Process()
+        await _strangers(served, 0, STRANGE // 10)
+        series, memory = len(summed([served.board])), process.memory_info().rss
+        await _strangers(served, STRANGE // 10, STRANGE)
+        served.relay.records.clear()
+        grown = process.memory_info().rss - memory
+        assert len(summed([served.board])) == series
+        assert grown < 16 * 1024 * 1024, f"{grown} bytes"
+        assert server.requests == [] and served.value("auth_failures_total", "invalid") >= STRANGE // 2
+        served.relay.started = 0
+    measured(f"{STRANGE:,} names and keys: 0 series more, {grown / 1024 / 1024:.1f} MiB more resident")
+
+
+async def _strangers(served: Served, first: int, last: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        for share in range(4):
+            group.create_task(_share(served, range(first + share, last, 4)))
+
+
+async def _share(served: Served, numbers: range) -> None:
+    async with client(served.port) as one:
+        for number in numbers:
+            body = chat(model=f"model-{number}-{'x' * 100}")
+            replies = [await one.ask(request(body)), await one.ask(request(body, token=f"sk-{number}-{'x' * 100}"))]
+            assert [reply.status for reply in replies] == [404, 401]
+            if number % 100 == 0:
+                reply = await one.ask(request(path=f"/v1/{number}"))
+                assert reply.status == 404
+            served.relay.records.clear()
+            served.relay.started = 0

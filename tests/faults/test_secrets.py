@@ -1,0 +1,122 @@
+"""Secrets and prompts stay where they belong: a canary in each place, looked for in everything that comes out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from gateway import keys
+from tests.support.ports import refusing
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+
+CANARY = "canary4d71"
+SECRETS = {name: f"{CANARY}-{name}" for name in ("admin", "server", "salt", "launched", "failing")}
+GOOD, BAD, EXPIRED = f"sk-{CANARY}-good", f"sk-{CANARY}-bad", f"sk-{CANARY}-expired"
+PROMPT = f"{CANARY}-prompt"
+
+
+def _config(port: int) -> dict[str, Any]:
+    secret = {name: {"env": f"TEST_{name.upper()}"} for name in SECRETS}
+    tokens: dict[str, Any] = {"sim-tokens": 3}
+    good = launched("sim/one", **tokens)
+    good["launch"]["env"] = {"ITS_SECRET": secret["launched"]}
+    failing = {
+        "id": "failing",
+        "launch": {"command": [sys.executable, "-c", "raise SystemExit('no')"], "env": {"ITS_SECRET": secret["failing"]}},
+    }
+    dead = {"id": "dead", "servers": [{"url": f"http://127.0.0.1:{port}", "api_key": secret["server"]}]}
+    config = configuration(good, failing, dead, admin={"port": 0, "token": secret["admin"]})
+    config["keys"] = [{"id": "a", "hash": keys.hash_of(GOOD)}, {"id": "b", "hash": keys.hash_of(EXPIRED), "expires": "2020-01-01"}]
+    return config | {"log": {"level": "debug"}, "isolate_prefix_cache": {"secret": secret["salt"]}}
+
+
+def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Requests that succeed and that fail in every way there is."""
+    message = {"role": "user", "content": PROMPT}
+    good = {"model": "sim/one", "messages": [message]}
+    yield from (("/v1/chat/completions", good | more) for more in _MORE)
+    yield "/v1/completions", {"model": "sim/one", "prompt": PROMPT, "user": PROMPT}
+    yield "/v1/messages", good | {"max_tokens": 3}
+    yield "/v1/messages", good | {"max_tokens": "x"}
+    yield "/v1/responses", {"model": "sim/one", "input": PROMPT, "store": True}
+    yield "/v1/embeddings", {"model": "sim/one", "input": [PROMPT]}
+    yield f"/{PROMPT}", good
+    yield f"/v1/chat/completions?key={GOOD}", good
+
+
+_MORE: list[dict[str, Any]] = [
+    {},
+    {"stream": True},
+    {"model": "dead"},
+    {"model": "failing"},
+    {"temperature": PROMPT},
+    {"stream": PROMPT},
+    {"n": PROMPT},
+    {"chat_template": PROMPT},
+    {"extra_body": PROMPT},
+    {"tools": [{"type": "function", "function": {"name": PROMPT}}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{CANARY}/"}}]}]},
+    {"max_tokens": 10**9},
+    {"prompt": PROMPT},
+]
+
+
+def _asked(one: Gateway) -> list[bytes]:
+    """The bodies of all errors."""
+    with httpx2.Client(base_url=one.url, timeout=60) as client:
+        shown = [{"authorization": f"Bearer {token}"} for token in (GOOD, BAD, EXPIRED, GOOD[:-1], f"{GOOD} {BAD}", "x" * 600)]
+        answers = [client.post(path, json=body, headers=headers) for path, body in _bodies() for headers in shown]
+        answers += [client.post("/v1/messages", json={}, headers={"x-api-key": token}) for token in (GOOD, BAD)]
+        raw = f'{{"model": "sim/one", "a": {PROMPT}'.encode()
+        answers.append(client.post("/v1/chat/completions", content=raw, headers=shown[0] | {"content-type": "application/json"}))
+        answers.append(
+            client.post(
+                "/v1/audio/transcriptions", data={"model": "sim/one", "vllm_xargs": PROMPT}, files={"file": (PROMPT, b"")}, headers=shown[0]
+            )
+        )
+        answers.append(client.get(f"/v1/models/{PROMPT}", headers={"authorization": f"Bearer {PROMPT}"}))
+    assert {answer.status_code for answer in answers} >= {200, 400, 401, 404, 503}
+    return [answer.content for answer in answers if answer.status_code >= 400]
+
+
+def _command_lines(one: Gateway) -> str:
+    return "\n".join(" ".join(each.cmdline()) for each in [psutil.Process(one.process.pid), *one.tree()] if each.is_running())
+
+
+@pytest.mark.row(20)
+def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[[str], None]) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(f"TEST_{name.upper()}", value)
+    admin = {"authorization": f"Bearer {SECRETS['admin']}"}
+    with refusing() as port, gateway(tmp_path, _config(port)) as one:
+        errors = _asked(one)
+        wait_for(lambda: len(one.log.splitlines()) > 50)
+        os.kill(one.relays()[0], signal.SIGKILL)
+        one.named("upstream.simulator")[-1].kill()
+        wait_for(lambda: httpx2.get(one.url + "/health", timeout=10).status_code == 200)
+        places = {f"an error's body: {body[:60]!r}": body for body in errors}
+        places |= {
+            path: httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=admin, timeout=10).content for path in ("/metrics", "/status")
+        }
+        page = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers=admin | {"accept": "text/html"}, timeout=10)
+        shown = one.command("status")
+        command = one.command("command", "failing")
+        places |= {"the page": page.content, "status": shown.stdout.encode(), "command": (command.stdout + command.stderr).encode()}
+        places["ps"] = _command_lines(one).encode()
+        assert shown.returncode == command.returncode == 0 and b"sim/one" in page.content and b"vllm_gateway" in places["/metrics"]
+    places |= {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert len([name for name in places if name.endswith(".log")]) == 2, sorted(places)
+    found = [name for name, text in places.items() if CANARY.encode() in text]
+    assert found == []
+    lines = len(places["stdout"].splitlines())
+    measured(f"{len(places)} places searched after {lines} requests at log level debug: 0 hits")
+    assert KEY.encode() not in places["stdout"]

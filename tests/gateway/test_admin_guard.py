@@ -1,0 +1,64 @@
+"""Who may look at the admin port."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.process import Gateway, configuration, gateway, launched
+
+TOKEN = "an-admin-token"
+PATHS = ["/metrics", "/status", "/", "/nothing", "/livez/", "/status/", "/metrics?x=/livez", "//livez", "/models/sim%2Fone/stop"]
+
+
+def asked(one: Gateway, path: str, **headers: str) -> httpx2.Response:
+    return httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=10)
+
+
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    config = configuration(launched(), admin={"port": 0, "token": {"file": "token"}})
+    with gateway(tmp_path, config) as one:
+        for path in PATHS:
+            for shown in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}, {"authorization": f"Basic {TOKEN}"},
+                          {"authorization": "Bearer"}, {"x-api-key": TOKEN}, {"authorization": "Bearer %00"}):  # fmt: skip
+                answer = asked(one, path, **shown)
+                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", (path, shown)
+                assert "sim/one" not in answer.text and "vllm_gateway" not in answer.text
+        for scheme in ("Bearer", "bearer"):
+            assert "vllm_gateway_requests_total" in asked(one, "/metrics", authorization=f"{scheme} {TOKEN}").text
+        assert asked(one, "/status", authorization=f"Bearer {TOKEN}", host="gateway.internal").json()["ready"]
+        assert [asked(one, path).status_code for path in ("/livez", "/readyz")] == [200, 200]
+        assert one.command("status").returncode == 0, "the socket needs none"
+        assert TOKEN not in one.said + one.log
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.0.0.1:9090", 200),
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("[::1]:9090", 200),
+        ("10.1.2.3", 200),
+        ("evil.example.com", 421),
+        ("evil.example.com:9090", 421),
+        ("localhost.evil.example.com", 421),
+        ("127.0.0.1.evil.example.com", 421),
+        ("localhost@evil.example.com", 421),
+    ],
+)
+def test_no_other_sites_page_reads_the_loopback_port(one: Gateway, host: str, status: int) -> None:
+    for path in ("/status", "/metrics"):
+        assert asked(one, path, host=host).status_code == status
+    assert asked(one, "/livez", host=host).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with gateway(tmp_path_factory.mktemp("guarded"), configuration(launched())) as running:
+        yield running

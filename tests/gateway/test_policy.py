@@ -1,0 +1,175 @@
+"""The table of what a body may hold, and what operators make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.errors import Refusal
+from gateway.payload import Prepared, parse, prepare
+from gateway.policy import FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, Policy
+from gateway.routes import ROUTES, Body
+from gateway.state import BodyRules
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (ROUTES[f"/v1/{name}"] for name in ("chat/completions", "completions", "responses", "messages"))
+MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def applied(document: dict[str, Any], **rules: Any) -> dict[str, Any]:
+    """What is left of a body."""
+    Policy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)))
+    return document
+
+
+def refused(document: dict[str, Any], **rules: Any) -> str | None:
+    """The field that is blamed."""
+    with pytest.raises(Refusal) as caught:
+        applied(document, **rules)
+    assert caught.value.code == "invalid_value"
+    return caught.value.param
+
+
+@pytest.mark.parametrize("name", sorted(FORBIDDEN))
+def test_operators_may_allow_a_field(name: str) -> None:
+    assert applied({name: 5}, allow=(name,)) == {name: 5}
+    kwargs = {"chat_template_kwargs": {name: 5}}
+    assert applied(dict(kwargs), allow=(name,)) == kwargs
+    assert refused(dict(kwargs)) == f"chat_template_kwargs.{name}"
+
+
+def test_operators_may_refuse_a_field() -> None:
+    assert refused({"logit_bias": {"1": 1}}, refuse=("logit_bias",)) == "logit_bias"
+    assert refused({"chat_template_kwargs": {"x": 1}}, refuse=("x",)) == "chat_template_kwargs.x"
+    assert refused({"priority": 1}, refuse=("priority",)) == "priority", "it is stripped otherwise"
+    assert refused({"n": 1}, refuse=("n",)) == "n"
+    for name, older in OLD_NAMES.items():
+        for each in (name, *older):
+            assert refused({each: "x"}, refuse=(name,)) == each
+    assert applied({"logit_bias": None}, refuse=("logit_bias",)) == {}
+
+
+def test_what_a_template_is_given() -> None:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert applied(dict(kwargs)) == kwargs
+    assert refused({"chat_template_kwargs": {"tokenize": False}}) == "chat_template_kwargs.tokenize"
+    assert refused({"chat_template_kwargs": {"chat_template": None}}) == "chat_template_kwargs.chat_template"
+
+
+@pytest.mark.parametrize("name", sorted(MOST))
+def test_the_largest_numbers(name: str) -> None:
+    for fine in (0, 1, MOST[name], True, float(MOST[name]), None):
+        assert applied({name: fine}) == {name: fine}
+    wrongs: list[Any] = [MOST[name] + 1, MOST[name] + 0.5, 1e300, -1, "2", [1], {}]
+    for wrong in wrongs:
+        assert refused({name: wrong}) == name
+    assert applied({name: 10**6}, allow=(name,)) == {name: 10**6}
+
+
+def test_operators_set_the_largest_numbers() -> None:
+    assert refused({"n": 3}, max_n=2) == "n" and refused({"best_of": 3}, max_n=2) == "best_of"
+    assert applied({"n": 500}, max_n=1000) == {"n": 500}
+    for name in TOKEN_LIMITS:
+        assert refused({name: 101}, max_tokens=100) == name
+        assert applied({name: 100}, max_tokens=100) == {name: 100}
+        assert applied({name: 10**9}) == {name: 10**9}
+
+
+def bounded(document: dict[str, Any], route: Any, most: int = 100, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    prepared = prepare(document, Policy(BodyRules(max_tokens=most), defaults or {}, {}), route, 100)
+    return {name: value for name, value in prepared.document.items() if name in TOKEN_LIMITS}
+
+
+def test_a_request_without_a_bound_gets_the_operators() -> None:
+    assert bounded({**MESSAGE}, CHAT) == {"max_tokens": 100}
+    assert bounded({**MESSAGE, "max_tokens": None}, CHAT) == {"max_tokens": 100}
+    assert bounded({**MESSAGE, "max_completion_tokens": 7}, CHAT) == {"max_completion_tokens": 7}
+    assert bounded({**MESSAGE}, CHAT, defaults={"max_tokens": 50}) == {"max_tokens": 50}
+    assert bounded({"prompt": "x"}, CHAT) == {"max_tokens": 16}, "vLLM's own default for a prompt"
+    assert bounded({"prompt": "x"}, COMPLETIONS) == {"max_tokens": 16}
+    assert bounded({"prompt": "x"}, COMPLETIONS, 10) == {"max_tokens": 10}
+    assert bounded({"input": "x"}, RESPONSES) == {"max_output_tokens": 100}
+    assert bounded({"input": "x"}, ROUTES["/v1/embeddings"]) == {}
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_large_fields(name: str) -> None:
+    assert refused({name: {"x": "x" * SIZES[name]}}) == name
+    for fine in ({"x": "x" * (SIZES[name] - 100)}, None):
+        assert applied({name: fine, "prompt": "x" * 2**21}) == {name: fine, "prompt": "x" * 2**21}
+    assert applied({name: {"x": "x" * SIZES[name]}}, allow=(name,))
+
+
+def test_large_batches() -> None:
+    for name in ("prompt", "input", "documents"):
+        assert refused({name: ["x"] * (MAX_BATCH + 1)}) == name
+        assert refused({name: [[1]] * (MAX_BATCH + 1)}) == name
+        assert applied({name: ["x"] * MAX_BATCH}) and applied({name: ["x"] * (MAX_BATCH + 1)}, allow=(name,))
+    assert applied({"prompt": [1] * 100_000}), "one prompt, as tokens"
+
+
+def test_media_are_data_unless_hosts_are_listed() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a.example.com/x"}}]}]}
+    assert refused(dict(body)) == "messages"
+    assert refused({"text_1": body["messages"][0]}) == "text_1"
+    assert applied(dict(body), media_hosts=("*.example.com",)) == body
+    schema = {"properties": {"image_url": {"type": "string", "examples": [{"image_url": "http://a.example.com/x"}]}}}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}], "response_format": schema}
+    assert applied(dict(tools)) == tools, "a schema is no message"
+
+
+# What a key brings
+
+OWN = {"priority": -5, "cache_salt": "5a17"}
+
+
+def sent(route: Any, document: dict[str, Any]) -> Prepared:
+    return prepare(document, Policy(BodyRules(allow=("cache_salt", "priority")), {"priority": 1}, {"cache_salt": "x"}), route, 100, OWN)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES.values() if route.body is Body.JSON], ids=lambda route: route.path)
+def test_a_keys_fields_win_over_everybodys(route: Any) -> None:
+    prepared = sent(route, {"prompt": "x", "priority": 9, "cache_salt": "mine"})
+    if route.takes:
+        assert prepared.document["cache_salt"] == "5a17"
+    if "priority" in route.takes:
+        assert prepared.document["priority"] == -5
+    assert prepared.more_head == (b"x-vllm-priority: -5\r\n" if route.path == "/v1/messages" else b"") or route.path.endswith(
+        "count_tokens"
+    )
+
+
+def test_which_routes_take_them() -> None:
+    taken = {path: sorted(route.takes) for path, route in ROUTES.items()}
+    assert {path for path, names in taken.items() if not names} == {
+        "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/audio/transcriptions", "/v1/audio/translations",
+    }  # fmt: skip
+    assert taken["/v1/messages"] == ["cache_salt"] and taken["/v1/embeddings"] == ["cache_salt", "priority"]
+
+
+# Numbers that JSON can say and 64 bits can't
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63), 10**18, 0])
+def test_integers_of_64_bits(number: int) -> None:
+    assert parse(b'{"seed": %d}' % number) == {"seed": number}
+
+
+@pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "-1" + "0" * 307, "1" + "0" * 400, "9" * 5000], ids=len)
+def test_larger_integers_are_refused(digits: str) -> None:
+    for body in ('{"seed": %s}', '{"a": [{"b": "c", "d": %s}]}', '{"a": "\\"", "seed": %s}'):
+        with pytest.raises(Refusal) as caught:
+            parse((body % digits).encode())
+        assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "text", [b'"123456789012345678901234567890"', b"1.234567890123456789012345", b"1e30", b"0.00000000000000000000001"]
+)
+def test_long_rows_of_digits_that_are_no_integers(text: bytes) -> None:
+    assert parse(b'{"a": %b}' % text) == {"a": orjson.loads(text)}
+
+
+def test_the_table_has_each_field_once() -> None:
+    assert not STRIPPED & REFUSED and not FORBIDDEN & MOST.keys()
