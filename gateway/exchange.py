@@ -25,6 +25,7 @@ from gateway.catalog import Catalog, Entry, named_model
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
 from gateway.form import Form
 from gateway.keepalive import Keepalive
+from gateway.ledger.books import Books
 from gateway.limits import Admission
 from gateway.metrics import RelayMetrics
 from gateway.outbound import Outbound
@@ -53,6 +54,7 @@ class Gate(Protocol):
     deadlines: Deadlines
     lobby: Lobby
     metrics: RelayMetrics
+    books: Books | None
     draining: bool
 
     @property
@@ -115,6 +117,8 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.model, call.target.route)
     account.stream = prepared.stream
+    if (books := account.gate.books) is not None:
+        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, prepared.stream, document)
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
         outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
@@ -129,6 +133,8 @@ async def _form(call: Call, catalog: Catalog, account: Account, key: Key) -> Out
     account.waited += monotonic() - asked
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
+    if (books := account.gate.books) is not None:
+        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     return Outbound.of_form(call, entry, name, form)
 
 

@@ -123,6 +123,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
         log_user=config.log.user,
+        ledger_user=config.ledger is not None and config.ledger.user,
+        ledger_metadata=config.ledger is not None and config.ledger.metadata,
     )
 
 
@@ -157,6 +159,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         defaults=model.defaults,
         overrides=model.overrides,
         created=created,
+        price=(model.price.prompt, model.price.completion) if model.price is not None else None,
     )
 
 
@@ -174,6 +177,8 @@ def _key(key: conf.Key) -> Key:
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
         anonymous=key.anonymous,
+        team=key.team,
+        labels=key.labels,
     )
 
 
