@@ -17,6 +17,8 @@ import msgspec
 HEAD = struct.Struct("<II")
 """Before each row: its length in bytes and its CRC-32."""
 
+_MOST = 2**63 - 1  # what a column of whole numbers holds
+
 LOST = "lost"
 """``incomplete`` of a request whose relay died under it."""
 
@@ -69,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if self.price is None:
             return None
         prompt, completion = self.price
-        return round(((self.prompt or 0) * prompt + (self.generated[0] or 0) * completion) * 1000)
+        return min(round(((self.prompt or 0) * prompt + (self.generated[0] or 0) * completion) * 1000), _MOST)
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -20,7 +20,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Insert, create_engine, delete, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
 from gateway.ledger.errors import AwayError
 from gateway.ledger.row import Row
@@ -108,7 +108,9 @@ class Store:
     def _write(self, rows: Sequence[Row]) -> int:
         try:
             self._commit(rows)
-        except (DataError, IntegrityError) as error:
+        except (SQLAlchemyError, OverflowError, ValueError) as error:
+            if not _is_of_a_row(error):
+                raise
             if len(rows) > 1:
                 return sum(self._write([row]) for row in rows)
             _log.error("the ledger cannot hold the row of request %s: %s", rows[0].id, reason(error))
@@ -138,6 +140,12 @@ def migrate(connection: Connection) -> None:
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+
+
+def _is_of_a_row(error: Exception) -> bool:
+    """Whether the error is about what was to be written, and would come again."""
+    before_it_was_sent = isinstance(error, StatementError) and not isinstance(error, DBAPIError)
+    return before_it_was_sent or isinstance(error, DataError | IntegrityError | OverflowError | ValueError)
 
 
 def reason(error: Exception) -> str:

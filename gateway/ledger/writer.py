@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from gateway.ledger.aside import aside
 from gateway.ledger.errors import AwayError
 from gateway.ledger.journal import Journal
 from gateway.ledger.row import Row, decode, frame, frames
-from gateway.ledger.spool import Segment, Spool, spool
+from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import Store, database
 from gateway.metrics import Series
 
@@ -102,10 +102,16 @@ class Ledger:
     def collect(self) -> None:
         """Move what the journals hold to the disk, until the end."""
         while not self._stopping.wait(_LOOK_EVERY):
-            self._collect_once()
-        self._collect_once()
+            self._look()
+        self._look()
         self._ended.set()
         self._news.set()
+
+    def _look(self) -> None:
+        try:
+            self._collect_once()
+        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
+            _log.exception("the ledger could not take the relays' rows; it tries again")
 
     def _collect_once(self) -> None:
         lost = [payload for held in self._taken_bereaved() for payload in held]  # before the rings: a row that is in both is whole in those
@@ -148,33 +154,41 @@ class Ledger:
     def deliver(self) -> None:
         """Move what is in the spool to the database, until the end."""
         pause = _RETRY
-        self._attempt(None)
+        self._attempt(lambda: self._write([]))  # makes the table
         while not self._ended.is_set() or self._spool.rows:
-            segment = self._spool.take()
-            if segment is None:
-                self._rest()
-            elif self._attempt(segment):
+            if self._attempt(self._step):
                 pause = _RETRY
             elif self._ended.is_set():
-                return  # they stay where they are, for the next start
+                return  # the rows stay where they are, for the next start
             else:
                 self._stopping.wait(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
 
-    def _attempt(self, segment: Segment | None) -> bool:
-        """Write what there is; without a segment, only make sure of the table. Whether the database took it."""
+    def _attempt(self, work: Callable[[], None]) -> bool:
+        """Whether it could be done."""
         try:
-            self._write(segment.payloads() if segment is not None else [])
+            work()
         except (AwayError, OSError) as error:
             self.away = str(error)
             self._tell("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
             return False
-        if self.away is not None:
-            _log.warning("the ledger's database is back; %d rows wait for it", self._spool.rows)
-            self.away = None
-        if segment is not None:
-            self._spool.done(segment)
+        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
+            _log.exception("the ledger could not write rows; it tries again")
+            return False
         return True
+
+    def _step(self) -> None:
+        """Write the oldest rows; where there are none, look after old ones, and wait. Raises AwayError and OSError."""
+        segment = self._spool.take()
+        if segment is not None:
+            self._write(segment.payloads())
+            self._spool.done(segment)
+        elif self._retention is not None and time.monotonic() >= self._prune_at:
+            more = self._store.prune(datetime.now(UTC) - timedelta(seconds=self._retention))
+            self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
+        else:
+            self._news.wait(_REST)
+            self._news.clear()
 
     def _write(self, payloads: Sequence[bytes]) -> None:
         rows = [row for payload in payloads if (row := self._decoded(payload)) is not None]
@@ -182,6 +196,9 @@ class Ledger:
         with self._counting:
             self._unfit += unfit
             self.written += len(rows) - unfit
+        if self.away is not None:
+            _log.warning("the ledger's database is back")
+            self.away = None
 
     def _decoded(self, payload: bytes) -> Row | None:
         try:
@@ -191,20 +208,6 @@ class Ledger:
             with self._counting:
                 self._unfit += 1
             return None
-
-    def _rest(self) -> None:
-        """Nothing is to be written: look after old rows, and wait for new ones."""
-        if self._retention is not None and time.monotonic() >= self._prune_at:
-            before = datetime.now(UTC) - timedelta(seconds=self._retention)
-            try:
-                more = self._store.prune(before)
-            except AwayError as error:
-                more = False
-                self._tell("database", f"the ledger's database does not delete old rows: {error}")
-            self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
-            return
-        self._news.wait(_REST)
-        self._news.clear()
 
     def _tell(self, what: str, message: str) -> None:
         """Say it, but not again and again."""
