@@ -87,7 +87,7 @@ def question(words: Mapping[str, str], now: datetime) -> Question:
     for part in by:
         if part not in DIMENSIONS:
             raise QuestionError(
-                f"usage is not kept by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose of {', '.join(DIMENSIONS)}"
+                f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose of {', '.join(DIMENSIONS)}"
             )
     since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
     if since >= until:
