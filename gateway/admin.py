@@ -1,6 +1,7 @@
-"""What control serves to operators: /metrics, /livez, /readyz and /status, and on the admin socket the operations too.
+"""What control serves to operators: /metrics, /livez, /readyz, /status and /usage, and on the admin socket the operations too.
 
-The rules: nothing that is shown waits for a relay or a server, every answer is made from what control has at hand;
+The rules: nothing that is shown waits for a relay or a server, every answer is made from what control has at hand, and only
+/usage waits for the ledger's database, on a thread of its own;
 what acts is served on the socket alone, which only the operator's own user can open.
 """
 
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 from gateway import status_page
 from gateway.config.problems import did_you_mean
+from gateway.ledger.errors import AwayError, QuestionError
 from gateway.metrics import PREFIX, Family, Series, by_family
 from gateway.operations import OPERATIONS, Operations, RefusedOperation
 from gateway.picture import picture
@@ -40,6 +42,12 @@ class Overview(Protocol):
 
     def status(self) -> dict[str, Any]:
         """The whole picture, as JSON."""
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+        """What the ledger answers to a question in words; None: there is no ledger.
+
+        Raises QuestionError, and AwayError where its database does not answer.
+        """
 
 
 class _Families(Collector):
@@ -110,7 +118,17 @@ def _routes(overview: Overview) -> list[Route]:
             return HTMLResponse(status_page.page(picture(known)), headers=headers | status_page.HEADERS)
         return JSONResponse(known, headers=headers)
 
-    return [Route("/metrics", metrics), Route("/livez", livez), Route("/readyz", readyz), Route("/status", status)]
+    async def usage(request: Request) -> Response:
+        try:
+            known = await overview.usage(dict(request.query_params))
+        except QuestionError as error:
+            return _error(str(error), 400)
+        except AwayError as error:
+            return _error(f"the ledger's database does not answer: {error}", 503)
+        return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
+
+    shown = {"metrics": metrics, "livez": livez, "readyz": readyz, "status": status, "usage": usage}
+    return [Route(f"/{name}", show) for name, show in shown.items()]
 
 
 def prefers_html(accept: str) -> bool:

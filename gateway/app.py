@@ -29,6 +29,7 @@ from gateway.cors import Cors
 from gateway.edge import EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
 from gateway.exchange import exchange
+from gateway.ledger.books import Books
 from gateway.limits import Admission
 from gateway.link import Health
 from gateway.metrics import OTHER, RelayMetrics
@@ -45,8 +46,11 @@ _log = logging.getLogger("vllm_gateway.relay")
 class Relay:
     """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application."""
 
-    def __init__(self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog, ask: Ask = nobody) -> None:
+    def __init__(
+        self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog, ask: Ask = nobody, books: Books | None = None
+    ) -> None:
         self.fleet = fleet
+        self.books = books
         self.metrics = metrics
         self.admission = Admission()
         self.deadlines = Deadlines()
@@ -74,6 +78,8 @@ class Relay:
         self.targets = self.catalog.targets
         self.body_limit = state.body_limit
         self.lobby.expect(state.bases)
+        if self.books is not None:
+            self.books.take(state)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
@@ -93,9 +99,11 @@ class Relay:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
     def settled(self, record: Record) -> None:
-        """Count and log a finished request."""
+        """Count and log a finished request, and keep its row where there is a ledger."""
         self.metrics.settle(record)
         self._log.add(record)
+        if self.books is not None:
+            self.books.settled(record)
 
     # The data port
 

@@ -36,6 +36,10 @@ RunningConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
                        show_default=False)
 ]  # fmt: skip
+LedgerConfig = Annotated[
+    Path,
+    typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False),
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
 
 
@@ -206,6 +210,44 @@ def status(
             show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     return _asked(config, lambda gateway: shown(gateway.status()))
+
+
+def usage(
+    config: LedgerConfig = _DEFAULT,
+    by: Annotated[str, typer.Option(metavar="WHAT", help="What to see apart, of key, team, model, day, server.")] = "key,model",
+    since: Annotated[str, typer.Option(metavar="WHEN", help="From a date, a time, or so long ago: 2027-01-01, 12h.")] = "30d",
+    until: Annotated[str | None, typer.Option(metavar="WHEN", help="Up to then; default: now.", show_default=False)] = None,
+    key: Annotated[str | None, typer.Option(metavar="ID", help="Of this key alone.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Of this model alone.", show_default=False)] = None,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+) -> int:
+    """Show who used what, from the ledger.
+
+    The ledger's database is asked, whether the gateway runs or not. Days and times are UTC.
+    """
+    from rich.console import Console
+
+    from gateway.config import ConfigurationError, load
+    from gateway.ledger.errors import AwayError, QuestionError
+    from gateway.ledger.queries import ask
+    from gateway.ledger.shown import FORMATS
+
+    given = {"by": by, "since": since, "until": until, "key": key, "model": model}
+    if form not in FORMATS:
+        return _say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
+    try:
+        settings = load(config).ledger
+        if settings is None:
+            return _say_error(f"{config} has no ledger", FAILED)
+        answer = ask(settings, Path(os.path.abspath(config)).parent, {name: value for name, value in given.items() if value is not None})
+    except ConfigurationError as error:
+        return _print_problems(error, err=True)
+    except QuestionError as error:
+        return _say_error(str(error), BAD_USAGE)
+    except AwayError as error:
+        return _say_error(f"the ledger's database does not answer: {error}", FAILED)
+    FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+    return 0
 
 
 def command(
@@ -418,6 +460,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "status": status,
     "reload": reload,
+    "usage": usage,
     "start": _operation("start", "Start a model's servers in the running gateway."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),
     "restart": _operation("restart", "Stop a model's servers and start them anew."),

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -45,6 +45,9 @@ from upstream.launcher.schedule import Action
 from upstream.server import Condition
 from upstream.vllm import inherited
 
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
 _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
@@ -66,7 +69,7 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     config = load(path)
     logging.basicConfig(format="%(levelname)s %(message)s")
     set_log_level(config)
-    for chatty in ("httpx2", "uvicorn.error"):
+    for chatty in ("httpx2", "uvicorn.error", "alembic"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return asyncio.run(run(config, path, announcer or Announcer()))
 
@@ -88,7 +91,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.launcher = await stack.enter_async_context(launcher)
         prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
         control.prober = await stack.enter_async_context(prober)
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
+        control.ledger = _ledger(config, path, stack)
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.ledger))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         _reload_on_hangup(asked, control.reloader)
@@ -165,10 +169,29 @@ def listen(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
-def log_folder() -> Path:
-    """Where launched servers' logs go: the user's state folder (XDG base directories)."""
+def state_folder() -> Path:
+    """What is kept between runs: the user's state folder (XDG base directories)."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "vllm-gateway" / "logs"
+    return Path(state) / "vllm-gateway"
+
+
+def log_folder() -> Path:
+    """Where launched servers' logs go."""
+    return state_folder() / "logs"
+
+
+def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
+    """The ledger, if there is to be one, running until the stack ends. Raises StartError where its spool can't be had."""
+    if config.ledger is None:
+        return None
+    from gateway.ledger.errors import SpoolTakenError  # SQLAlchemy and alembic are loaded by those who need them
+    from gateway.ledger.writer import running, spool_folder
+
+    folder = spool_folder(state_folder(), path)
+    try:
+        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.relays))
+    except (SpoolTakenError, OSError) as error:
+        raise StartError(f"the ledger has no place for its spool: {error}") from error
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
@@ -215,6 +238,7 @@ class Control:
     relays: Relays
     fleet: Fleet
     reloader: Reloader
+    ledger: Ledger | None = None
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
         self.config = config
@@ -435,7 +459,12 @@ class Control:
             series[Series("config_reloads_total", (result,))] = (count,)
         series[Series("config_last_reload_successful", ())] = (float(self.history.last.successful),)
         series[Series("build_info", (__version__,))] = (1,)
+        if self.ledger is not None:
+            series |= self.ledger.series()
         return series
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+        return None if self.ledger is None else await self.ledger.usage(words)
 
     def status(self) -> dict[str, Any]:
         known, series = self.known, summed(self.relays.boards)

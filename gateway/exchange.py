@@ -25,6 +25,7 @@ from gateway.catalog import Catalog, Entry, named_model
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
 from gateway.form import Form
 from gateway.keepalive import Keepalive
+from gateway.ledger.books import Books
 from gateway.limits import Admission
 from gateway.metrics import RelayMetrics
 from gateway.outbound import Outbound
@@ -53,6 +54,7 @@ class Gate(Protocol):
     deadlines: Deadlines
     lobby: Lobby
     metrics: RelayMetrics
+    books: Books | None
     draining: bool
 
     @property
@@ -114,6 +116,8 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
     account.stream = prepared.stream
+    if (books := account.gate.books) is not None:
+        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, prepared.stream, document)
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
         outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
@@ -132,6 +136,8 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
     form.obey(entry.policy)
+    if (books := gate.books) is not None:
+        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     return Outbound.of_form(call, entry, name, form)
 
 

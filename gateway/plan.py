@@ -132,6 +132,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
         log_user=config.log.user,
+        ledger_user=config.ledger is not None and config.ledger.user,
+        ledger_metadata=config.ledger is not None and config.ledger.metadata,
     )
 
 
@@ -167,6 +169,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         overrides=model.overrides,
         body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
         created=created,
+        price=(model.price.prompt, model.price.completion) if model.price is not None else None,
     )
 
 
@@ -185,6 +188,8 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
         expires=key.expires.timestamp() if key.expires is not None else None,
         anonymous=key.anonymous,
         fields=_fields(key, isolation),
+        team=key.team,
+        labels=key.labels,
     )
 
 

@@ -1,8 +1,8 @@
 """A relay process: the data port's connections, served by the ``State`` that control sends.
 
-Started by control with its number and three inherited descriptors: the listening socket, the socket to control
-and the scoreboard. The rule: it lives as long as its socket to control. Signals that end other programs are
-control's to handle: this process ignores them, and drains when it is told to.
+Started by control with its number and inherited descriptors: the listening socket, the socket to control, the
+scoreboard and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
+end other programs are control's to handle: this process ignores them, and drains when it is told to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 
 import uvicorn
@@ -24,6 +25,8 @@ import uvloop
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import EdgeProtocol
+from gateway.ledger.books import Books
+from gateway.ledger.journal import Journal
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
@@ -56,6 +59,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
+    parser.add_argument("--journal-fd", type=int)
+    parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
 
 
@@ -68,9 +73,12 @@ async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
         first = await anext(messages, None)
         if not isinstance(first, Configure):
             return
-        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask)
+        books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
+        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books)
         process.learn(first.health)  # before the first request, or it would find no server
-        await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
+        drained = await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
+        if books is not None and not drained:
+            books.save(arguments.spool)
     link.close()
 
 
@@ -94,19 +102,20 @@ class _Process:
         """Tell control since when a model is asked for."""
         self.link.send(Asked(model, since))
 
-    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
-        """Serve until control is gone or has had this relay drained."""
+    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> bool:
+        """Serve until control is gone or has had this relay drained; returns whether it was the latter."""
         self._server = await started(self.relay, listener)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._server.main_loop()), group.create_task(self._tick())]
-            await self._listen(messages)
+            drained = await self._listen(messages)
             for task in beside:
                 task.cancel()
+        return drained
 
-    async def _listen(self, messages: AsyncIterator[Message]) -> None:
-        """What control says; returns when it is gone or the drain is over."""
+    async def _listen(self, messages: AsyncIterator[Message]) -> bool:
+        """What control says; returns whether it is the drain that is over, or control that is gone."""
         self.link.send(Taken(self.relay.state.generation))
         async for message in messages:
             match message:
@@ -119,7 +128,8 @@ class _Process:
                     self.learn(message)
                 case Drain(seconds=seconds):
                     await self._drain(seconds)
-                    return
+                    return True
+        return False
 
     async def _tick(self) -> None:
         count = 0

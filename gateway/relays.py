@@ -1,6 +1,6 @@
 """The relay processes, as control keeps them: started, told, watched, replaced.
 
-The rules: a relay's number, listening socket and scoreboard outlive its process, so its successor takes over its
+The rules: a relay's number, listening socket, scoreboard and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
 dies again and again is replaced more slowly.
 """
@@ -15,12 +15,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
 
 _EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
 _SHORT_LIFE = 5.0  # a relay that dies younger than this waits before it is replaced
@@ -43,9 +47,10 @@ class RelayStatus:
 class _Relay:
     """One relay: its place, and the process that fills it at the moment."""
 
-    def __init__(self, number: int, listener: socket.socket, board: Board, on_word: Callable[[], None]) -> None:
+    def __init__(self, number: int, listener: socket.socket, board: Board, on_word: Callable[[], None], ledger: Ledger | None) -> None:
         self.number = number
         self.board = board
+        self._ledger = ledger
         self._listener = listener
         self._on_word = on_word
         self._link: Link | None = None
@@ -120,7 +125,10 @@ class _Relay:
         """A process and the link to it. In the end it is gone: by itself when its link closes, by SIGKILL otherwise."""
         ours, theirs = socket.socketpair()
         fds = {"--listen-fd": self._listener.fileno(), "--control-fd": theirs.fileno(), "--board-fd": self.board.fd}
-        words = [word for flag, fd in fds.items() for word in (flag, str(fd))]
+        words = ["--spool", str(self._ledger.folder)] if self._ledger is not None else []
+        if self._ledger is not None:
+            fds["--journal-fd"] = self._ledger.journals[self.number].fd
+        words += [word for flag, fd in fds.items() for word in (flag, str(fd))]
         with theirs:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,
@@ -132,6 +140,8 @@ class _Relay:
         finally:
             link.close()
             await _gone(process)
+            if self._ledger is not None:
+                self._ledger.relay_gone(self.number)
 
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
@@ -150,8 +160,8 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
 class Relays:
     """All relays. ``on_word`` is called when one has said something, or is gone."""
 
-    def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None]) -> None:
-        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_word) for number in range(count))
+    def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None) -> None:
+        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_word, ledger) for number in range(count))
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
         self._health = Health({}, {})
@@ -220,9 +230,9 @@ class Relays:
 
 
 @asynccontextmanager
-async def relays(listener: socket.socket, count: int, on_word: Callable[[], None]) -> AsyncIterator[Relays]:
-    """The relays, all of which are gone when the block ends."""
-    kept = Relays(listener, count, on_word)
+async def relays(listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None = None) -> AsyncIterator[Relays]:
+    """The relays, all of which are gone when the block ends. ``ledger`` has a journal for each."""
+    kept = Relays(listener, count, on_word, ledger)
     try:
         yield kept
     finally:

@@ -17,7 +17,8 @@ from upstream.server import ServerSpec
 @dataclass(frozen=True, slots=True)
 class Key:
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
-    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests."""
+    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests; ``team`` and ``labels``
+    go into its rows of the ledger."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -25,6 +26,8 @@ class Key:
     expires: float | None = None
     anonymous: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    team: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class BodyRules:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
-    that is stopped is not among ``servers``; ``keepalive`` is in seconds.
+    that is stopped is not among ``servers``; ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
 
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
@@ -70,6 +73,7 @@ class Model:
     created: int = 0
     parent: str | None = None
     served: str | None = None
+    price: tuple[float, float] | None = None
 
     @property
     def base(self) -> str:
@@ -87,6 +91,8 @@ class State:
     body_limit: int = 20 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
     log_user: bool = False
+    ledger_user: bool = False
+    ledger_metadata: bool = False
 
     @property
     def bases(self) -> tuple[Model, ...]:

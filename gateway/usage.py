@@ -26,7 +26,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     reasoning: int = 0
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that no server has counted: sums are to stay whole numbers everywhere
 
 
 class _Details(msgspec.Struct, gc=False):

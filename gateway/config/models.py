@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, Strict, ValidationInfo
 
 from gateway.config.problems import Note
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
-from gateway.config.secret import LedgerStore, LimitsStore, Secret
+from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store
 from gateway.config.values import (
     BodyFields,
     Count,
@@ -203,7 +203,7 @@ class Body(Section):
 
 
 class Price(Section):
-    """What tokens cost, for the ledger; in any one currency, per million tokens."""
+    """What tokens cost, for the ledger; in any one currency, the same for all models, per million tokens."""
 
     prompt: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(default=0.0, description="per million prompt tokens")
     completion: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(
@@ -321,6 +321,21 @@ class Tracing(Section):
     sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(default=1.0, description="share of requests that are traced, 0 to 1")
 
 
+class Ledger(Section):
+    """Usage that can be billed: a row for each request. A URL alone is short for `{url: …}`."""
+
+    url: LedgerStore = Field(description="the database: sqlite:///FILE, relative to this file, or postgresql://USER@HOST/NAME")
+    retention: Duration | None = Field(default=None, description="rows older than this are deleted; default: none is")
+    user: Flag = Field(default=False, description="keep a request's `user`")
+    metadata: Flag = Field(default=False, description="keep a request's `metadata`")
+
+
+def _ledger(value: object, info: ValidationInfo) -> object:
+    """The URL alone, or the place of a secret that is one."""
+    alone = isinstance(value, str) or (isinstance(value, dict) and value.keys() <= {"env", "file"})
+    return {"url": ledger_store(value, info)} if alone else value
+
+
 class KeysFile(Section):
     """A file of keys alone, e.g. a mounted Secret."""
 
@@ -340,7 +355,9 @@ class Config(Section):
     limits_store: LimitsStore = Field(
         default=None, description="where limits are counted: redis://… for several relays or replicas; default: memory"
     )
-    ledger: LedgerStore | None = Field(default=None, description="where usage is kept: sqlite:///… or postgresql://…; default: nowhere")
+    ledger: Annotated[Ledger, BeforeValidator(_ledger, json_schema_input_type=LedgerStore | Ledger)] | None = Field(
+        default=None, description="usage that can be billed: a URL, or its section; default: none is kept"
+    )
     isolate_prefix_cache: PrefixCacheIsolation | None = Field(default=None, description="keep keys apart in vLLM's prefix cache")
     log: Log = Field(default=Log(), description="what is written to standard error")
     tracing: Tracing | None = Field(default=None, description="where spans go")

@@ -139,7 +139,17 @@ LimitsStore = Annotated[
 ]
 """Where counts are shared; None is the memory of each relay. A URL with a password in it comes from a secret's place."""
 
-LedgerStore = Annotated[
-    SecretStr, PlainValidator(_store_url(("sqlite", "postgresql"), _SQLITE)), _url_schema("^(sqlite|postgresql):", _SQLITE)
-]
+_ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
+
+
+def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
+    """The ledger's URL, or the secret that holds it. Raises ValueError, with words for the operator."""
+    secret: SecretStr = _ledger_url(value, info)
+    scheme, _, place = secret.get_secret_value().partition("://")
+    if scheme == "sqlite" and (not place.startswith("/") or not place.strip("/") or "?" in place):
+        raise ValueError(f"expected the file behind three slashes, as in {_SQLITE}")
+    return secret
+
+
+LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]
 """Where usage is kept; a URL with a password in it comes from a secret's place."""

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ import pytest
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import EdgeProtocol
+from gateway.ledger.books import Books
+from gateway.ledger.journal import Journal
 from gateway.link import Health
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
@@ -56,7 +58,7 @@ class Count(NamedTuple):
     steps: float
 
 
-BOUNDS = {"request": Count(137, 118, 3400), "chunk": Count(4.6, 12.2, 168)}
+BOUNDS = {"request": Count(137, 118, 3400), "request with a ledger": Count(147, 138, 3810), "chunk": Count(4.6, 12.2, 168)}
 """Set with CPython 3.11, of whose steps the third number is."""
 
 
@@ -95,6 +97,7 @@ class Path(NamedTuple):
     server: Connection
     server_wire: Wire
     log: AccessLog
+    relay: Relay
 
     def ask(self) -> None:
         self.client.data_received(REQUEST)
@@ -127,7 +130,7 @@ async def path() -> AsyncIterator[Path]:
         client = relay.protocol()(uvicorn.config, uvicorn.server_state, {})
         (server,) = servers
         connection = Connection(spec.name, server.park)
-        made = Path(client, Wire(), connection, Wire(), log)
+        made = Path(client, Wire(), connection, Wire(), log, relay)
         client.connection_made(made.client_wire)
         connection.connection_made(made.server_wire)
         server.park(connection)
@@ -136,6 +139,12 @@ async def path() -> AsyncIterator[Path]:
         connection.connection_lost(None)
     os.close(nowhere)
     board.close()
+
+
+@pytest.fixture
+def books() -> Iterator[Books]:
+    with closing(Journal.create("cost")) as journal:
+        yield Books(journal)
 
 
 @contextmanager
@@ -177,10 +186,13 @@ def counted(work: Callable[[], None]) -> Count:
 
 
 @pytest.mark.parametrize("what", BOUNDS)
-async def test_the_path_is_no_longer_than_it_was(path: Path, what: str) -> None:
+async def test_the_path_is_no_longer_than_it_was(path: Path, books: Books, what: str) -> None:
     if what == "chunk":
         path.stream()
-    count = counted(path.ask if what == "request" else path.chunk)
+    if what == "request with a ledger":
+        path.relay.books = books
+        books.take(path.relay.state)
+    count = counted(path.chunk if what == "chunk" else path.ask)
     bound = BOUNDS[what]
     compared = Count._fields if sys.version_info[:2] == (3, 11) else Count._fields[:2]
     longer = {name: (getattr(count, name), getattr(bound, name)) for name in compared if getattr(count, name) > getattr(bound, name)}

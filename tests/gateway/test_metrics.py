@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -55,6 +55,9 @@ class Shown:
 
     def status(self) -> dict[str, Any]:
         return {}
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+        return None
 
 
 def samples(*boards: Board) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

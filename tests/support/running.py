@@ -14,6 +14,7 @@ from typing import Any
 from gateway.access_log import AccessLog
 from gateway.app import Relay
 from gateway.call import Call
+from gateway.ledger.books import Books
 from gateway.link import Health
 from gateway.metrics import RelayMetrics, Series, summed
 from gateway.record import Record
@@ -108,7 +109,9 @@ def _nowhere() -> Iterator[int]:
 
 
 @asynccontextmanager
-async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Books | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
     with board() as counts, fleet() as servers, _nowhere() as nowhere:
         log = AccessLog(nowhere)
@@ -119,6 +122,7 @@ async def serving(models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool
             metrics=RelayMetrics(counts),
             log=log,
             ask=lambda name, since: asked.append((name, since)),
+            books=books,
         )
         if up:
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))

@@ -1,0 +1,114 @@
+"""A relay's side of the ledger: what a request's row says, kept from its start to its end.
+
+The rule: a request never waits for the ledger. A row is a few hundred bytes that are put into shared memory; when control does
+not take them, they are dropped and counted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.ledger.journal import Journal
+from gateway.ledger.row import LOST, Row, encode
+from gateway.ledger.spool import save
+from gateway.record import Record
+from gateway.routes import ENDPOINTS
+from gateway.state import Key, Model, State
+from gateway.usage import Usage
+
+_USER_LIMIT = 256  # characters of `user` that are kept
+_METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
+_NOTHING = Usage()
+_ENDPOINTS = frozenset(ENDPOINTS)
+
+
+class _Under(msgspec.Struct, frozen=True, gc=False):
+    """A request under way: its slot, and what its body said for the ledger."""
+
+    slot: int | None
+    user: str | None
+    metadata: dict[str, Any] | None
+
+
+class Books:
+    """The rows of one relay."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._under_way: dict[str, _Under] = {}
+        self._keys: dict[str, Key] = {}
+        self._prices: dict[str, tuple[float, float] | None] = {}
+        self._with_user = self._with_metadata = False
+
+    def take(self, state: State) -> None:
+        """Write by this generation's keys and prices from now on."""
+        self._keys = {key.id: key for key in state.keys}
+        self._prices = {model.id: model.price for model in state.models}
+        self._with_user, self._with_metadata = state.ledger_user, state.ledger_metadata
+
+    def begin(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
+        """A request will use its model: were this process to die, control would know."""
+        row = encode(Row(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
+        self._under_way[id] = _Under(
+            self._journal.hold(row),
+            _user(body.get("user")) if self._with_user else None,
+            _metadata(body.get("metadata")) if self._with_metadata else None,
+        )
+
+    def settled(self, record: Record) -> None:
+        """A request is over. Those of no known key, and of routes that use no model, have no row."""
+        under = self._under_way.pop(record.id, None)
+        if record.key is not None and record.endpoint in _ENDPOINTS:
+            self._journal.append(encode(self._row(record, record.key, under)))
+        if under is not None and under.slot is not None:
+            self._journal.let_go(under.slot)
+
+    def _row(self, record: Record, key: str, under: _Under | None) -> Row:
+        usage, known = record.usage, self._keys.get(key)
+        told = usage or _NOTHING
+        return Row(
+            record.id,
+            record.started,
+            record.endpoint,
+            key,
+            known.team if known else None,
+            record.model,
+            record.server,
+            record.stream,
+            record.status,
+            record.code,
+            record.incomplete,
+            told.prompt if usage else None,
+            told.completion if usage else None,
+            told.cached if usage else None,
+            told.reasoning if usage else None,
+            sum(record.gaps.counts) if record.gaps is not None and record.incomplete is not None else 0,
+            record.duration,
+            record.first_token,
+            record.queued,
+            self._prices.get(record.model) if record.model else None,
+            known.labels if known else {},
+            under.user if under else None,
+            under.metadata if under else None,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process."""
+        reading = self._journal.read()
+        save(folder, reading.data, self._journal.held())
+
+
+def _user(value: object) -> str | None:
+    return value[:_USER_LIMIT].replace("\0", "") if isinstance(value, str) else None
+
+
+def _metadata(value: object) -> dict[str, Any] | None:
+    """The metadata if it is an object of a sensible size. PostgreSQL's texts cannot hold NUL."""
+    if not isinstance(value, dict):
+        return None
+    text = msgspec.json.encode(value)
+    return None if len(text) > _METADATA_LIMIT or b"\\u0000" in text else value

@@ -1,0 +1,144 @@
+"""Rows in shared memory: a relay appends, control reads, neither waits for the other.
+
+A journal is an anonymous memory file that control makes and a relay inherits; it belongs to the relay's number and not to its
+process, so what a relay had written when it was killed is read as if nothing had happened. It has two parts. The ring
+holds the rows of requests that are over, until control has them on disk. The slots hold one row for each request that
+is under way, as it is to be kept if its relay dies.
+
+The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved; a row leaves the
+ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and counted, and nobody waits.
+
+Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots), the
+ring, the slots.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+from gateway.ledger.row import HEAD, frame, frames
+
+RING = 16 * 1024 * 1024
+"""Bytes of rows that may wait for control: some 60,000 rows."""
+
+SLOT, SLOTS = 1024, 8192
+"""Bytes of a slot, and how many requests under way have one; memory is used only for those that ever were."""
+
+_MARKS = 64
+_APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT = range(5)
+_EMPTY = bytes(HEAD.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a look at the ring found: whole frames, how many rows they are, and the mark to release once they are safe."""
+
+    data: bytes
+    rows: int
+    end: int
+
+
+class Journal:
+    """One journal, mapped. ``fd`` is what a child process inherits."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._view = memoryview(self._map)
+        self._marks = self._view[:_MARKS].cast("Q")
+        self._ring, self._slots = self._marks[_RING_SIZE], self._marks[_SLOT_COUNT]
+        self._appended = self._marks[_APPENDED]
+        self._free = list(range(self._slots - 1, -1, -1))
+
+    @classmethod
+    def create(cls, name: str, ring: int = RING, slots: int = SLOTS) -> Journal:
+        """A new, empty journal."""
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, _MARKS + ring + slots * SLOT)
+        os.pwrite(fd, struct.pack("<5Q", 0, 0, 0, ring, slots), 0)
+        return cls(fd)
+
+    def close(self) -> None:
+        self._marks.release()
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+    # The relay's side
+
+    def append(self, payload: bytes) -> None:
+        """Keep a row; without room it is dropped and counted."""
+        framed = frame(payload)
+        before, ring = self._appended, self._ring
+        after = before + len(framed)
+        if after - self._marks[_RELEASED] > ring:
+            self._marks[_DROPPED] += 1
+            return
+        start = _MARKS + before % ring
+        room = _MARKS + ring - start
+        if len(framed) <= room:
+            self._view[start : start + len(framed)] = framed
+        else:
+            self._view[start : start + room] = framed[:room]
+            self._view[_MARKS : _MARKS + len(framed) - room] = framed[room:]
+        self._appended = self._marks[_APPENDED] = after
+
+    def hold(self, payload: bytes) -> int | None:
+        """Keep a row for the case that this process dies; returns its slot. None: there is no room, and it is not kept."""
+        if not self._free or len(payload) > SLOT - HEAD.size:
+            return None
+        slot = self._free.pop()
+        start = self._place(slot)
+        self._view[start + HEAD.size : start + HEAD.size + len(payload)] = payload
+        self._view[start : start + HEAD.size] = HEAD.pack(len(payload), zlib.crc32(payload))
+        return slot
+
+    def let_go(self, slot: int) -> None:
+        """The request is over, and its row appended."""
+        start = self._place(slot)
+        self._view[start : start + HEAD.size] = _EMPTY
+        self._free.append(slot)
+
+    def _place(self, slot: int) -> int:
+        return _MARKS + self._ring + slot * SLOT
+
+    # Control's side
+
+    @property
+    def dropped(self) -> int:
+        """Rows for which there was no room."""
+        return self._marks[_DROPPED]
+
+    def read(self) -> Reading:
+        """Everything that has been appended and not released."""
+        released, ring = self._marks[_RELEASED], self._ring
+        size = self._marks[_APPENDED] - released
+        start = released % ring
+        data = bytes(self._view[_MARKS + start : _MARKS + min(start + size, ring)])
+        if len(data) < size:
+            data += self._view[_MARKS : _MARKS + size - len(data)]
+        payloads = list(frames(data))
+        whole = sum(map(len, payloads)) + HEAD.size * len(payloads)
+        return Reading(data[:whole], len(payloads), released + whole)
+
+    def release(self, reading: Reading) -> None:
+        """What was read is safe."""
+        self._marks[_RELEASED] = reading.end
+
+    def held(self) -> list[bytes]:
+        """The rows of the requests that are under way; of a process that is gone, those that died with it."""
+        places = map(self._place, range(self._slots))
+        return [payload for place in places if self._is_held(place) for payload in frames(bytes(self._view[place : place + SLOT]))]
+
+    def _is_held(self, place: int) -> bool:
+        return self._view[place : place + HEAD.size] != _EMPTY
+
+    def forget(self) -> None:
+        """Empty the slots of a process that is gone, for the next one."""
+        for place in map(self._place, range(self._slots)):
+            if self._is_held(place):
+                self._view[place : place + HEAD.size] = _EMPTY

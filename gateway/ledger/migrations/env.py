@@ -1,0 +1,15 @@
+"""What alembic runs: the steps on the connection that ``store`` has given it, inside its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from gateway.ledger.schema import METADATA
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=METADATA,
+    version_table="gateway_usage_schema",
+    transactional_ddl=True,
+)
+context.run_migrations()

@@ -1,0 +1,168 @@
+"""What operators ask the ledger: sums over a time, by whatever they like to see apart.
+
+Reading only. Days are UTC's; a time is from its beginning up to, and without, its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, Engine, Integer, cast, func, inspect, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway import config as conf
+from gateway.config.problems import did_you_mean
+from gateway.config.quantities import parse_duration
+from gateway.ledger.errors import AwayError, QuestionError
+from gateway.ledger.schema import USAGE
+from gateway.ledger.store import database, engine, reason
+
+DIMENSIONS = ("key", "team", "model", "day", "server")
+"""What sums may be by."""
+
+_DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
+_DURATION = re.compile(r"[0-9.]+[a-z]+")
+_NANO = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: sums by these dimensions over a time, of one key or model or of all."""
+
+    by: tuple[str, ...]
+    since: datetime
+    until: datetime
+    key: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One line of an answer. ``group`` is in the order of the question's dimensions; ``cost`` None: no request had a price.
+
+    ``incomplete`` and ``estimated`` are requests, among them those whose tokens are an estimate.
+    """
+
+    group: tuple[str | None, ...]
+    requests: int
+    incomplete: int
+    estimated: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The sums, the largest number of tokens first; by day, in the order of the days."""
+
+    question: Question
+    sums: Sequence[Sum]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        question = self.question
+        rows = [{**dict(zip(question.by, each.group, strict=True)), **_without_group(each)} for each in self.sums]
+        return {"since": question.since.isoformat(), "until": question.until.isoformat(), "by": list(question.by), "usage": rows}
+
+
+def _without_group(each: Sum) -> dict[str, Any]:
+    return {name: value for name, value in asdict(each).items() if name != "group"}
+
+
+def question(words: Mapping[str, str], now: datetime) -> Question:
+    """A question from words: ``by``, ``since``, ``until``, ``key``, ``model``. Raises QuestionError."""
+    known = ("by", "since", "until", "key", "model")
+    for word in words:
+        if word not in known:
+            raise QuestionError(f"there is no parameter {word}{did_you_mean(word, known)}")
+    by = tuple(dict.fromkeys(part.strip() for part in words.get("by", _DEFAULT_BY).split(",")))
+    for part in by:
+        if part not in DIMENSIONS:
+            raise QuestionError(
+                f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose of {', '.join(DIMENSIONS)}"
+            )
+    since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
+    if since >= until:
+        raise QuestionError("the time ends before it begins")
+    return Question(by, since, until, words.get("key"), words.get("model"))
+
+
+def _instant(text: str, now: datetime) -> datetime:
+    """A date, a time, or so long ago."""
+    try:
+        if _DURATION.fullmatch(text):
+            return now - timedelta(seconds=parse_duration(text))
+        made = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise QuestionError(
+            f"{text} is no date such as 2027-01-01, no time such as 2027-01-01T12:00:00Z and no duration such as 7d"
+        ) from None
+    return made if made.tzinfo else made.replace(tzinfo=UTC)
+
+
+def answer(way: Engine, asked: Question) -> Answer:
+    """Ask the database. Raises AwayError."""
+    groups = [USAGE.c[name] for name in asked.by]
+    statement = select(*groups, *_totals()).where(*_conditions(asked)).group_by(*groups)
+    try:
+        with way.connect() as connection:
+            if not inspect(connection).has_table(USAGE.name):
+                return Answer(asked, ())
+            found = connection.execute(statement).all()
+    except SQLAlchemyError as error:
+        raise AwayError(reason(error)) from error
+    width = len(groups)
+    sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found]
+    return Answer(asked, sorted(sums, key=lambda each: _order(asked, each)))
+
+
+def _totals() -> tuple[ColumnElement[Any], ...]:
+    count = func.count()
+    return (
+        count,
+        func.count(USAGE.c.incomplete),
+        func.sum(cast(USAGE.c.estimated, Integer)),
+        *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
+        func.sum(USAGE.c.cost_nano),
+    )
+
+
+def _conditions(asked: Question) -> list[ColumnElement[bool]]:
+    conditions = [USAGE.c.time >= asked.since.astimezone(UTC), USAGE.c.time < asked.until.astimezone(UTC)]
+    conditions += [USAGE.c[name] == value for name, value in (("key", asked.key), ("model", asked.model)) if value is not None]
+    return conditions
+
+
+def _text(value: object) -> str | None:
+    return value.isoformat() if isinstance(value, date) else None if value is None else str(value)
+
+
+def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> Sum:
+    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in totals[:-1])
+    cost = None if totals[-1] is None else int(totals[-1]) / _NANO
+    return Sum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
+
+
+def _order(asked: Question, each: Sum) -> tuple[Any, ...]:
+    day = each.group[asked.by.index("day")] if "day" in asked.by else ""
+    return day, -(each.prompt_tokens + each.completion_tokens), tuple(part or "" for part in each.group)
+
+
+def ask(settings: conf.Ledger, beside: Path, words: Mapping[str, str]) -> Answer:
+    """Ask the ledger of a configuration in the folder ``beside``. Raises QuestionError and AwayError."""
+    asked, url = question(words, datetime.now(UTC)), database(settings.url.get_secret_value(), beside)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
+        return Answer(asked, ())  # asking would make the file
+    way = engine(url)
+    try:
+        return answer(way, asked)
+    finally:
+        way.dispose()

@@ -1,0 +1,169 @@
+"""Rows on disk, between the relays' journals and the database: what makes an outage of the database harmless.
+
+Every row comes by here. A batch is a file or a part of one, synced before the journals let go of it; files are read in
+their order, each when it is closed, and deleted when the database has its rows. The rules: one process at a time has the
+folder; the folder has a bound, beyond which the oldest rows are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.ledger.errors import SpoolTakenError
+from gateway.ledger.row import frame, frames
+
+LIMIT = 256 * 1024 * 1024
+"""Bytes that the spool may have: about a million rows."""
+
+_SEGMENT = 4 * 1024 * 1024
+_SUFFIX, _SAVED = ".rows", "saved-"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A closed file of rows."""
+
+    path: Path
+    rows: int
+    size: int
+
+    def payloads(self) -> list[bytes]:
+        """Its rows. Raises OSError."""
+        return list(frames(self.path.read_bytes()))
+
+
+class Spool:
+    """The folder. One thread appends, another one takes. ``rows`` and ``size``, in bytes, are what is there; ``dropped`` are rows."""
+
+    def __init__(self, folder: Path, limit: int = LIMIT, segment: int = _SEGMENT) -> None:
+        self.folder = folder
+        self._limit = limit
+        self._segment = segment
+        self._lock = threading.Lock()
+        self._closed: deque[Segment] = deque()
+        self._open: Segment | None = None
+        self._taken: Segment | None = None
+        self._number = 0
+        self.rows, self.size, self.dropped = 0, 0, 0
+        self._adopt(sorted(folder.glob("*" + _SUFFIX)))
+
+    def append(self, data: bytes, rows: int) -> None:
+        """Have frames on disk. Raises OSError, and then nothing has been taken."""
+        with self._lock:
+            before = self._open or Segment(self._next(), 0, 0)
+            _write(before.path, data, before.size)
+            self._open = Segment(before.path, before.rows + rows, before.size + len(data))
+            if self._open.size >= self._segment:
+                self._close()
+            self._keep_to_the_limit()
+            self._count()
+
+    def take(self) -> Segment | None:
+        """The oldest rows; None: there are none. The same ones are given until they are ``done``."""
+        with self._lock:
+            if not self._closed and self._open is not None:
+                self._close()
+            if not self._closed:
+                self._adopt(sorted(self.folder.glob(_SAVED + "*" + _SUFFIX)))
+            self._taken = self._closed[0] if self._closed else None
+            return self._taken
+
+    def done(self, segment: Segment) -> None:
+        """The database has these rows."""
+        with self._lock:
+            if self._closed and self._closed[0] is segment:
+                self._closed.popleft()
+                segment.path.unlink(missing_ok=True)
+            self._taken = None
+            self._count()
+
+    def _adopt(self, found: Sequence[Path]) -> None:
+        """What an earlier gateway has left, and what its relays saved when it died. A torn end is not counted as rows."""
+        for path in found:
+            payloads = list(frames(path.read_bytes()))
+            self._closed.append(Segment(path, len(payloads), path.stat().st_size))
+        self._count()
+
+    def _all(self) -> list[Segment]:
+        return [*self._closed, *([self._open] if self._open is not None else ())]
+
+    def _count(self) -> None:
+        """For those who look without the lock: they must not wait for a disk."""
+        self.rows, self.size = sum(each.rows for each in self._all()), sum(each.size for each in self._all())
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._closed.append(self._open)
+        self._open = None
+
+    def _keep_to_the_limit(self) -> None:
+        while sum(segment.size for segment in self._all()) > self._limit:
+            oldest = next((segment for segment in self._closed if segment is not self._taken), None)
+            if oldest is None:
+                return
+            self._closed.remove(oldest)
+            oldest.path.unlink(missing_ok=True)
+            self.dropped += oldest.rows
+
+    def _next(self) -> Path:
+        """A name behind all others, also behind those of earlier processes."""
+        self._number += 1
+        return self.folder / f"{time.time_ns():020}-{self._number:06}{_SUFFIX}"
+
+
+def _write(path: Path, data: bytes, at: int) -> None:
+    """Put data at this place of a file, cut what is behind it, and have it on disk. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, at)
+        os.lseek(fd, at, os.SEEK_SET)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    if not at:
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
+    """Leave frames, and rows that are to follow them, to the next gateway. Raises OSError."""
+    whole = data + b"".join(map(frame, payloads))
+    if not whole:
+        return
+    name = f"{_SAVED}{time.time_ns():020}-{os.getpid()}"
+    _write(folder / name, whole, 0)
+    (folder / name).rename(folder / (name + _SUFFIX))
+    _sync(folder)
+
+
+@contextmanager
+def spool(folder: Path, limit: int = LIMIT) -> Iterator[Spool]:
+    """The spool in a folder, which is made, for the length of a ``with``. Raises SpoolTakenError, and OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SpoolTakenError(f"another gateway has {folder}") from error
+        yield Spool(folder, limit)
+    finally:
+        os.close(fd)

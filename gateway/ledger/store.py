@@ -1,0 +1,154 @@
+"""The database that the ledger is kept in: SQLite or PostgreSQL.
+
+The rules: a row is known by its request's id, and a second one with the same id changes nothing; whatever goes wrong is either the
+database's state, and then the same rows will be good later, or one row's own fault, which must not keep the others
+waiting. Every call may take as long as the database does: they belong on a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, Insert, create_engine, delete, event, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
+
+from gateway.ledger.errors import AwayError
+from gateway.ledger.row import Row
+from gateway.ledger.schema import USAGE, values
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+# One gateway at a time, until the transaction ends; the number is any that is only ours.
+_ALONE = {"postgresql": "SELECT pg_advisory_xact_lock(1986817133)", "sqlite": "BEGIN IMMEDIATE"}
+_CONNECT = {
+    # A server that is gone without a word is noticed within half a minute (libpq's connection parameters).
+    "postgresql": {
+        "connect_timeout": 5,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 30_000,
+    },
+    "sqlite": {"timeout": 10},
+}
+_BATCH = 500
+_STATE = (SQLAlchemyError, CommandError, OSError)  # alembic's is for a table that is of a later version
+_log = logging.getLogger("vllm_gateway.ledger")
+
+
+def database(url: str, folder: Path) -> URL:
+    """The URL with its driver. The file of SQLite is relative to ``folder``, the one of the configuration."""
+    made = make_url(url)
+    if made.get_backend_name() == "sqlite":
+        return made.set(database=str(folder / (made.database or "")))
+    return made.set(drivername="postgresql+psycopg")
+
+
+def engine(url: URL) -> Engine:
+    """A way to the database; nothing is opened yet."""
+    backend = url.get_backend_name()
+    given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
+    made = create_engine(url, connect_args=given, pool_pre_ping=backend == "postgresql")
+    if backend == "sqlite":
+        event.listen(made, "connect", _prepare_sqlite)
+    return made
+
+
+def _insertion(backend: str) -> Insert:
+    insert = sqlite.insert if backend == "sqlite" else postgresql.insert
+    return insert(USAGE).on_conflict_do_nothing()
+
+
+def _prepare_sqlite(connection: Any, _: object) -> None:
+    """Readers and the writer do not wait for each other, and what is committed is on disk (sqlite.org/wal.html)."""
+    for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+class Store:
+    """The writing side."""
+
+    def __init__(self, url: URL) -> None:
+        self._url = url
+        self.engine = engine(url)
+        self._insert = _insertion(self.engine.dialect.name)
+        self._ready = False
+        self._preparing = threading.Lock()
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def write(self, rows: Sequence[Row]) -> int:
+        """Have these rows in the database; returns how many it cannot hold. Raises AwayError, and then all of them are to come again."""
+        try:
+            self._prepare()
+            return sum(self._write(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
+        except _STATE as error:
+            raise AwayError(reason(error)) from error
+
+    def prune(self, before: datetime) -> bool:
+        """Delete some of the rows that are older; True when there may be more. Raises AwayError."""
+        old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_BATCH)
+        try:
+            self._prepare()
+            with self.engine.begin() as connection:
+                return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _BATCH
+        except _STATE as error:
+            raise AwayError(reason(error)) from error
+
+    def _write(self, rows: Sequence[Row]) -> int:
+        try:
+            self._commit(rows)
+        except (SQLAlchemyError, OverflowError, ValueError) as error:
+            if not _is_of_a_row(error):
+                raise
+            if len(rows) > 1:
+                return sum(self._write([row]) for row in rows)
+            _log.error("the ledger cannot hold the row of request %s: %s", rows[0].id, reason(error))
+            return 1
+        return 0
+
+    def _commit(self, rows: Sequence[Row]) -> None:
+        with self.engine.begin() as connection:
+            connection.execute(self._insert, [values(row) for row in rows])
+
+    def _prepare(self) -> None:
+        """Bring the table to this version's shape, once."""
+        with self._preparing:
+            if self._ready:
+                return
+            if self.engine.dialect.name == "sqlite" and self._url.database:
+                Path(self._url.database).touch(mode=0o600)  # who used what is not for everybody's eyes
+            with self.engine.begin() as connection:
+                migrate(connection)
+            self._ready = True
+
+
+def migrate(connection: Connection) -> None:
+    """Take the steps that are missing, inside the connection's transaction. Of several gateways that start at once, one takes them."""
+    connection.exec_driver_sql(_ALONE[connection.dialect.name])
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _is_of_a_row(error: Exception) -> bool:
+    """Whether the error is about what was to be written, and would come again."""
+    before_it_was_sent = isinstance(error, StatementError) and not isinstance(error, DBAPIError)
+    return before_it_was_sent or isinstance(error, DataError | IntegrityError | OverflowError | ValueError)
+
+
+def reason(error: Exception) -> str:
+    """One line, without the statement and its values."""
+    cause = getattr(error, "orig", None) or error
+    return " ".join(str(cause).split()) or type(cause).__name__

@@ -1,0 +1,244 @@
+"""From the relays' journals to the spool, and from the spool to the database: two threads of control.
+
+The rules: neither thread ever waits for the other, so a database that hangs keeps no journal from being read; rows are let go of in
+a journal when they are synced to the spool, and in the spool when the database has committed them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway import config as conf
+from gateway.ledger import queries
+from gateway.ledger.aside import aside
+from gateway.ledger.errors import AwayError
+from gateway.ledger.journal import Journal
+from gateway.ledger.row import Row, decode, frame, frames
+from gateway.ledger.spool import Spool, spool
+from gateway.ledger.store import Store, database
+from gateway.metrics import Series
+
+_LOOK_EVERY = 0.25  # seconds between two looks at the journals
+_RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
+_PRUNE_EVERY = 600.0
+_REST = 1.0  # seconds between two looks for what the relays of a dead gateway have saved
+_TELL_EVERY = 60.0
+_ANSWERS_WITHIN = 60.0
+_PATIENCE = 5.0  # seconds that the database may take at the end; what it has not got then stays in the spool
+_log = logging.getLogger("vllm_gateway.ledger")
+
+
+class Ledger:
+    """What runs. The counts are of rows, since control began."""
+
+    def __init__(self, journals: Sequence[Journal], kept: Spool, store: Store, retention: float | None) -> None:
+        self.journals = journals
+        self._spool = kept
+        self._store = store
+        self._retention = retention
+        self._bereaved: deque[list[bytes]] = deque()
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._news = threading.Event()
+        self._counting = threading.Lock()
+        self._told: dict[str, float] = {}
+        self._prune_at = 0.0
+        self._unfit = 0
+        self.written = 0
+        self.lost = 0
+        self.away: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The spool's."""
+        return self._spool.folder
+
+    @property
+    def dropped(self) -> int:
+        """Rows that will not be in the database: for lack of room, or because it cannot hold them."""
+        return self._spool.dropped + self._unfit + sum(journal.dropped for journal in self.journals)
+
+    def series(self) -> dict[Series, Sequence[float]]:
+        """What Prometheus is shown."""
+        outcomes = {"written": self.written, "lost": self.lost, "dropped": self.dropped}
+        return {
+            **{Series("ledger_rows_total", (outcome,)): (count,) for outcome, count in outcomes.items()},
+            Series("ledger_spool_rows", ()): (self._spool.rows,),
+            Series("ledger_spool_bytes", ()): (self._spool.size,),
+        }
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
+        """The answer to a question. Raises QuestionError and AwayError."""
+        asked = queries.question(words, datetime.now(UTC))
+        return (await aside(lambda: queries.answer(self._store.engine, asked), _ANSWERS_WITHIN)).document()
+
+    def relay_gone(self, number: int) -> None:
+        """A relay's process has ended, on whatever way: what it had under way is lost with it, and is told so."""
+        journal = self.journals[number]
+        held = journal.held()
+        journal.forget()
+        if held:
+            self._bereaved.append(held)
+
+    def stop(self) -> None:
+        """Take what the journals still hold, and end."""
+        self._stopping.set()
+        self._news.set()
+
+    # The first thread
+
+    def collect(self) -> None:
+        """Move what the journals hold to the disk, until the end."""
+        while not self._stopping.wait(_LOOK_EVERY):
+            self._look()
+        self._look()
+        self._ended.set()
+        self._news.set()
+
+    def _look(self) -> None:
+        try:
+            self._collect_once()
+        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
+            _log.exception("the ledger could not take the relays' rows; it tries again")
+
+    def _collect_once(self) -> None:
+        lost = [payload for held in self._taken_bereaved() for payload in held]  # before the rings: a row that is in both is whole in those
+        readings = [journal.read() for journal in self.journals]
+        data = b"".join(reading.data for reading in readings) + b"".join(map(frame, lost))
+        if not data:
+            return
+        rows = sum(reading.rows for reading in readings) + len(lost)
+        if not self._kept(data, rows):
+            if lost:
+                self._bereaved.appendleft(lost)
+            return
+        for journal, reading in zip(self.journals, readings, strict=True):
+            journal.release(reading)
+        self.lost += len(lost)
+        self._news.set()
+        if self.dropped:
+            self._tell("dropped", f"the ledger has dropped {self.dropped} rows so far")
+
+    def _taken_bereaved(self) -> Iterator[list[bytes]]:
+        while self._bereaved:
+            yield self._bereaved.popleft()
+
+    def _kept(self, data: bytes, rows: int) -> bool:
+        """Have frames in the spool, or in the database where the disk takes nothing; False: they are nowhere yet."""
+        try:
+            self._spool.append(data, rows)
+            return True
+        except OSError as error:
+            self._tell("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
+        try:
+            self._write(list(frames(data)))
+            return True
+        except AwayError as error:
+            self._tell("both", f"the ledger has neither a disk nor its database, usage waits in memory: {error}")
+            return False
+
+    # The second thread
+
+    def deliver(self) -> None:
+        """Move what is in the spool to the database, until the end."""
+        pause = _RETRY
+        self._attempt(lambda: self._write([]))  # makes the table
+        while not self._ended.is_set() or self._spool.rows:
+            if self._attempt(self._step):
+                pause = _RETRY
+            elif self._ended.is_set():
+                return  # the rows stay where they are, for the next start
+            else:
+                self._stopping.wait(pause)
+                pause = min(2 * pause, _LONGEST_RETRY)
+
+    def _attempt(self, work: Callable[[], None]) -> bool:
+        """Whether it could be done."""
+        try:
+            work()
+        except (AwayError, OSError) as error:
+            self.away = str(error)
+            self._tell("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
+            return False
+        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
+            _log.exception("the ledger could not write rows; it tries again")
+            return False
+        return True
+
+    def _step(self) -> None:
+        """Write the oldest rows; where there are none, look after old ones, and wait. Raises AwayError and OSError."""
+        segment = self._spool.take()
+        if segment is not None:
+            self._write(segment.payloads())
+            self._spool.done(segment)
+        elif self._retention is not None and time.monotonic() >= self._prune_at:
+            more = self._store.prune(datetime.now(UTC) - timedelta(seconds=self._retention))
+            self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
+        else:
+            self._news.wait(_REST)
+            self._news.clear()
+
+    def _write(self, payloads: Sequence[bytes]) -> None:
+        rows = [row for payload in payloads if (row := self._decoded(payload)) is not None]
+        unfit = self._store.write(rows)
+        with self._counting:
+            self._unfit += unfit
+            self.written += len(rows) - unfit
+        if self.away is not None:
+            _log.warning("the ledger's database is back")
+            self.away = None
+
+    def _decoded(self, payload: bytes) -> Row | None:
+        try:
+            return decode(payload)
+        except msgspec.DecodeError as error:
+            _log.error("the ledger's spool holds what is no row: %s", error)
+            with self._counting:
+                self._unfit += 1
+            return None
+
+    def _tell(self, what: str, message: str) -> None:
+        """Say it, but not again and again."""
+        now = time.monotonic()
+        if now >= self._told.get(what, now):
+            self._told[what] = now + _TELL_EVERY
+            _log.error("%s", message)
+
+
+def spool_folder(state: Path, config: Path) -> Path:
+    """Where the gateway of this configuration has its spool, below the state folder."""
+    return state / "ledger" / hashlib.sha256(os.path.abspath(config).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def running(settings: conf.Ledger, beside: Path, folder: Path, relays: int) -> Iterator[Ledger]:
+    """A ledger that runs for the length of a ``with``, with a journal for each relay; at its end what they held is on disk.
+
+    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolTakenError, and OSError where there can be no spool.
+    """
+    url = database(settings.url.get_secret_value(), beside)
+    with spool(folder) as kept, ExitStack() as stack:
+        store = stack.enter_context(closing(Store(url)))
+        journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(relays)]
+        ledger = Ledger(journals, kept, store, settings.retention)
+        threads = [threading.Thread(target=work, name=f"ledger-{work.__name__}", daemon=True) for work in (ledger.collect, ledger.deliver)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield ledger
+        finally:
+            ledger.stop()
+            for thread in threads:
+                thread.join(_PATIENCE)

@@ -1,0 +1,167 @@
+"""What a relay writes of each request: one row, with everything that is known, whatever became of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.ledger.books import Books
+from gateway.ledger.journal import Journal
+from gateway.ledger.row import LOST, Row, decode, frames
+from tests.support.running import KEY, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, EVENTS, HELLO, ROLE, STOP, Client, ask, chat, client, request
+
+TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_centre": "17"}}
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.create("test", 1 << 16, 8)
+    yield made
+    made.close()
+
+
+def rows(journal: Journal) -> list[Row]:
+    reading = journal.read()
+    journal.release(reading)
+    return [decode(payload) for payload in frames(reading.data)]
+
+
+async def _completion(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+async def _stream(talk: Conversation) -> None:
+    await talk.begin_stream()
+    for event in EVENTS:
+        await talk.chunk(event)
+    await talk.end_stream()
+
+
+async def _endless(talk: Conversation) -> None:
+    """A first event and three more, each by itself, and then silence."""
+    await talk.begin_stream()
+    for event in (ROLE, HELLO, HELLO, HELLO):
+        await talk.chunk(event)
+        await asyncio.sleep(0.05)
+    await talk.closed_by_peer()
+
+
+async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], books=Books(journal)) as served,
+    ):
+        reply = await ask(served.port, request(chat(user="u", metadata={"a": "b"})))
+        (row,) = rows(journal)
+    assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_centre": "17"})
+    assert (row.model, row.server, row.endpoint, row.stream) == ("tiny", "tiny#0", "/v1/chat/completions", False)
+    assert (row.status, row.code, row.incomplete) == (200, None, None)
+    assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))
+    assert row.cost == 1500 + 4000 and (row.user, row.metadata) == (None, None), "which nobody wanted"
+    assert row.duration is not None and row.queued == 0.0 and journal.held() == []
+
+
+async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(journal: Journal) -> None:
+    async with scripted(_stream) as server, serving([model(server.port)], books=Books(journal)) as served:
+        assert b"usage" not in (await ask(served.port, request(chat(stream=True)))).body
+        (row,) = rows(journal)
+    assert (row.stream, row.prompt, row.generated, row.cost, row.chunks) == (True, 3, (2, False), None, 0)
+    assert row.first_token is not None
+
+
+async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"user": "u\0ser" + 300 * "x", "metadata": {"order": "7"}}, {"user": 7, "metadata": "none"}, {"metadata": {"a": "\0"}},
+        {"metadata": {"a": 20_000 * "x"}}, {},
+    ]  # fmt: skip
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port)], books=Books(journal), ledger_user=True, ledger_metadata=True) as served,
+    ):
+        for body in bodies:
+            assert (await ask(served.port, request(chat(**body)))).status == 200
+        first, *others = rows(journal)
+    assert (first.user, first.metadata) == ("user" + 251 * "x", {"order": "7"})
+    assert {(row.user, row.metadata is None) for row in others} == {(None, True)}
+
+
+async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:
+    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served:
+        for body, token in ((chat(model="nobody"), KEY), (b"{", KEY), (chat(), "sk-wrong"), (chat(), None)):
+            await ask(served.port, request(body, token=token))
+        await ask(served.port, request(b"", "/v1/models", method="GET"))
+        found = rows(journal)
+    assert [(row.status, row.code, row.model, row.team, row.prompt) for row in found] == [
+        (404, "model_not_found", None, "research", None),
+        (400, "invalid_json", None, "research", None),
+    ]
+
+
+async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port, price=(1.0, 2.0))], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True)))
+        await _events(one, 4)
+        one.leave()
+        await until(lambda: not served.stories)
+        (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
+    assert row.generated == (3, True) and row.cost == 6000 and journal.held() == []
+
+
+async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Journal) -> None:
+    async def breaks(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for event in (ROLE, HELLO, STOP):
+            await talk.chunk(event)
+            await asyncio.sleep(0.05)
+        talk.writer.transport.abort()
+
+    async with scripted(breaks) as server, serving([model(server.port)], books=Books(journal)) as served:
+        await ask(served.port, request(chat(stream=True)))
+        (row,) = rows(journal)
+    assert (row.incomplete, row.code) == ("upstream", "upstream_disconnected")
+    assert row.generated == (2, True)
+
+
+async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True)))
+        await _events(one, 1)
+        (payload,) = journal.held()
+        row = decode(payload)
+        one.leave()
+        await until(lambda: not served.stories)
+        (settled,) = rows(journal)
+    assert (row.id, row.incomplete, row.status, row.cost) == (settled.id, LOST, None, None)
+    assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
+        settled.key, settled.team, settled.labels, settled.model, True, settled.started,
+    )  # fmt: skip
+
+
+async def test_no_room_fails_no_request() -> None:
+    journal = Journal.create("test", 64, 0)
+    async with scripted(_completion) as server, serving([model(server.port)], books=Books(journal)) as served:
+        for _ in range(3):
+            assert (await ask(served.port, request(chat()))).status == 200
+    assert (journal.dropped, rows(journal)) == (3, [])
+    journal.close()
+
+
+async def _events(one: Client, count: int) -> None:
+    data = b""
+    async with asyncio.timeout(20):
+        while data.count(b"\n\n") < count:
+            data += await one.reader.read(65536)

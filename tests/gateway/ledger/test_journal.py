@@ -1,0 +1,106 @@
+"""Rows in shared memory: none is torn, none is lost but for lack of room, and what a dead process held is found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.ledger.journal import SLOT, Journal
+from gateway.ledger.row import HEAD, frames
+
+RING = 256
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.create("test", RING, 4)
+    yield made
+    made.close()
+
+
+def taken(journal: Journal) -> list[bytes]:
+    """What is read, and let go of."""
+    reading = journal.read()
+    journal.release(reading)
+    assert reading.rows == len(list(frames(reading.data)))
+    return list(frames(reading.data))
+
+
+def test_what_is_appended_is_read_until_it_is_released(journal: Journal) -> None:
+    journal.append(b"one")
+    journal.append(b"two")
+    reading = journal.read()
+    assert list(frames(reading.data)) == list(frames(journal.read().data)) == [b"one", b"two"]
+    journal.append(b"three")
+    journal.release(reading)
+    assert taken(journal) == [b"three"] and taken(journal) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.binary(min_size=1, max_size=120), st.none()), max_size=60))
+def test_rows_come_in_order_around_the_ring(steps: list[bytes | None]) -> None:
+    """A None is a look of the reader."""
+    journal = Journal.create("test", RING, 1)
+    try:
+        got: list[bytes] = []
+        kept: list[bytes] = []
+        for step in steps:
+            if step is None:
+                got += taken(journal)
+                continue
+            dropped = journal.dropped
+            journal.append(step)
+            kept += [step] * (journal.dropped == dropped)
+        assert got + taken(journal) == kept
+    finally:
+        journal.close()
+
+
+def test_a_full_ring_drops_and_counts_and_goes_on_when_there_is_room(journal: Journal) -> None:
+    row = bytes(RING // 2 - HEAD.size)
+    for _ in range(3):
+        journal.append(row)
+    assert journal.dropped == 1 and taken(journal) == [row, row]
+    journal.append(b"after")
+    assert taken(journal) == [b"after"] and journal.dropped == 1
+
+
+def test_another_process_sees_the_same_and_goes_on_behind_it(journal: Journal) -> None:
+    journal.append(b"first")
+    successor = Journal(os.dup(journal.fd))
+    successor.append(b"second")
+    assert taken(journal) == [b"first", b"second"]
+    successor.close()
+
+
+def test_what_is_not_whole_is_waited_for(journal: Journal) -> None:
+    journal.append(b"whole")
+    journal.append(b"torn")
+    place = 64 + 2 * HEAD.size + len(b"whole")
+    os.pwrite(journal.fd, b"?", place)
+    reading = journal.read()
+    journal.release(reading)
+    assert list(frames(reading.data)) == [b"whole"] and taken(journal) == []
+    os.pwrite(journal.fd, b"t", place)
+    assert taken(journal) == [b"torn"]
+
+
+def test_slots_hold_what_is_under_way(journal: Journal) -> None:
+    slots = [journal.hold(name) for name in (b"a", b"b", b"c")]
+    assert journal.held() == [b"a", b"b", b"c"]
+    assert slots[1] is not None
+    journal.let_go(slots[1])
+    assert journal.held() == [b"a", b"c"]
+    assert journal.hold(b"d") == slots[1]
+    assert journal.hold(b"e") is not None and journal.hold(b"f") is None, "there are four"
+    journal.forget()
+    assert journal.held() == []
+
+
+def test_what_is_too_long_for_a_slot_has_none(journal: Journal) -> None:
+    assert journal.hold(bytes(SLOT)) is None and journal.held() == []
+    assert journal.hold(b"x" * (SLOT - HEAD.size)) is not None and len(journal.held()) == 1

@@ -1,0 +1,181 @@
+"""Who used what: sums, and how they are shown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from gateway.cli import run
+from gateway.ledger.errors import QuestionError
+from gateway.ledger.queries import Answer, answer, question
+from gateway.ledger.row import LOST
+from gateway.ledger.shown import FORMATS
+from gateway.ledger.store import Store, database
+from tests.gateway.ledger.rows import STARTED, row
+from tests.support.process import configuration
+
+NOW = datetime.fromtimestamp(STARTED, UTC)
+DAY = 86400.0
+UNTOLD: dict[str, Any] = {"prompt": None, "completion": None, "cached": None, "reasoning": None}
+ROWS = [
+    row(1, price=(1.0, 2.0)),
+    row(2, team="t", price=(1.0, 2.0), started=STARTED - DAY),
+    row(3, team="t", model="big", server="big#0", prompt=1000, completion=0, cached=0, reasoning=0),
+    row(
+        4,
+        key="team-b",
+        model="big",
+        server="big#1",
+        incomplete="client",
+        chunks=7,
+        prompt=None,
+        completion=None,
+        cached=None,
+        reasoning=None,
+    ),
+    row(5, key="team-b", model=None, server=None, status=404, prompt=None, completion=None, cached=None, reasoning=None),
+    row(6, key="team-b", incomplete=LOST, status=None, prompt=None, completion=None, cached=None, reasoning=None),
+    row(7, started=STARTED - 40 * DAY),
+]
+
+
+@pytest.fixture
+def store(url: str, tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(database(url, tmp_path))) as made:
+        made.write(ROWS)
+        yield made
+
+
+def asked(store: Store, **words: str) -> Answer:
+    return answer(store.engine, question({"until": "2027-01-16", **words}, NOW))
+
+
+def told(answer: Answer) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
+    return {
+        each.group: (each.requests, each.incomplete, each.estimated, each.prompt_tokens, each.completion_tokens, each.cost)
+        for each in answer.sums
+    }
+
+
+def test_sums_are_by_whatever_is_asked_for(store: Store) -> None:
+    assert told(asked(store, by="key")) == {
+        ("team-a",): (3, 0, 0, 1020, 10, 0.00004),
+        ("team-b",): (3, 2, 1, 0, 7, None),
+    }
+    assert told(asked(store, by="team")) == {("t",): (2, 0, 0, 1010, 5, 0.00002), (None,): (4, 2, 1, 10, 12, 0.00002)}
+    assert set(told(asked(store, by="model,server"))) == {
+        ("big", "big#0"), ("big", "big#1"), ("tiny", "tiny#0"), (None, None),
+    }  # fmt: skip
+    assert list(told(asked(store, by="day"))) == [("2027-01-14",), ("2027-01-15",)]
+    assert told(asked(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 0.00002)
+
+
+def test_the_largest_come_first(store: Store) -> None:
+    assert list(told(asked(store, by="model"))) == [("big",), ("tiny",), (None,)]
+
+
+def test_a_time_is_up_to_its_end(store: Store) -> None:
+    assert told(asked(store, by="key", since="2027-01-14", until="2027-01-15"))["team-a",][0] == 1
+    assert told(asked(store, by="key", since="60d"))["team-a",][0] == 4
+    exactly = (NOW).isoformat()
+    assert told(asked(store, by="key", since="2027-01-15", until=exactly)) == {}
+    assert told(asked(store, by="key", since=exactly))["team-a",][0] == 2
+    assert told(asked(store, by="key", since="2027-01-15T09:00:00+01:00"))["team-a",][0] == 2, "which is 8 o'clock in UTC"
+
+
+def test_one_key_or_model_may_be_looked_at_alone(store: Store) -> None:
+    assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
+                                                            ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
+    assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"by": "colour"}, "not shown by colour: choose of key, team, model, day, server"),
+        ({"by": ""}, "by nothing"),
+        ({"since": "yesterday"}, "yesterday is no date"),
+        ({"since": "99999999999d"}, "99999999999d is no date"),
+        ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it begins"),
+        ({"sinse": "1d"}, "did you mean `since`"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(words: dict[str, str], said: str) -> None:
+    with pytest.raises(QuestionError, match=said):
+        question(words, NOW)
+
+
+def shown(answer: Answer, form: str) -> str:
+    out = io.StringIO()
+    FORMATS[form](answer, Console(file=out, width=160, highlight=False))
+    return out.getvalue()
+
+
+def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: Store) -> None:
+    text = shown(asked(store, by="key"), "table")
+    _, head, first, second, note = text.rstrip("\n").splitlines()
+    assert head.split() == ["key", "requests", "incomplete", "prompt", "cached", "completion", "reasoning", "cost", "tokens"]
+    assert first.split()[:7] == ["team-a", "3", "0", "1,020", "4", "10", "2"] and second.split()[:5] == ["team-b", "3", "2", "0", "0"]
+    assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
+    assert "cost" not in shown(asked(store, by="key", model="big"), "table")
+    assert "nothing" in shown(asked(store, key="nobody"), "table")
+
+
+def test_programs_get_csv_and_json(store: Store) -> None:
+    lines = list(csv.DictReader(io.StringIO(shown(asked(store, by="key,model"), "csv"))))
+    document = json.loads(shown(asked(store, by="key,model"), "json"))
+    assert [line["key"] for line in lines] == [each["key"] for each in document["usage"]]
+    first = document["usage"][0]
+    assert (first["key"], first["model"], first["prompt_tokens"], first["cost"]) == ("team-a", "big", 1000, None)
+    assert {name: str(value) if value is not None else "" for name, value in first.items()} == lines[0]
+    assert document["by"] == ["key", "model"] and document["until"] == "2027-01-16T00:00:00+00:00"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}}) | {"ledger": "sqlite:///usage.db"}))
+    return path
+
+
+def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["usage", "--config", str(file)]) == 0 and "nothing" in capsys.readouterr().out
+    assert not (file.parent / "usage.db").exists()
+    with closing(Store(database("sqlite:///usage.db", file.parent))) as made:
+        made.write([row(1, started=datetime.now(UTC).timestamp() - 60)])
+    assert run(["usage", "--config", str(file), "--by", "model,day", "--format", "json", "--since", "1h"]) == 0
+    (only,) = json.loads(capsys.readouterr().out)["usage"]
+    assert (only["model"], only["requests"]) == ("tiny", 1)
+    assert only["day"] in {(datetime.now(UTC) - timedelta(minutes=2)).date().isoformat(), datetime.now(UTC).date().isoformat()}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--by", "colour"], 2, "not shown by colour"),
+        (["--format", "xml"], 2, "table, csv, json"),
+        (["--since", "never"], 2, "never is no date"),
+    ],
+)
+def test_the_command_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
+    assert run(["usage", "--config", str(file), *words]) == code
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""
+
+
+def test_without_a_ledger_there_is_nothing_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}})))
+    assert run(["usage", "--config", str(path)]) == 1 and "has no ledger" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}}) | {"ledger": "postgresql://u@127.0.0.1:1/x"}))
+    assert run(["usage", "--config", str(path)]) == 1 and "does not answer" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""Rows on disk: in order, bounded, whole again after every death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.ledger.errors import SpoolTakenError
+from gateway.ledger.row import frame
+from gateway.ledger.spool import Spool, save, spool
+
+
+def append(kept: Spool, *payloads: bytes) -> None:
+    kept.append(b"".join(map(frame, payloads)), len(payloads))
+
+
+def drained(kept: Spool) -> list[bytes]:
+    found: list[bytes] = []
+    while (segment := kept.take()) is not None:
+        found += segment.payloads()
+        kept.done(segment)
+    assert (kept.rows, kept.size) == (0, 0)
+    return found
+
+
+def test_rows_are_taken_in_order_and_gone_when_done(tmp_path: Path) -> None:
+    kept = Spool(tmp_path)
+    append(kept, b"one", b"two")
+    append(kept, b"three")
+    assert kept.rows == 3 and kept.size == sum(file.stat().st_size for file in tmp_path.glob("*.rows"))
+    segment = kept.take()
+    assert segment is not None and kept.take() is segment, "until it is done"
+    append(kept, b"four")
+    kept.done(segment)
+    assert drained(kept) == [b"four"] and not list(tmp_path.glob("*.rows"))
+
+
+def test_a_restart_finds_everything_in_order(tmp_path: Path) -> None:
+    first = Spool(tmp_path, segment=40)
+    for number in range(20):
+        append(first, b"row %d" % number)
+    save(tmp_path, frame(b"saved"), [b"held"])
+    again = Spool(tmp_path)
+    append(again, b"new")
+    assert again.rows == 23 and drained(again) == [*(b"row %d" % number for number in range(20)), b"saved", b"held", b"new"]
+
+
+def test_what_a_relay_saves_later_is_found_too(tmp_path: Path) -> None:
+    kept = Spool(tmp_path)
+    save(tmp_path, b"", [b"held"])
+    save(tmp_path, b"", [])
+    assert drained(kept) == [b"held"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(frame(b"second"))))
+def test_a_torn_end_costs_the_torn_row_alone(tmp_path: Path, cut: int) -> None:
+    append(Spool(tmp_path), b"first", b"second")
+    (file,) = tmp_path.glob("*.rows")
+    file.write_bytes(file.read_bytes()[:-cut])
+    again = Spool(tmp_path)
+    assert again.rows == 1 and drained(again) == [b"first"]
+
+
+def test_beyond_its_bound_the_oldest_go_and_are_counted(tmp_path: Path) -> None:
+    kept = Spool(tmp_path, limit=200, segment=40)
+    for number in range(20):
+        append(kept, b"row %02d" % number)
+    assert kept.size <= 200 and kept.dropped == 20 - kept.rows > 0
+    left = drained(kept)
+    assert left == [b"row %02d" % number for number in range(20 - len(left), 20)]
+
+
+def test_what_is_being_written_to_the_database_is_not_dropped(tmp_path: Path) -> None:
+    kept = Spool(tmp_path, limit=60, segment=10)
+    append(kept, b"in the making")
+    segment = kept.take()
+    for _ in range(10):
+        append(kept, b"a lot of rows")
+    assert segment is not None and segment.payloads() == [b"in the making"] and kept.dropped > 0
+
+
+def test_a_disk_that_fails_takes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    kept = Spool(folder)
+    folder.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        append(kept, b"one")
+    assert kept.rows == 0
+    (tmp_path / "away").rename(folder)
+    append(kept, b"two")
+    assert drained(kept) == [b"two"]
+
+
+def test_one_gateway_at_a_time(tmp_path: Path) -> None:
+    with spool(tmp_path / "spool") as kept:
+        append(kept, b"one")
+        with pytest.raises(SpoolTakenError), spool(tmp_path / "spool"):
+            pass
+    with spool(tmp_path / "spool") as kept:
+        assert drained(kept) == [b"one"]
+    assert (tmp_path / "spool").stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,155 @@
+"""From the journals to the database, with the threads that do it: nothing is lost, nothing is doubled, whatever is away."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import select
+
+from gateway import config as conf
+from gateway.ledger.errors import QuestionError
+from gateway.ledger.row import LOST, frame
+from gateway.ledger.schema import USAGE
+from gateway.ledger.spool import save
+from gateway.ledger.store import Store, database
+from gateway.ledger.writer import Ledger, running
+from gateway.metrics import Series
+from tests.gateway.ledger.rows import payload, row
+from tests.support.process import wait_for
+
+NOW = datetime.now(UTC).timestamp()
+
+
+def ledger(url: str, folder: Path, *, relays: int = 1, **more: str) -> AbstractContextManager[Ledger]:
+    return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", relays)
+
+
+def kept(url: str, folder: Path) -> dict[str, str | None]:
+    """Each row's id and what is said of its completeness."""
+    with closing(Store(database(url, folder))) as store:
+        store.write([])
+        with store.engine.connect() as connection:
+            return {each.request_id: each.incomplete for each in connection.execute(select(USAGE))}
+
+
+def rows_total(one: Ledger, outcome: str) -> float:
+    return one.series()[Series("ledger_rows_total", (outcome,))][0]
+
+
+def spooled(one: Ledger) -> float:
+    return one.series()[Series("ledger_spool_rows", ())][0]
+
+
+def test_rows_of_all_relays_reach_the_database(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path, relays=2) as one:
+        for number in range(100):
+            one.journals[number % 2].append(payload(number))
+        wait_for(lambda: one.written == 100)
+        assert all(journal.read().rows == 0 for journal in one.journals) and spooled(one) == 0
+    assert set(kept(url, tmp_path)) == {f"req_{number}" for number in range(100)}
+
+
+def test_what_comes_last_is_written_before_the_end(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(payload(1))
+    assert set(kept(url, tmp_path)) == {"req_1"}
+
+
+def test_what_a_relay_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        journal = one.journals[0]
+        journal.hold(payload(1, incomplete=LOST))
+        journal.hold(payload(2, incomplete=LOST))
+        journal.append(payload(2))  # it died between this and letting go of the slot
+        one.relay_gone(0)
+        wait_for(lambda: one.written >= 2)
+        assert journal.held() == [] and journal.hold(payload(3, incomplete=LOST)) is not None
+    assert kept(url, tmp_path) == {"req_1": LOST, "req_2": None}
+
+
+def test_a_database_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path) as one:
+        for number in range(50):
+            one.journals[0].append(payload(number))
+        wait_for(lambda: spooled(one) == 50 and one.away is not None)
+        assert one.journals[0].read().rows == 0 and rows_total(one, "written") == 0
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.written == 50)
+        assert one.away is None and spooled(one) == 0 and rows_total(one, "dropped") == 0
+    assert len(kept(url, tmp_path)) == 50
+
+
+def test_rows_wait_for_the_database_from_one_start_to_the_next(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(payload(1))
+    with ledger(url, tmp_path) as one:
+        assert spooled(one) == 1
+        one.journals[0].append(payload(2))
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.written == 2)
+    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
+
+
+def test_what_a_relay_saved_is_found_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        save(one.folder, frame(payload(1)), [payload(2, incomplete=LOST), payload(1, incomplete=LOST)])
+        wait_for(lambda: one.written == 3)
+    assert kept(url, tmp_path) == {"req_1": None, "req_2": LOST}
+
+
+def test_a_disk_that_fails_is_passed_by(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        one.folder.rename(tmp_path / "elsewhere")
+        one.journals[0].append(payload(1))
+        wait_for(lambda: one.written == 1)
+        (tmp_path / "elsewhere").rename(one.folder)
+        one.journals[0].append(payload(2))
+        wait_for(lambda: one.written == 2)
+    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
+
+
+def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path) as one:
+        one.folder.rename(tmp_path / "elsewhere")
+        one.journals[0].append(payload(1))
+        one.journals[0].hold(payload(2, incomplete=LOST))
+        one.relay_gone(0)
+        wait_for(lambda: "usage waits in memory" in caplog.text)
+        assert one.journals[0].read().rows == 1
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.written >= 2)
+        (tmp_path / "elsewhere").rename(one.folder)
+    assert kept(url, tmp_path) == {"req_1": None, "req_2": LOST}
+
+
+def test_what_is_no_row_is_counted_and_passed_by(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(b"\xc1 no MessagePack")
+        one.journals[0].append(payload(1))
+        wait_for(lambda: one.written == 1)
+        assert rows_total(one, "dropped") == 1
+
+
+def test_rows_are_deleted_when_their_time_is_over(url: str, tmp_path: Path) -> None:
+    with closing(Store(database(url, tmp_path))) as store:
+        store.write([row(number, started=NOW - (86400 if number < 600 else 60)) for number in range(605)])
+    with ledger(url, tmp_path, retention="1h"):
+        wait_for(lambda: len(kept(url, tmp_path)) == 5)
+
+
+async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(payload(1, started=NOW, price=(1.0, 1.0)))
+        wait_for(lambda: one.written == 1)
+        tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+        document = await one.usage({"by": "key", "until": tomorrow})
+        assert [(each["key"], each["prompt_tokens"], each["cost"]) for each in document["usage"]] == [("team-a", 10, 0.000015)]
+        with pytest.raises(QuestionError, match="colour"):
+            await one.usage({"by": "colour"})

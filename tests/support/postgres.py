@@ -1,0 +1,108 @@
+"""A real PostgreSQL in a folder of its own, on an ephemeral port, run as a user that it accepts (it refuses root)."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+
+from tests.support.process import wait_for
+
+NOT_INSTALLED = "PostgreSQL is not installed (Debian: postgresql)"
+
+
+def _program(name: str) -> str | None:
+    """Debian keeps the server's programs out of PATH."""
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return shutil.which(name, path=os.pathsep.join([*map(str, versions), os.environ["PATH"]]))
+
+
+def installed() -> bool:
+    return _program("postgres") is not None and _program("initdb") is not None
+
+
+def _user() -> dict[str, Any]:
+    """Root becomes the user that the package makes."""
+    if os.geteuid() != 0:
+        return {}
+    found = pwd.getpwnam("postgres")
+    return {"user": found.pw_uid, "group": found.pw_gid, "extra_groups": []}
+
+
+@dataclass
+class Postgres:
+    """A server that can be stopped and started again, with the same data on the same port."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+    _databases: list[str] = field(default_factory=list)
+
+    def url(self, database: str) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+
+    def database(self) -> str:
+        """The URL of a new, empty database."""
+        name = f"test_{uuid4().hex}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+        return self.url(name)
+
+    def start(self) -> None:
+        program = _program("postgres")
+        assert program is not None
+        words = [program, "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder)]
+        words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "max_connections=50"]
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", **_user())
+        wait_for(self._answers, 60, why=lambda: (self.folder / "log").read_text())
+
+    def _answers(self) -> bool:
+        try:
+            psycopg.connect(self.url("postgres"), connect_timeout=2).close()
+        except psycopg.OperationalError:
+            assert self.process is not None and self.process.poll() is None, (self.folder / "log").read_text()
+            return False
+        return True
+
+    def stop(self) -> None:
+        """At once: who is connected is cut (SIGINT is PostgreSQL's fast shutdown)."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(60)
+        self.process = None
+
+
+@contextmanager
+def postgres() -> Iterator[Postgres]:
+    """A running server; in the end nothing of it is left."""
+    program = _program("initdb")
+    assert program is not None, NOT_INSTALLED
+    with tempfile.TemporaryDirectory(prefix="pg-") as name, socket.socket() as probe:  # a short path: unix sockets allow 107 bytes
+        folder = Path(name)
+        user = _user()
+        if user:
+            os.chown(folder, user["user"], user["group"])
+        words = [program, "-D", str(folder / "data"), "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
+        subprocess.run(words, check=True, capture_output=True, cwd="/", **user)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        server = Postgres(folder, port)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
