@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from hashlib import sha256
 
 from gateway import keys
@@ -25,7 +26,7 @@ class Keyring:
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
-            self._by_digest.update(dict.fromkeys(key.digests, key))
+            self._by_digest.update((digest, _shown_by(key, digest)) for digest in key.digests)
             if key.anonymous:
                 self._anonymous = key
 
@@ -42,6 +43,8 @@ class Keyring:
         if key is None:
             return self._stranger(token)
         if key.expires is not None and time.time() >= key.expires:
+            if key.revoked:
+                raise Refusal("invalid_api_key", "This API key has been revoked.")
             raise Refusal("expired_api_key", "This API key has expired.")
         return key
 
@@ -56,6 +59,12 @@ class Keyring:
         if self._anonymous is None or token.startswith(b"sk-"):
             raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
         return self._anonymous
+
+
+def _shown_by(key: Key, digest: bytes) -> Key:
+    """The principal as one of its keys shows it: it ends with that key, and a revoked one has ended always."""
+    ends = [0.0] if key.revoked else [end for end in (key.expires, key.ends.get(digest)) if end is not None]
+    return key if ends in ([], [key.expires]) else replace(key, expires=min(ends))
 
 
 _MISTYPED = "The API key is mistyped: its checksum is wrong."

@@ -11,21 +11,20 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from gateway import __version__
+from gateway.keys_commands import COMMANDS as KEYS_COMMANDS
+from gateway.terminal import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
 
 if TYPE_CHECKING:
     from gateway.admin_client import AdminClient
-    from gateway.config import Config, ConfigurationError, Key, Problem
+    from gateway.config import Config, Problem
 
-FAILED, BAD_USAGE = 1, 2
-_NAME = "vllm-gateway"
 _HELP = """One URL and one key in front of your vLLM servers.
 
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
@@ -51,17 +50,17 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
     try:
-        outcome = _application()(list(arguments) or ["--help"], prog_name=_NAME, standalone_mode=False)
+        outcome = _application()(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
-        return _say_error(error.format_message(), error.exit_code)
+        return say_error(error.format_message(), error.exit_code)
     except typer.Abort:
-        return _say_error("given up", FAILED)
+        return say_error("given up", FAILED)
     except BrokenPipeError:
         sys.stdout = None  # the reader left: nothing is to be flushed at exit
         return FAILED
     except Exception as error:  # noqa: BLE001
-        return _say_error(f"{type(error).__name__}: {error}", FAILED)
+        return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
 def _application() -> typer.Typer:
@@ -76,7 +75,7 @@ def _application() -> typer.Typer:
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
     keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
-    for name, command in _KEYS_COMMANDS.items():
+    for name, command in KEYS_COMMANDS.items():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
     return app
@@ -92,7 +91,7 @@ class _Untouched(TyperCommand):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"{_NAME} {__version__}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit
 
 
@@ -111,9 +110,9 @@ def serve(file: ConfigFile) -> int:
     try:
         return control(file)
     except ConfigurationError as error:
-        return _print_problems(error, err=True)
+        return print_problems(error.problems, err=True)
     except StartError as error:
-        return _say_error(str(error), FAILED)
+        return say_error(str(error), FAILED)
 
 
 def demo() -> int:
@@ -152,7 +151,7 @@ def check(file: ConfigFile) -> int:
     except ConfigurationError as error:
         found += error.problems
     for problem in _in_order(found, file):
-        _print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
+        print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
     if config is None or not all(isinstance(problem, Note) for problem in found):
         return BAD_USAGE
     typer.echo(f"{file} is fine: {_counted(config, len(found))}")
@@ -265,12 +264,12 @@ def command(
     try:
         known = load(config)
     except ConfigurationError as error:
-        return _print_problems(error, err=True)
+        return print_problems(error.problems, err=True)
     found = next((each for each in known.models if each.id == model), None)
     if found is None:
-        return _say_error(f"there is no model {model} in {config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+        return say_error(f"there is no model {model} in {config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
     if found.launch is None:
-        return _say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
+        return say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
     typer.echo("\n\n".join(shown_launches(known, model)))
     return 0
 
@@ -315,144 +314,15 @@ def _asked(config: Path, ask: Callable[[AdminClient], None]) -> int:
             ask(gateway)
     except UnreachableError:
         hint = "" if config.exists() else ", and there is no such file; name it with --config"
-        return _say_error(f"no gateway of this user runs with {config}{hint}", FAILED)
+        return say_error(f"no gateway of this user runs with {config}{hint}", FAILED)
     except RefusedError as error:
-        return _say_error(str(error), FAILED)
+        return say_error(str(error), FAILED)
     return 0
-
-
-def keys_new(
-    id: Annotated[str, typer.Option("--id", help="Whose key it is, e.g. team-a.", show_default=False)],
-    expires: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Refuse it from this date on, e.g. 2027-01-01.", show_default=False)
-    ] = None,
-    models: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
-    ] = None,
-) -> int:
-    """Make a key.
-
-    Prints it once, and what to write below `keys:` in the configuration.
-    """
-    from pydantic import ValidationError
-
-    from gateway import keys
-    from gateway.config import Key
-    from gateway.config.explain import findings
-
-    entry = {"id": id, **({"expires": expires} if expires else {}), **({"models": models} if models else {})}
-    try:
-        Key.model_validate(entry)
-    except ValidationError as error:
-        finding = next(iter(findings(error, Key)))
-        return _say_error(f"--{finding.path[0]}: {finding.message}", BAD_USAGE)
-    key = keys.mint(id)
-    typer.echo(f"{key}\n\n{_stanza(entry, keys.hash_of(key))}")
-    typer.echo("This key is not stored and not shown again: keep it now.", err=True)
-    return 0
-
-
-def keys_hash() -> int:
-    """Read a key from stdin and print its hash.
-
-    The hash is what the configuration holds. Any text works as a key, but nobody guesses one that `keys new` made.
-    """
-    from gateway.keys import hash_of
-
-    typer.echo(hash_of(_read_key()))
-    return 0
-
-
-def keys_verify(file: ConfigFile) -> int:
-    """Read a key from stdin and say whose it is.
-
-    Exits with 1 when the configuration FILE does not know it, or it has expired.
-    """
-    from gateway import keys
-    from gateway.config import ConfigurationError, load
-
-    try:
-        config = load(file)
-    except ConfigurationError as error:
-        return _print_problems(error, err=True)
-    token = _read_key()
-    found = _holder(config, keys.hash_of(token))
-    if found is None:
-        mistyped = keys.in_our_form(token) and not keys.well_formed(token)
-        return _say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {file}", FAILED)
-    if found.expires is not None and found.expired(datetime.now(UTC)):
-        return _say_error(f"{found.id}: expired since {found.expires.isoformat()}", FAILED)
-    until = f", until {found.expires.isoformat()}" if found.expires else ""
-    typer.echo(f"{found.id}: valid{until}, for {', '.join(found.models)}")
-    return 0
-
-
-def _holder(config: Config, digest: str) -> Key | None:
-    return next((key for key in config.keys if digest in key.hashes), None)
-
-
-def _read_key() -> str:
-    """One line from stdin, asked for without echo at a terminal. Never from the command line, which others can see."""
-    if sys.stdin.isatty():
-        text: str = typer.prompt("Key", hide_input=True, err=True)
-    else:
-        try:
-            text = sys.stdin.buffer.read(65_536).decode()
-        except UnicodeDecodeError:
-            _refuse("what came on stdin is not UTF-8 text")
-    token = text.strip("\r\n")
-    if not token or "\n" in token:
-        _refuse("expected one key, on one line, on stdin")
-    return token
-
-
-def _refuse(message: str) -> NoReturn:
-    _say_error(message, BAD_USAGE)
-    raise typer.Exit(BAD_USAGE)
-
-
-def _stanza(entry: dict[str, Any], digest: str) -> str:
-    """A member of `keys:` as YAML; quoted text is written as JSON, which YAML reads."""
-    lines = [f"  - id: {_quoted(entry['id'])}", f"    hash: {digest}"]
-    if "models" in entry:
-        lines.append(f"    models: [{', '.join(map(_quoted, entry['models']))}]")
-    if "expires" in entry:
-        lines.append(f"    expires: {_quoted(entry['expires'])}")
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _counted(config: Config, notes: int) -> str:
     counts = {"model": len(config.models), "key": len(config.keys), "note": notes}
     return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
-
-
-def _print_problems(error: ConfigurationError, *, err: bool = False) -> int:
-    for problem in error.problems:
-        _print_problem(problem, "red", err=err)
-    return BAD_USAGE
-
-
-def _print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
-    """One line; at a terminal its place is bold, its message coloured and nothing is cut."""
-    stream = sys.stderr if err else sys.stdout
-    if not stream.isatty():
-        typer.echo(str(problem), err=err)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    place, message = str(problem).removesuffix(problem.message), problem.message
-    text = Text.assemble((place, "bold"), (message, colour)) if place != str(problem) else Text(place)
-    Console(stderr=err, highlight=False).print(text, soft_wrap=True)
-
-
-def _say_error(message: str, code: int) -> int:
-    typer.echo(f"{_NAME}: {' '.join(message.split())}", err=True)
-    return code
 
 
 _COMMANDS: dict[str, Callable[..., int]] = {
@@ -469,4 +339,3 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "schema": schema,
     "demo": demo,
 }
-_KEYS_COMMANDS: dict[str, Callable[..., int]] = {"new": keys_new, "hash": keys_hash, "verify": keys_verify}

@@ -50,6 +50,11 @@ def well_formed(token: str) -> bool:
     return found is not None and _checksum(found[1]) == found[2]
 
 
+def usable(token: str) -> bool:
+    """Whether a client can send ``token`` as a key: one word of visible ASCII, not too long (see ``auth``)."""
+    return 0 < len(token) <= 512 and all("!" <= character <= "~" for character in token)
+
+
 def hash_of(token: str) -> str:
     """What the configuration holds of a key: ``sha256:`` and 64 lower-case hexadecimal digits of its UTF-8 bytes.
 

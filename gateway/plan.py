@@ -183,14 +183,20 @@ def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
 def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
     return Key(
         id=key.id,
-        digests=tuple(bytes.fromhex(value.removeprefix("sha256:")) for value in key.hashes),
+        digests=tuple(_digest(one.text) for one in key.hashes),
+        ends={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
         anonymous=key.anonymous,
         fields=_fields(key, isolation),
         team=key.team,
         labels=key.labels,
+        revoked=key.revoked,
     )
+
+
+def _digest(text: str) -> bytes:
+    return bytes.fromhex(text.removeprefix("sha256:"))
 
 
 def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[str, Any]:

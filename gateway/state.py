@@ -16,9 +16,9 @@ from upstream.server import ServerSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
-    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests; ``team`` and ``labels``
-    go into its rows of the ledger."""
+    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
+    seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
+    are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -28,6 +28,8 @@ class Key:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     team: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    ends: Mapping[bytes, float] = field(default_factory=dict, repr=False)
+    revoked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -19,23 +20,26 @@ from gateway.config.not_yet import NOT_YET, notes_on
 from gateway.config.problems import ConfigurationError, Finding, Note, Problem
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
-from gateway.config.source import Source, read
+from gateway.config.source import Source, parse, read
 
 S = TypeVar("S", bound=Section)
 
 
-def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Config:
+def load(
+    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, str] = MappingProxyType({})
+) -> Config:
     """Read and check the configuration at ``path``, its keys_file and its secrets.
 
     Relative paths in it start from its own folder. ``environ`` is what ``{env: NAME}`` looks into, by default
-    the process's environment. Raises ConfigurationError with every problem there is.
+    the process's environment. ``instead``: texts that are taken for those of these files, by absolute path.
+    Raises ConfigurationError with every problem there is.
     """
     folder = Path(os.path.abspath(path)).parent
     around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
-    main = read(path)
+    main = _read(path, instead)
     if not main.whole:
         raise ConfigurationError(main.problems, around.files)
-    draft = Draft(main, _read_keys_file(main, around))
+    draft = Draft(main, _read_keys_file(main, around, instead))
     config = _validated(main, Config, around)
     more = _validated(draft.keys_file, KeysFile, around) if draft.keys_file else KeysFile()
     problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
@@ -62,12 +66,17 @@ def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surrounding
     return whole
 
 
-def _read_keys_file(main: Source, around: Surroundings) -> Source | None:
+def _read(path: str | os.PathLike[str], instead: Mapping[Path, str]) -> Source:
+    text = instead.get(Path(os.path.abspath(path)))
+    return read(path) if text is None else parse(text, os.fspath(path))
+
+
+def _read_keys_file(main: Source, around: Surroundings, instead: Mapping[Path, str]) -> Source | None:
     """The file that ``keys_file`` names; its absence is a problem of the main file."""
     name = main.value.get("keys_file") if isinstance(main.value, dict) else None
     if not isinstance(name, str) or not name:
         return None
-    source = read(around.file(name))
+    source = _read(around.file(name), instead)
     if not source.whole and any(problem.line == 0 for problem in source.problems):
         main.problems.append(main.problem(Finding(("keys_file",), f"{name} {source.problems[0].message}")))
         source.problems.clear()

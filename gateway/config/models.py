@@ -263,7 +263,12 @@ class Key(Section):
     """Who may use the gateway: a principal, known by the hashes of its keys."""
 
     id: Name = Field(description="name of the principal, as metrics and usage records show it")
-    hashes: Hashes = Field(default=(), alias="hash", description="the hash of its key, or a list of them while keys are replaced")
+    hashes: Hashes = Field(
+        default=(),
+        alias="hash",
+        description="the hash of its key, or a list of them; {hash: sha256:…, expires: 2027-01-01} for one that ends",
+    )
+    revoked: Flag = Field(default=False, description="its keys are refused from now on")
     anonymous: Flag = Field(default=False, description="this entry is for requests that bring no key")
     models: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
         default=("*",), description="models it may use: ids or patterns with *"

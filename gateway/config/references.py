@@ -338,7 +338,8 @@ def _unique_keys(draft: Draft) -> Iterator[Problem]:
 
 def _hashes(key: Place) -> Iterator[Place]:
     given = key.get("hash")
-    for place in given.items() if isinstance(given.value, list) else [given]:
+    for one in given.items() if isinstance(given.value, list) else [given]:
+        place = one.get("hash") if isinstance(one.value, dict) else one
         if isinstance(place.value, str):
             yield Place(place.source, place.path, place.value.lower())
 

@@ -9,12 +9,23 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr, Strict, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
 from gateway.media import is_entry
@@ -71,10 +82,32 @@ def _mount(value: str) -> str:
 
 
 def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | dict) else value
 
 
-def _hash(value: object) -> str:
+@dataclass(frozen=True, slots=True)
+class KeyHash:
+    """The hash of one key, ``sha256:`` and lower-case digits; ``expires``: from then on the key is refused."""
+
+    text: str
+    expires: datetime | None = None
+
+
+def _hash(value: object) -> KeyHash:
+    if isinstance(value, KeyHash):
+        return value
+    if not isinstance(value, dict):
+        return KeyHash(_hash_text(value))
+    if not set(value) <= {"hash", "expires"} or "hash" not in value:
+        raise ValueError("expected a hash, or {hash: sha256:…, expires: 2027-01-01}")
+    return KeyHash(_hash_text(value["hash"]), _instant(value["expires"]) if value.get("expires") is not None else None)
+
+
+def _written_hash(one: KeyHash) -> str | dict[str, Any]:
+    return one.text if one.expires is None else {"hash": one.text, "expires": one.expires}
+
+
+def _hash_text(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(HASH_PATTERN, value):
         raise ValueError("expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself")
     return value.lower()
@@ -187,19 +220,25 @@ HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
 Origin = Annotated[str, Strict(), AfterValidator(_origin)]
 MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]
 Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
-_HASH_SCHEMA = {"type": "string", "pattern": HASH_PATTERN}
-Hash = Annotated[str, PlainValidator(_hash), WithJsonSchema(_HASH_SCHEMA)]
+_INSTANT_SCHEMA: dict[str, Any] = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}
+Instant = Annotated[datetime, PlainValidator(_instant), WithJsonSchema(_INSTANT_SCHEMA)]
+"""An aware datetime. A date is the instant at which it begins; without a zone, in UTC."""
+
+_HASH_SCHEMA: dict[str, Any] = {"type": "string", "pattern": HASH_PATTERN}
+_ENDING_HASH_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"hash": _HASH_SCHEMA, "expires": _INSTANT_SCHEMA},
+    "required": ["hash"],
+    "additionalProperties": False,
+}
+_ONE_HASH_SCHEMA: list[dict[str, Any]] = [_HASH_SCHEMA, _ENDING_HASH_SCHEMA]
+Hash = Annotated[KeyHash, PlainValidator(_hash), PlainSerializer(_written_hash), WithJsonSchema({"oneOf": _ONE_HASH_SCHEMA})]
 Hashes = Annotated[
     tuple[Hash, ...],
     BeforeValidator(_one_or_many),
-    WithJsonSchema({"oneOf": [_HASH_SCHEMA, {"type": "array", "items": _HASH_SCHEMA}]}),
+    WithJsonSchema({"oneOf": [_HASH_SCHEMA, {"type": "array", "items": {"oneOf": _ONE_HASH_SCHEMA}}, _ENDING_HASH_SCHEMA]}),
 ]
-Instant = Annotated[
-    datetime,
-    PlainValidator(_instant),
-    WithJsonSchema({"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}),
-]
-"""An aware datetime. A date is the instant at which it begins; without a zone, in UTC."""
+"""The hash of a key, or several; one that is to end at some time is a mapping."""
 
 Network = Annotated[IPv4Network | IPv6Network, PlainValidator(_network), WithJsonSchema({"type": "string", "examples": ["10.0.0.0/8"]})]
 NamedPort = Annotated[

@@ -18,6 +18,7 @@ from gateway.config.not_yet import notes_on
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
 from gateway.config.references import Draft
 from gateway.config.source import parse
+from gateway.config.values import KeyHash
 
 HASH = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 CANARY = "canary-9f2c41"
@@ -170,7 +171,7 @@ def test_defaults(write: Any) -> None:
         1200.0,
     )
     assert (model.balance, model.timeouts.connect, model.timeouts.first_byte, model.timeouts.idle) == ("least_busy", 2.0, 120.0, 60.0)
-    assert config.keys[0].hashes == (HASH,)
+    assert config.keys[0].hashes == (KeyHash(HASH),)
     assert config.keys[0].models == ("*",)
     assert notes(config) == ()
 

@@ -14,11 +14,12 @@ from tests.support.process import launched
 from tests.support.running import until
 
 A, B = "sim/a", "sim/b"
+CHANGED = {"max-model-len": 4096}
 
 
-def eager(identity: str, *, replicas: int = 1, gpus: list[list[int]] | None = None, **args: Any) -> dict[str, Any]:
+def eager(identity: str, *, replicas: int = 1, gpus: list[list[int]] | None = None, args: dict[str, Any] | None = None) -> dict[str, Any]:
     """A simulator that is always up."""
-    model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **args})
+    model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **(args or {})})
     model["launch"] |= {"replicas": replicas} | ({"gpus": gpus} if gpus else {})
     return model
 
@@ -68,14 +69,14 @@ async def test_only_the_changed_model_is_started_anew_one_replica_after_the_othe
             return count
 
         clients = [asyncio.create_task(client()) for _ in range(2)]
-        await one.reload(eager(A, replicas=2, **{"max-model-len": 4096}), eager(B))
+        await one.reload(eager(A, replicas=2, args=CHANGED), eager(B))
         await until(lambda: len(set(one.pids(A)) - set(before)) == 2 and one.state(A) == "ready", 40.0)
         stop.set()
         assert min(await asyncio.gather(*clients)) > 0, "somebody was served all the time"
         assert one.pids(B) == untouched and all(map(whole, await asyncio.gather(*streams)))
         assert all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A))
         after = one.pids(A)
-        await one.reload(eager(A, replicas=2, **{"max-model-len": 4096}) | {"timeouts": {"idle": "7s"}}, eager(B), drain="9s")
+        await one.reload(eager(A, replicas=2, args=CHANGED) | {"timeouts": {"idle": "7s"}}, eager(B), drain="9s")
         await held(lambda: one.pids(A) == after, 0.7)
 
 
@@ -98,7 +99,7 @@ async def test_replicas_come_and_go(tmp_path: Path) -> None:
 async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_be_taken_back(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, replicas=2)) as one:
         before = one.pids(A)
-        await one.reload(eager(A, replicas=2, **{"reasoning-parser": "no_such_parser"}))
+        await one.reload(eager(A, replicas=2, args={"reasoning-parser": "no_such_parser"}))
         await until(lambda: any(each["state"] in ("failed", "backing_off") for each in one.status(A)["servers"]), 30.0)
         await held(lambda: one.pids(A)[-1] == before[-1], 1.0)
         assert (await one.ask(A)).status_code == 200
@@ -119,11 +120,10 @@ async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path
 
 
 async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path: Path) -> None:
-    changed = {"max-model-len": 4096}
     async with controlled(tmp_path, on_demand(A, idle_sleep="300ms"), on_demand(B)) as one:
         assert (await one.ask(A)).status_code == 200
         await one.reaches(A, "sleeping")
-        await one.reload(on_demand(A, idle_sleep="1h", args=changed), on_demand(B, args=changed))
+        await one.reload(on_demand(A, idle_sleep="1h", args=CHANGED), on_demand(B, args=CHANGED))
         await one.reaches(A, "stopped")
         assert one.state(B) == "stopped"
         for name in (A, B):
@@ -134,7 +134,7 @@ async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path:
 async def test_a_model_that_the_operator_holds_down_stays_down(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         await one.control.stop(A)
-        await one.reload(eager(A, **{"max-model-len": 4096}), eager(B))
+        await one.reload(eager(A, args=CHANGED), eager(B))
         await held(lambda: one.state(A) == "stopped", 0.8)
         await one.control.start(A)
         await one.reaches(A, "ready")
@@ -152,7 +152,8 @@ async def test_requests_that_wait_for_a_removed_model_are_told(tmp_path: Path) -
 
 async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path: Path) -> None:
     """The servers are those of two launched simulators, found under the addresses of their private sockets."""
-    async with controlled(tmp_path, eager(A, uds=str(tmp_path / "a.sock")), eager(B, uds=str(tmp_path / "b.sock"))) as one:
+    both = [eager(each, args={"uds": str(tmp_path / f"{each[-1]}.sock")}) for each in (A, B)]
+    async with controlled(tmp_path, *both) as one:
 
         def moved(place: str, **more: Any) -> dict[str, Any]:
             keys = {each: one.control.launcher.api_key(f"{each}#0") for each in (A, B)}
@@ -160,7 +161,6 @@ async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path
             servers = [{"url": f"unix:{tmp_path}/{place}.sock", "model": f"sim/{place}", "api_key": {"file": "key"}}]
             return {"id": "far", "servers": servers, **more}
 
-        both = eager(A, uds=str(tmp_path / "a.sock")), eager(B, uds=str(tmp_path / "b.sock"))
         await one.reload(*both, moved("a"))
         await one.reaches("far", "ready")
         stop = asyncio.Event()

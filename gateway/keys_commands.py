@@ -1,0 +1,367 @@
+"""``vllm-gateway keys …``: make keys, replace them, revoke them, list them, take over those of another gateway.
+
+The rules: a key is printed once, when it is made, and is in no argument, file or message; what is written into the
+configuration's files is ``keybook``'s to do, and a gateway that runs with them follows by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
+
+if TYPE_CHECKING:
+    from gateway.config import Config, Key
+
+SOON = timedelta(days=14)
+"""What ends within this time is shown as ending soon."""
+_DEFAULT = Path("gateway.yaml")
+_ONCE = "This key is not stored and not shown again: keep it now."
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
+WrittenConfig = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
+]
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="A limit of the key.", show_default=False)]
+
+
+def new(
+    id: Annotated[str, typer.Option("--id", help="Whose key it is, e.g. team-a.", show_default=False)],
+    expires: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Refuse it from this date on, e.g. 2027-01-01.", show_default=False)
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
+    ] = None,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    tokens_per_day: Limit = None,
+    concurrent: Limit = None,
+    write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+) -> int:
+    """Make a key.
+
+    Prints it once, and what to write below `keys:` in the configuration; with --write or --config that is written.
+    """
+    from gateway import keys
+    from gateway.yaml_edit import stanza
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day,
+        "concurrent": concurrent,
+    }
+    given = {"models": models, "expires": expires, "limits": {name: value for name, value in limits.items() if value is not None}}
+    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value}
+    if wrong := _wrong(entry):
+        return say_error(f"--{wrong}", BAD_USAGE)
+    key = keys.mint(id)
+    entry = {"id": id, "hash": keys.hash_of(key)} | entry
+    if not write and config is None:
+        typer.echo(f"{key}\n\n{stanza(entry, 2)}")
+        typer.echo(_ONCE, err=True)
+        return 0
+    return _written(lambda: _show_new(key, f"{id} is in {_keybook(config or _DEFAULT).add([entry])}"))
+
+
+def rotate(
+    id: Identity,
+    overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay good, e.g. 12h; 0s: not at all.")] = "7d",
+    config: WrittenConfig = _DEFAULT,
+) -> int:
+    """Replace a key: make a new one, and let the former ones end after a while.
+
+    Prints the new key once.
+    """
+    from gateway import keys
+    from gateway.config.quantities import parse_duration
+
+    try:
+        seconds = parse_duration(overlap)
+    except ValueError as error:
+        return say_error(f"--overlap: {error}", BAD_USAGE)
+    key = keys.mint(id)
+
+    def act() -> None:
+        book = _keybook(config)
+        entry = _principal(book.entry(id).value)
+        now = datetime.now(UTC)
+        if entry.revoked or entry.expired(now):
+            raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
+        end = now + timedelta(seconds=seconds)
+        kept = [{"hash": one.text, "expires": _instant(min(one.expires or end, end))} for one in entry.hashes]
+        good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
+        file = book.change(id, "hash", [*good, keys.hash_of(key)])
+        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {_instant(end)}" if good else ""
+        _show_new(key, f"{id} has a new key in {file}{until}")
+
+    return _written(act)
+
+
+def revoke(id: Identity, config: WrittenConfig = _DEFAULT) -> int:
+    """Have all keys of an entry refused.
+
+    The entry stays, with `revoked: true`: so that its keys are refused even where requests with no key are served.
+    """
+
+    def act() -> None:
+        book = _keybook(config)
+        entry = book.entry(id).value
+        if entry.get("anonymous") is True:
+            raise _refusal(f"{id} is for requests that bring no key; take it out of the file to refuse them")
+        if entry.get("revoked") is True:
+            typer.echo(f"{id} was revoked already")
+            return
+        typer.echo(f"{id} is revoked in {book.change(id, 'revoked', True)}")
+
+    return _written(act)
+
+
+def show(
+    config: WrittenConfig = _DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+) -> int:
+    """Show whose keys there are, what they may use, and which end soon."""
+    from gateway.config import ConfigurationError, load
+
+    try:
+        listed = [_listed(key, datetime.now(UTC)) for key in load(config).keys]
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    if as_json:
+        typer.echo(json.dumps(listed, indent=2))
+    else:
+        _print_table(listed)
+    return 0
+
+
+def take_over(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.",
+                                         show_default=False)],
+    config: WrittenConfig = _DEFAULT,
+) -> int:  # fmt: skip
+    """Add the keys of another gateway to the configuration, as hashes.
+
+    Clients keep their keys. Those that are in the configuration already are left out.
+    """
+    from gateway.config.source import reason
+    from gateway.keys_import import BadLineError, entries
+
+    try:
+        found = entries(file.read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        return say_error(f"{file} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
+    except BadLineError as error:
+        return say_error(f"{file}: {error}", FAILED)
+
+    def act() -> None:
+        book = _keybook(config)
+        fresh = _fresh(found, book.hashes)
+        for number, entry in enumerate(fresh):
+            if wrong := _wrong(entry):
+                raise _refusal(f"{file}: key {number + 1}, {wrong}")
+        known = len(found) - len(fresh)
+        place = book.add(fresh) if fresh else config
+        also = f"; {known} {'was' if known == 1 else 'were'} known already" if known else ""
+        typer.echo(f"{len(fresh)} {'key' if len(fresh) == 1 else 'keys'} added to {place}{also}")
+
+    return _written(act)
+
+
+def _fresh(found: Iterable[dict[str, Any]], known: Iterable[str]) -> list[dict[str, Any]]:
+    """Each hash once, without those that are known."""
+    by_hash = {entry["hash"]: entry for entry in found}
+    return [entry for digest, entry in by_hash.items() if digest not in known]
+
+
+def hash_of_key() -> int:
+    """Read a key from stdin and print its hash.
+
+    The hash is what the configuration holds. Any text works as a key, but nobody guesses one that `keys new` made.
+    """
+    from gateway.keys import hash_of
+
+    typer.echo(hash_of(_read_key()))
+    return 0
+
+
+def verify(file: ConfigFile) -> int:
+    """Read a key from stdin and say whose it is.
+
+    Exits with 1 when the configuration FILE does not know it, or it has expired.
+    """
+    from gateway import keys
+    from gateway.config import ConfigurationError, load
+
+    try:
+        config = load(file)
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    token = _read_key()
+    found = _holder(config, keys.hash_of(token))
+    if found is None:
+        mistyped = keys.in_our_form(token) and not keys.well_formed(token)
+        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {file}", FAILED)
+    key, end = found
+    if key.revoked:
+        return say_error(f"{key.id}: revoked", FAILED)
+    if end is not None and end <= datetime.now(UTC):
+        return say_error(f"{key.id}: expired since {end.isoformat()}", FAILED)
+    typer.echo(f"{key.id}: valid{f', until {end.isoformat()}' if end else ''}, for {', '.join(key.models)}")
+    return 0
+
+
+def _holder(config: Config, digest: str) -> tuple[Key, datetime | None] | None:
+    """The entry that a hash is in, and when that key ends."""
+    for key in config.keys:
+        for one in key.hashes:
+            if one.text == digest:
+                return key, min((end for end in (key.expires, one.expires) if end is not None), default=None)
+    return None
+
+
+def _read_key() -> str:
+    """One line from stdin, asked for without echo at a terminal. Never from the command line, which others can see."""
+    if sys.stdin.isatty():
+        text: str = typer.prompt("Key", hide_input=True, err=True)
+    else:
+        try:
+            text = sys.stdin.buffer.read(65_536).decode()
+        except UnicodeDecodeError:
+            _refuse("what came on stdin is not UTF-8 text")
+    token = text.strip("\r\n")
+    if not token or "\n" in token:
+        _refuse("expected one key, on one line, on stdin")
+    return token
+
+
+def _refuse(message: str) -> NoReturn:
+    say_error(message, BAD_USAGE)
+    raise typer.Exit(BAD_USAGE)
+
+
+# What is written
+
+
+def _keybook(config: Path) -> Any:
+    from gateway.keybook import Keybook
+
+    return Keybook(config)
+
+
+def _refusal(message: str) -> Exception:
+    from gateway.keybook import KeybookError
+
+    return KeybookError(message)
+
+
+def _written(act: Callable[[], None]) -> int:
+    """Change the configuration's files; returns the exit code."""
+    from gateway.keybook import KeybookError, SpoiltError
+
+    try:
+        act()
+    except SpoiltError as error:
+        return print_problems(error.problems, err=True)
+    except KeybookError as error:
+        return say_error(str(error), FAILED)
+    return 0
+
+
+def _show_new(key: str, words: str) -> None:
+    typer.echo(key)
+    typer.echo(f"{words}\n{_ONCE}", err=True)
+
+
+def _wrong(entry: dict[str, Any]) -> str | None:
+    """What is wrong with an entry, as ``name: message``."""
+    from pydantic import ValidationError
+
+    from gateway.config import Key
+    from gateway.config.explain import findings
+
+    try:
+        Key.model_validate(entry)
+    except ValidationError as error:
+        finding = next(iter(findings(error, Key)))
+        return f"{str(finding.path[-1] if finding.path[0] == 'limits' else finding.path[0]).replace('_', '-')}: {finding.message}"
+    return None
+
+
+def _principal(entry: Any) -> Key:
+    from pydantic import ValidationError
+
+    from gateway.config import Key
+
+    try:
+        return Key.model_validate(entry)
+    except ValidationError as error:
+        raise _refusal(f"the entry of {entry.get('id')} is not good as it is; `vllm-gateway check` says why") from error
+
+
+def _instant(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# What is shown
+
+
+def _listed(key: Key, now: datetime) -> dict[str, Any]:
+    ends = sorted(one.expires for one in key.hashes if one.expires is not None)
+    return {
+        "id": key.id,
+        "state": _state(key, now),
+        "models": list(key.models),
+        "expires": _instant(key.expires) if key.expires else None,
+        "hashes": len(key.hashes),
+        "hashes_end": [_instant(end) for end in ends],
+        "limits": key.limits.model_dump(exclude_none=True) if key.limits else {},
+    }
+
+
+def _state(key: Key, now: datetime) -> str:
+    if key.revoked:
+        return "revoked"
+    if key.anonymous:
+        return "no key"
+    last = [one.expires for one in key.hashes]
+    ends = [end for end in (key.expires, max(filter(None, last)) if last and all(last) else None) if end is not None]
+    if not ends:
+        return "valid"
+    return "expired" if min(ends) <= now else "ends soon" if min(ends) <= now + SOON else "valid"
+
+
+def _print_table(listed: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("id", "state", "models", "expires", "hashes", "limits"):
+        table.add_column(title, overflow="fold")
+    for one in listed:
+        ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
+        limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
+        cells = (one["id"], one["state"], ", ".join(one["models"]), one["expires"] or "-", f"{one['hashes']}{ends}", limits or "-")
+        table.add_row(*map(Text, cells))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "new": new,
+    "rotate": rotate,
+    "revoke": revoke,
+    "list": show,
+    "import": take_over,
+    "hash": hash_of_key,
+    "verify": verify,
+}
