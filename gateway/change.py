@@ -6,36 +6,42 @@ The rule: words name settings and ids, and of values only those of the gateway's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from gateway.config import Config
 
-NEEDS_RESTART: tuple[str, ...] = ("host", "port", "relays", "admin")
-"""Settings of ``server`` that are decided when the gateway starts: its ports, and how many processes there are."""
+NEEDS_RESTART = ("server.host", "server.port", "server.relays", "server.admin", "ledger")
+"""What is decided when the gateway starts: its ports, how many processes there are, what they are given."""
+S = TypeVar("S", bound=BaseModel)
 _NAMED = 5
 _ENTRIES = {"models": "model", "keys": "key", "groups": "group", "teams": "team"}
 
 
 def pinned(running: Config, read: Config) -> Config:
     """What can be served of a configuration that was read: all but what needs a restart, which stays as it is."""
-    kept = {name: getattr(running.server, name) for name in NEEDS_RESTART}
-    return read.model_copy(update={"server": read.server.model_copy(update=kept)})
+    for path in NEEDS_RESTART:
+        read = _with(read, path.split("."), attrgetter(path)(running))
+    return read
+
+
+def _with(section: S, path: list[str], value: object) -> S:
+    """The section with another value at a place in it."""
+    name, *rest = path
+    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
 
 
 def waiting(running: Config, read: Config) -> tuple[str, ...]:
     """What of a configuration that was read needs a restart, a sentence each."""
-    return tuple(_needs_restart(name, getattr(running.server, name), getattr(read.server, name)) for name in _waiting(running, read))
+    values = ((path, attrgetter(path)(running), attrgetter(path)(read)) for path in NEEDS_RESTART)
+    return tuple(_needs_restart(path, before, after) for path, before, after in values if before != after)
 
 
-def _waiting(running: Config, read: Config) -> Iterator[str]:
-    return (name for name in NEEDS_RESTART if getattr(running.server, name) != getattr(read.server, name))
-
-
-def _needs_restart(name: str, before: object, after: object) -> str:
+def _needs_restart(path: str, before: object, after: object) -> str:
     values = f" ({after} in the file, {before} in use)" if isinstance(after, str | int) else ""
-    return f"server.{name} needs a restart{values}"
+    return f"{path} needs a restart{values}"
 
 
 def is_none(before: Config, after: Config) -> bool:

@@ -233,18 +233,18 @@ def usage(
 
     given = {"by": by, "since": since, "until": until, "key": key, "model": model}
     if form not in FORMATS:
-        return _say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
+        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
         settings = load(config).ledger
         if settings is None:
-            return _say_error(f"{config} has no ledger", FAILED)
+            return say_error(f"{config} has no ledger", FAILED)
         answer = ask(settings, Path(os.path.abspath(config)).parent, {name: value for name, value in given.items() if value is not None})
     except ConfigurationError as error:
-        return _print_problems(error, err=True)
+        return print_problems(error.problems, err=True)
     except QuestionError as error:
-        return _say_error(str(error), BAD_USAGE)
+        return say_error(str(error), BAD_USAGE)
     except AwayError as error:
-        return _say_error(f"the ledger's database does not answer: {error}", FAILED)
+        return say_error(f"the ledger's database does not answer: {error}", FAILED)
     FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
     return 0
 

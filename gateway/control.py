@@ -245,7 +245,8 @@ class Control:
         self.announcer = announcer
         self.history = History()
         self._started = time.time()
-        self._draining = False
+        self._leaving = False  # no more requests should come
+        self._draining = False  # and no more are served
         self._generation = 0
         self._news = False  # the relays are about to be told of probes
         self._launches: dict[tuple[str, str], int] = {}
@@ -264,11 +265,11 @@ class Control:
 
     def leave(self) -> None:
         """Say that no more requests should come."""
-        self._draining = True
+        self._leaving = True
 
     async def end(self) -> None:
         """Let clients finish, then end the servers."""
-        self.leave()
+        self._leaving = self._draining = True
         await self.relays.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
         await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
@@ -432,14 +433,14 @@ class Control:
 
     async def reload(self) -> Reading:
         """Read the configuration again, and serve by it if it is good."""
-        if self._draining:
+        if self._leaving:
             raise RefusedOperation("the gateway is stopping")
         return await self.reloader.reload()
 
     # What the admin port shows
 
     def not_ready(self) -> str | None:
-        if self._draining:
+        if self._leaving:
             return "draining"
         if not any(status.up for status in self.relays.statuses):
             return "no relay is up"

@@ -1,0 +1,237 @@
+"""The configuration changes under streams: good files and bad ones, keys that come and go. Nobody is dropped, no byte differs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+import yaml
+
+from gateway import keys
+from gateway.keybook import Keybook
+from tests.faults.conftest import FULL
+from tests.support.controlled import Controlled, controlled
+from tests.support.process import configuration, write
+from tests.support.running import KEY, MODEL, until
+from tests.support.scripted import Conversation, Scripted, scripted
+from tests.support.wire import COMPLETION, COUNT, DONE, ROLE, STOP, Reply, ask, chat, client, delta, request
+
+STREAMS = 500 if FULL else 40
+RELOADS = 1000 if FULL else 40
+PAUSE = 1.0 if FULL else 0.1
+"""Seconds between two events of a stream."""
+MIB = 1 << 20
+
+
+class Source:
+    """A server whose streams go on until a test says that it is enough, and which remembers what it sent in each."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, bytes] = {}
+        self.enough = asyncio.Event()
+
+    async def __call__(self, talk: Conversation) -> None:
+        if talk.request.head.startswith(b"GET /v1/models"):
+            await talk.respond(b'{"object":"list","data":[]}')
+        elif talk.request.head.startswith(b"GET"):
+            await talk.respond(b"{}")
+        elif talk.request.json.get("stream"):
+            await self._stream(talk, str(talk.request.json["user"]))
+        else:
+            await talk.respond(COMPLETION)
+
+    async def _stream(self, talk: Conversation, name: str) -> None:
+        await talk.begin_stream()
+        await self._say(talk, name, ROLE)
+        for number in itertools.count():
+            if self.enough.is_set():
+                break
+            await self._say(talk, name, delta(f'{{"content":"{name} {number}"}}'))
+            await asyncio.sleep(PAUSE)
+        await self._say(talk, name, STOP)
+        await talk.chunk(COUNT)
+        await self._say(talk, name, DONE)
+        await talk.end_stream()
+
+    async def _say(self, talk: Conversation, name: str, event: bytes) -> None:
+        self.sent[name] = self.sent.get(name, b"") + event
+        await talk.chunk(event)
+
+
+def far(server: Scripted, **more: Any) -> dict[str, Any]:
+    return {"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}], **more}
+
+
+@asynccontextmanager
+async def streaming(one: Controlled, source: Source, count: int) -> AsyncIterator[list[asyncio.Task[Reply]]]:
+    """So many streams, under way for the length of the block."""
+    streams = [asyncio.create_task(ask(one.port, request(chat(stream=True, user=f"s{number}")))) for number in range(count)]
+    await until(lambda: len(source.sent) == count, 60.0)
+    yield streams
+    source.enough.set()
+    await asyncio.wait(streams, timeout=60.0)
+
+
+@asynccontextmanager
+async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, list[int]]]:
+    """A client for each key, which asks again and again on one connection; gives the statuses that each has seen."""
+    seen: dict[str, list[int]] = {token: [] for token in tokens}
+    over = asyncio.Event()
+
+    async def keep_asking(token: str) -> None:
+        async with client(one.port) as connection:
+            while not over.is_set():
+                reply = await connection.ask(request(token=token))
+                assert reply.status != 200 or reply.body == COMPLETION
+                seen[token].append(reply.status)
+                await asyncio.sleep(0.005)
+
+    tasks = [asyncio.create_task(keep_asking(token)) for token in tokens]
+    try:
+        yield seen
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
+def variants(server: Scripted) -> list[tuple[bool, dict[str, Any] | str]]:
+    """Configurations in turn, each with whether it is good."""
+    good = configuration(far(server), relays=2)
+    changes: list[dict[str, Any]] = [{"aliases": ["other"]}, {"timeouts": {"idle": "50s"}}, {"keepalive": "30s"}, {"defaults": {"seed": 1}}]
+    more = {"keys": [*good["keys"], {"id": "team-b", "hash": keys.hash_of("sk-b")}]}
+    weighted = far(server)
+    weighted["servers"][0]["weight"] = 3
+    missing = far(server)
+    missing["servers"][0] |= {"api_key": {"file": "no-such-secret"}}
+    text = yaml.safe_dump(good)
+    return [
+        *((True, good | {"models": [far(server) | change]}) for change in changes),
+        (False, good | {"modles": []}),
+        (True, good | more),
+        (False, text[: text.index("models:") + 12]),
+        (True, good | {"models": [weighted]}),
+        (False, good | {"models": [missing]}),
+        (True, good | {"models": [far(server), far(server) | {"id": "second"}]}),
+        (False, "keys: [\n"),
+        (True, good),
+    ]
+
+
+def relays_memory(one: Controlled) -> float:
+    return sum(psutil.Process(relay.pid).memory_info().rss for relay in one.control.relays.statuses if relay.pid) / MIB
+
+
+@pytest.mark.row(22)
+@pytest.mark.timeout(1200 if FULL else 120)
+async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    source = Source()
+    async with scripted(source) as server, controlled(tmp_path, far(server), relays=2) as one:
+        pids = [relay.pid for relay in one.control.relays.statuses]
+        async with asking(one, [KEY] * 1) as seen, streaming(one, source, STREAMS) as streams:
+            outcomes, grown = {True: 0, False: 0}, 0.0
+            for number, (good, text) in zip(range(RELOADS), itertools.cycle(variants(server)), strict=False):
+                if isinstance(text, str):
+                    one.file.write_text(text)
+                else:
+                    write(one.file, text)
+                reading = await one.control.reload()
+                outcomes[good] += 1
+                assert reading.successful is good, reading
+                assert one.value("config_last_reload_successful") == good
+                if number == RELOADS // 2:
+                    grown = relays_memory(one)
+            grown = relays_memory(one) - grown
+            assert not any(stream.done() for stream in streams)
+        assert one.value("config_reloads_total", "success") == outcomes[True] > 0
+        assert one.value("config_reloads_total", "failure") == outcomes[False] > 0
+        for number, stream in enumerate(streams):
+            reply = stream.result()
+            assert reply.status == 200 and reply.whole
+            assert reply.body == source.sent[f"s{number}"]
+        assert set(seen[KEY]) == {200}
+        assert [relay.pid for relay in one.control.relays.statuses] == pids, "no relay was replaced"
+        await until(lambda: one.value("inflight_requests", MODEL) == 0)
+        assert one.value("server_inflight", MODEL, f"http://127.0.0.1:{server.port}") == 0
+        assert one.value("server_inflight", MODEL, f"http://127.0.0.1:{server.port}#{MODEL}") == 0
+        if FULL:
+            assert grown < 32, f"the relays have grown by {grown:.0f} MiB"
+    measured(
+        f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {len(seen[KEY])} requests: "
+        f"0 dropped, bytes equal; the relays grew by {grown:.1f} MiB in the second half"
+    )
+
+
+@asynccontextmanager
+async def watched(one: Controlled) -> AsyncIterator[None]:
+    """The files are watched, as in a whole gateway."""
+    watching = asyncio.create_task(one.control.reloader.run())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.row(21)
+async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    rounds, source, times = (20 if FULL else 4), Source(), list[float]()
+    async with scripted(source) as server, controlled(tmp_path, far(server), relays=2) as one, watched(one):
+        for number in range(rounds):
+            former, latter = f"sk-former-{number}", f"sk-latter-{number}"
+            book = Keybook(one.file)
+            book.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
+            await _until_all(one, former, 200)
+            async with asking(one, [KEY, former]) as seen:
+                Keybook(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
+                await _until_all(one, latter, 200)
+                assert set(seen[former]) == {200}, "two keys of one principal overlap"
+                async with asking(one, [latter]) as fresh:
+                    Keybook(one.file).change(f"team-{number}", "hash", keys.hash_of(latter))
+                    began, count = time.monotonic(), len(seen[former])
+                    await until(lambda: 401 in seen[former][count:], 10.0)  # noqa: B023  it is called in this turn
+                    await _until_all(one, former, 401)
+                    times.append(time.monotonic() - began)
+                    Keybook(one.file).change(f"team-{number}", "revoked", True)
+                    began, count = time.monotonic(), len(fresh[latter])
+                    await until(lambda: 401 in fresh[latter][count:], 10.0)  # noqa: B023
+                    await _until_all(one, latter, 401)
+                    times.append(time.monotonic() - began)
+            assert set(seen[KEY]) == {200}, "a key that nobody touched was refused"
+            for statuses in (seen[former], fresh[latter]):
+                assert statuses == sorted(statuses), "once refused, it stays so"
+    measured(f"{len(times)} keys taken away under load: refused by every relay after {max(times):.2f} s at most; 0 false 401s")
+
+
+async def _until_all(one: Controlled, token: str, status: int) -> None:
+    """Wait until every relay gives a key this answer: many connections in a row, which the kernel spreads over them."""
+    async with asyncio.timeout(20.0):
+        streak = 0
+        while streak < 12:
+            reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
+            streak = streak + 1 if reply.status == status else 0
+
+
+@pytest.mark.row(21)
+async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    source = Source()
+    async with scripted(source) as server, controlled(tmp_path, far(server)) as one:
+        end = time.time() + 3.0
+        soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
+        Keybook(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
+        assert (await one.control.reload()).successful
+        assert (await ask(one.port, request(token="sk-ends"))).status == 200
+        async with asking(one, [KEY, "sk-ends"]) as seen:
+            await until(lambda: 401 in seen["sk-ends"], 20.0)
+        refused = await ask(one.port, request(token="sk-ends"))
+        assert time.time() >= end
+        assert orjson.loads(refused.body)["error"]["code"] == "expired_api_key"
+        assert set(seen[KEY]) == {200}
+    measured("a hash that ends is refused from its moment on, without a reload")
