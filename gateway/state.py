@@ -18,7 +18,7 @@ from upstream.server import ServerSpec
 class Key:
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
     ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests; ``team`` and ``labels``
-    go into its rows of the ledger."""
+    go into its rows of the ledger; ``weight`` is its share where requests of several keys wait."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -28,11 +28,12 @@ class Key:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     team: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How many requests may wait in one relay for a model that is not up, and for how many seconds each."""
+    """How many requests may wait in one relay for a model that is not up, or whose servers are full, and for how many seconds each."""
 
     size: int
     wait: float
@@ -52,7 +53,8 @@ class BodyRules:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
-    that is stopped is not among ``servers``; ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
+    that is stopped is not among ``servers``; ``max_inflight`` is what all relays together may have in flight on each server;
+    ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
 
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
@@ -65,6 +67,7 @@ class Model:
     balance: str = "least_busy"
     timeouts: Timeouts = field(default_factory=Timeouts)
     queue: Queue | None = None
+    max_inflight: int | None = None
     keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One generation of what the relays serve. ``body_limit`` is in bytes."""
+    """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together."""
 
     generation: int
     keys: tuple[Key, ...]
@@ -93,6 +96,8 @@ class State:
     log_user: bool = False
     ledger_user: bool = False
     ledger_metadata: bool = False
+    max_inflight: int | None = None
+    relays: int = 1
 
     @property
     def bases(self) -> tuple[Model, ...]:
