@@ -104,7 +104,7 @@ def _automatic_tools(each: _Launched) -> Iterator[Problem]:
 
 
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
-    """vLLM takes requests as they come unless it is told otherwise, whatever their keys say, and without a bound none wait in front of it."""
+    """vLLM takes requests as they come unless it is told otherwise, and without a bound none wait in front of it."""
     keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
     if (
         keys
