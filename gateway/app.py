@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from email.utils import formatdate
@@ -22,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.access_log import AccessLog
+from gateway.admission import part
 from gateway.auth import Keyring
 from gateway.call import Call, request_ids
 from gateway.catalog import Catalog, Entry, card
@@ -44,11 +46,23 @@ _log = logging.getLogger("vllm_gateway.relay")
 
 
 class Relay:
-    """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application."""
+    """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application.
+
+    ``number`` is the relay's among all of them.
+    """
 
     def __init__(
-        self, state: State, *, fleet: Fleet, metrics: RelayMetrics, log: AccessLog, ask: Ask = nobody, books: Books | None = None
+        self,
+        state: State,
+        *,
+        fleet: Fleet,
+        metrics: RelayMetrics,
+        log: AccessLog,
+        ask: Ask = nobody,
+        books: Books | None = None,
+        number: int = 0,
     ) -> None:
+        self.number = number
         self.fleet = fleet
         self.books = books
         self.metrics = metrics
@@ -68,25 +82,31 @@ class Relay:
         servers = self.fleet.reconcile(spec for model in state.bases for spec in model.servers)
         self.metrics.expect(state)
         for model in state.bases:
-            for spec in model.servers:
+            for index, spec in enumerate(model.servers):
                 servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
+                servers[spec.name].limit = self._part(model.max_inflight, index, state.relays)
         self.state = state
+        self.most = None if state.max_inflight is None else part(state.max_inflight, self.number, state.relays)
         self.keyring = Keyring(state.keys)
         self.cors = Cors(state.cors_origins)
         self.catalog.retire()
         self.catalog = Catalog(state.models, servers)
         self.targets = self.catalog.targets
         self.body_limit = state.body_limit
-        self.lobby.expect(state.bases)
         if self.books is not None:
             self.books.take(state)
+        self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
+
+    def _part(self, whole: int | None, index: int, relays: int) -> float:
+        """What this relay may have in flight on a model's server; what cannot be divided is another relay's with each server."""
+        return math.inf if whole is None else part(whole, self.number + index, relays)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
         for name, condition in health.conditions.items():
             self.fleet.set_condition(name, condition)
         self._max_model_len = dict(health.max_model_len)
-        self.lobby.learn(health.expected, self.catalog.is_up)
+        self.lobby.learn(health.expected)
 
     def tick(self) -> None:
         """What is done a few times a second for all requests together."""

@@ -162,6 +162,11 @@ class Call(msgspec.Struct, eq=False):
             self.edge.flow.resume_reading()
         self._wake()
 
+    @property
+    def under_way(self) -> int:
+        """How many requests the relay is working on, this one among them."""
+        return len(self.edge.tasks)
+
     # Writing
 
     @property

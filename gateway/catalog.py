@@ -77,11 +77,6 @@ class Catalog:
         entry = self._by_id.get(model)
         return entry.pool if entry is not None else None
 
-    def is_up(self, model: str) -> bool:
-        """Whether a server of the model with this id is up."""
-        entry = self._by_id.get(model)
-        return entry is not None and entry.pool.is_up
-
     def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
         """The models that a key may use, in the order of the configuration."""
         return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]

@@ -488,6 +488,7 @@ class Control:
         standing = self.fleet.standing(model.id)
         return {
             **self._traffic(model.id, series),
+            "max_inflight": model.max_inflight,
             "aliases": list(model.aliases),
             "state": standing.state.value,
             "since": standing.since,

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 from msgspec import field
 
+from gateway.admission import bound
 from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.call import Call
@@ -56,6 +57,8 @@ class Gate(Protocol):
     metrics: RelayMetrics
     books: Books | None
     draining: bool
+    most: int | None
+    """Requests that may be under way at once; None: any number."""
 
     @property
     def state(self) -> State:
@@ -69,6 +72,8 @@ async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
+        if gate.most is not None:
+            bound(call, gate.most)
         with gate.admission.ticket(key):
             _check_media_type(call)
             if call.target.route.body is Body.FORM:
@@ -83,7 +88,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                 try:
                     answer = await attempt.answer(outbound.compose, outbound.upload)
                 except NoServerError as error:
-                    answer = await _in_turn(error, attempt, outbound, account)
+                    answer = await _in_turn(error, key, attempt, outbound, account)
                 account.answered(answer, outbound)
                 await _relay(call, answer, account, outbound)
 
@@ -153,18 +158,18 @@ def _check_media_type(call: Call) -> None:
         raise Refusal("unsupported_media_type", "A compressed body is not accepted.")
 
 
-async def _in_turn(error: NoServerError, attempt: Attempt, outbound: Outbound, account: Account) -> Answer:
-    """An answer of a model of which no server is up, once one is: in the order of arrival. Raises Refusal and UpstreamError.
+async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: Outbound, account: Account) -> Answer:
+    """An answer of a model of which no server is up, or all are full, once one can take it. Raises Refusal and UpstreamError.
 
     The servers are those of the newest generation then: they may have been started while the request waited.
     """
     gate, model, since = account.gate, outbound.entry.model.base, monotonic()
-    if not gate.lobby.is_expected(model):
+    if not (error.full or gate.lobby.is_expected(model)):
         raise error
     outbound.call.read_ahead()
     while True:
         try:
-            with gate.lobby.place(model, since) as place:
+            with gate.lobby.place(model, key, since) as place:
                 await place.called()
         finally:
             account.queued = monotonic() - since
@@ -207,7 +212,7 @@ class Account(msgspec.Struct, eq=False):
     whatever it was, and the request is settled, once.
 
     ``started`` is since the epoch, every other time ``time.monotonic``; ``waited`` are the seconds in which the gateway
-    waited for its client, ``queued`` those in which the request waited for its model to be up.
+    waited for its client, ``queued`` those in which the request waited for a server.
     """
 
     call: Call

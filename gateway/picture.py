@@ -20,18 +20,24 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 @dataclass(frozen=True, slots=True)
 class ServerPicture:
-    """One server. ``state`` is one of STATES; ``percent`` is how far its start has come, where it says so."""
+    """One server. ``state`` is one of STATES; ``most`` is its bound; ``percent`` is how far its start has come, where it says so."""
 
     name: str
     state: str
     since: str
     in_flight: int
+    most: int | None
     restarts: int
     reason: str
     progress: str
     percent: int | None
     log: str
     lines: tuple[str, ...]
+
+    @property
+    def load(self) -> str:
+        """What is in flight, and of how many where that is bounded."""
+        return f"{self.in_flight}" if self.most is None else f"{self.in_flight} of {self.most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +111,13 @@ def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
         queued=model.get("queued", 0),
         waiting=duration(waiting) if waiting else "",
         speed=_speed(model["tokens_per_second"]),
-        servers=tuple(_server(server, now, model["state"]) for server in model["servers"]),
+        servers=tuple(_server(server, now, model) for server in model["servers"]),
         adapters=tuple(AdapterPicture(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
     )
 
 
-def _server(server: Mapping[str, Any], now: float, model: str) -> ServerPicture:
-    state = _state(server, model)
+def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> ServerPicture:
+    state = _state(server, model["state"])
     lines = tuple(server.get("last_log_lines", ()))
     progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
     percent = _PERCENT.findall(progress)
@@ -120,6 +126,7 @@ def _server(server: Mapping[str, Any], now: float, model: str) -> ServerPicture:
         state=state,
         since=_since(server.get("since"), now),
         in_flight=server["in_flight"],
+        most=model.get("max_inflight"),
         restarts=server.get("restarts", 0),
         # The log's end follows the first line of a reason, and is shown by itself.
         reason=str(server.get("reason") or "").split(". Last lines of its log:\n")[0],

@@ -16,6 +16,7 @@ from typing import Any
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
+from gateway.fairness import weight_of
 from gateway.state import BodyRules, Key, Model, Queue, State
 from upstream import deadlines
 from upstream.address import Address
@@ -134,6 +135,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         log_user=config.log.user,
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
+        max_inflight=config.server.max_inflight,
+        relays=config.server.relays,
     )
 
 
@@ -150,7 +153,8 @@ def _secret(server: conf.Server) -> str | None:
 
 def _queue(config: Config, model: conf.Model) -> Queue | None:
     """What one relay lets wait: its share of the whole, since a client's connection may end up in any of them."""
-    queue = model.queue or (conf.Queue() if may_be_stopped(config, model) else None)
+    waits = model.max_inflight is not None or may_be_stopped(config, model)
+    queue = model.queue or (conf.Queue() if waits else None)
     return None if queue is None else Queue(math.ceil(queue.size / config.server.relays), queue.wait)
 
 
@@ -164,6 +168,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         balance=model.balance,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
+        max_inflight=model.max_inflight,
         keepalive=model.keepalive,
         defaults=model.defaults,
         overrides=model.overrides,
@@ -191,7 +196,11 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
         fields=_fields(key, isolation),
         team=key.team,
         labels=key.labels,
+<<<<<<< HEAD
         revoked=key.revoked,
+=======
+        weight=weight_of(key.priority),
+>>>>>>> admission
     )
 
 

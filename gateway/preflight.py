@@ -104,11 +104,18 @@ def _automatic_tools(each: _Launched) -> Iterator[Problem]:
 
 
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
-    """vLLM takes requests as they come unless it is told otherwise, whatever their keys say."""
+    """vLLM takes requests as they come unless it is told otherwise, and without a bound none wait in front of it."""
     keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
-    if keys and "config" not in each.args and each.value("scheduling-policy") != "priority":
+    if (
+        keys
+        and each.model.get("max_inflight").value is None
+        and "config" not in each.args
+        and each.value("scheduling-policy") != "priority"
+    ):
         known = each.model.get("id").value
-        yield _note(keys[0].get("priority"), f"has no effect on `{known}` without scheduling-policy: priority in its launch.args")
+        yield _note(
+            keys[0].get("priority"), f"has no effect on `{known}` without max_inflight, or scheduling-policy: priority in its launch.args"
+        )
 
 
 def _may_use(key: Place, model: Place) -> bool:

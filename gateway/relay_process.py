@@ -74,7 +74,9 @@ async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
         if not isinstance(first, Configure):
             return
         books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
-        process.relay = Relay(first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books)
+        process.relay = Relay(
+            first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books, number=arguments.number
+        )
         process.learn(first.health)  # before the first request, or it would find no server
         drained = await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
         if books is not None and not drained:

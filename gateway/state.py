@@ -16,9 +16,15 @@ from upstream.server import ServerSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
+<<<<<<< HEAD
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
     seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
     are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger."""
+=======
+    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
+    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests; ``team`` and ``labels``
+    go into its rows of the ledger; ``weight`` is its share where requests of several keys wait."""
+>>>>>>> admission
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -28,13 +34,17 @@ class Key:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     team: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
+<<<<<<< HEAD
     ends: Mapping[bytes, float] = field(default_factory=dict, repr=False)
     revoked: bool = False
+=======
+    weight: float = 1.0
+>>>>>>> admission
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How many requests may wait in one relay for a model that is not up, and for how many seconds each."""
+    """How many requests may wait in one relay for a model that is not up, or whose servers are full, and for how many seconds each."""
 
     size: int
     wait: float
@@ -54,7 +64,8 @@ class BodyRules:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
-    that is stopped is not among ``servers``; ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
+    that is stopped is not among ``servers``; ``max_inflight`` is what all relays together may have in flight on each server;
+    ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
 
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
@@ -67,6 +78,7 @@ class Model:
     balance: str = "least_busy"
     timeouts: Timeouts = field(default_factory=Timeouts)
     queue: Queue | None = None
+    max_inflight: int | None = None
     keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +97,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One generation of what the relays serve. ``body_limit`` is in bytes."""
+    """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together."""
 
     generation: int
     keys: tuple[Key, ...]
@@ -95,6 +107,8 @@ class State:
     log_user: bool = False
     ledger_user: bool = False
     ledger_metadata: bool = False
+    max_inflight: int | None = None
+    relays: int = 1
 
     @property
     def bases(self) -> tuple[Model, ...]:

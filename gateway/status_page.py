@@ -158,7 +158,7 @@ def _numbers(model: ModelPicture) -> Html:
 
 
 def _server(server: ServerPicture) -> Html:
-    counts = [f"{server.in_flight} in flight"] + ([counted(server.restarts, "restart")] if server.restarts else [])
+    counts = [f"{server.load} in flight"] + ([counted(server.restarts, "restart")] if server.restarts else [])
     row = tag("div", tag("span", server.name, class_="name"), _state(server.state), _quiet(_for(server.since)), _quiet(", ".join(counts)),
               class_="row")  # fmt: skip
     bar = tag("progress", value=str(server.percent), max="100") if server.percent is not None else Html()

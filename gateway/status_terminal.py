@@ -39,7 +39,7 @@ def _rows(model: ModelPicture) -> Iterator[tuple[Text, ...]]:
     cells = (model.since, str(model.in_flight), queued, model.speed)
     yield (Text(one_line(model.id), "bold"), _state(model.state), *map(Text, cells))
     for server in model.servers:
-        yield (Text(f"  {one_line(server.name)}", "dim"), _state(server.state), Text(server.since), Text(str(server.in_flight)))
+        yield (Text(f"  {one_line(server.name)}", "dim"), _state(server.state), Text(server.since), Text(server.load))
     for one in model.adapters:
         yield (Text(f"  {one_line(one.id)} (LoRA)", "dim"), Text(), Text(), Text(str(one.in_flight)), Text(), Text(one.speed))
 

@@ -261,7 +261,7 @@ class Attempt:
     async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
         """An answer whose first bytes are here.
 
-        Raises NoServerError when no server is up, and the UpstreamError of the last attempt.
+        Raises NoServerError when no server is up or all are full, and the UpstreamError of the last attempt.
         """
         while True:
             try:
@@ -300,9 +300,9 @@ class Attempt:
             self._deadlines.forget(self._answer)
             self._answer.close()
             self._answer = None
-        if self.server is not None:
-            self.server.leave()
-            self.server = None
+        server, self.server = self.server, None
+        if server is not None:
+            server.leave()  # another request may get its turn in there
 
     def _note(self, error: UpstreamError) -> None:
         if isinstance(error, ConnectFailed) and self.server is not None:

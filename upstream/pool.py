@@ -6,21 +6,24 @@ after a reload, with its connections and its count; one that is gone is retired,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from upstream.affinity import Affinity
 from upstream.policy import POLICIES, Policy, least_busy
-from upstream.ranking import Ranking
+from upstream.ranking import Bounded, Ranking
 from upstream.server import Condition, Server, ServerSpec
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now. ``loading`` says that one will be able to."""
+    """No server of a model can take a request now. ``loading`` says that one will be able to, ``full`` that some are up and have all
+    that they may have."""
 
-    def __init__(self, *, loading: bool) -> None:
-        super().__init__("loading" if loading else "none is up")
+    def __init__(self, *, loading: bool = False, full: bool = False) -> None:
+        super().__init__("full" if full else "loading" if loading else "none is up")
         self.loading = loading
+        self.full = full
 
 
 class Pool:
@@ -31,7 +34,10 @@ class Pool:
         self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
         self._affinity = Affinity(self.servers) if balance == "prefix" and len(servers) > 1 else None
         self._by_load = self._policy is least_busy
-        self._ranking = Ranking(self.servers) if len(servers) > 1 else None
+        bounded = any(server.limit < math.inf for server in self.servers)
+        self._only = self.servers[0] if len(servers) == 1 and not bounded else None
+        self._bounded = Bounded(self.servers) if bounded else None
+        self._ranking = self._bounded or (Ranking(self.servers) if len(servers) > 1 else None)
         if self._ranking is not None:
             for server in self.servers:
                 server.rankings.append(self._ranking)
@@ -49,6 +55,21 @@ class Pool:
         """Whether one of them is up."""
         return any(server.condition is Condition.UP for server in self.servers)
 
+    def has_room(self) -> bool:
+        """Whether ``choose`` gives a server now to who has tried none."""
+        if self._ranking is not None and self._ranking.members:
+            return True
+        up = self._up()
+        return bool(up) and not _all_taken(up)
+
+    def on_room(self, tell: Callable[[], None]) -> None:
+        """Have somebody told whenever a server that may be full has room. Nobody waits for the others."""
+        if self._bounded is not None:
+            self._bounded.on_room = tell
+
+    def _up(self) -> list[Server]:
+        return [server for server in self.servers if server.condition is Condition.UP]
+
     @property
     def wants_hint(self) -> bool:
         """Whether ``choose`` has a use for a hint."""
@@ -57,19 +78,22 @@ class Pool:
     def choose(self, tried: Sequence[Server] = (), hint: int | None = None) -> Server:
         """The server for the next attempt: an untried, available one by the policy; else what is left.
 
-        A server that is up but was just refused, or was tried, is taken only when there is no other. ``hint`` is the same for
-        requests that begin alike.
-        Raises NoServerError when none is up.
+        A server that is up but has just refused, or was tried, is taken only when there is no other; one that is full never, and
+        one that has just refused not as long as others are merely full. ``hint`` is the same for requests that begin alike.
+        Raises NoServerError when none is up, or all are full.
         """
-        servers = self.servers
-        if len(servers) == 1 and servers[0].condition is Condition.UP:
-            return servers[0]
+        only = self._only
+        if only is not None and only.condition is Condition.UP:
+            return only
         if not tried and self._ranking is not None and self._ranking.members:
             return self._ranked(self._ranking, hint)
-        up = [server for server in servers if server.condition is Condition.UP]
+        up = self._up()
         if not up:
-            raise NoServerError(loading=any(server.condition is Condition.LOADING for server in servers))
-        fresh = [server for server in up if server not in tried] or up
+            raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
+        if _all_taken(up):
+            raise NoServerError(full=True)
+        room = [server for server in up if not server.full]
+        fresh = [server for server in room if server not in tried] or room
         self._turn += 1
         among = [server for server in fresh if server.available] or fresh
         known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
@@ -80,6 +104,11 @@ class Pool:
         self._turn += 1
         known = self._affinity.choose(ranking.available, hint) if self._affinity is not None and hint is not None else None
         return known or (ranking.first() if self._by_load else None) or self._policy(ranking.members, self._turn)
+
+
+def _all_taken(up: Sequence[Server]) -> bool:
+    """Whether the servers that could be trusted with a request are full."""
+    return any(server.full for server in up) and not any(server.available for server in up)
 
 
 class Fleet:

@@ -7,7 +7,7 @@ behind those of the same load, so that an idle pool is used evenly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -23,7 +23,16 @@ class Ranked(Protocol):
         """It can take a request."""
 
 
+class Fillable(Ranked, Protocol):
+    """What is known of a server that is given only so many requests."""
+
+    @property
+    def full(self) -> bool:
+        """It has as many as it may have."""
+
+
 R = TypeVar("R", bound=Ranked)
+F = TypeVar("F", bound=Fillable)
 
 
 class Ranking(Generic[R]):
@@ -91,3 +100,33 @@ class Ranking(Generic[R]):
 
     def _list(self) -> None:
         self.members = tuple(server for server in self._servers if server in self._load_of)
+
+
+def _nobody_waits() -> None:
+    """Nobody is to be told."""
+
+
+class Bounded(Ranking[F]):
+    """Servers that are given only so many requests at once: one that is full is no member until it has given one back.
+
+    ``on_room`` is called whenever one of them has room.
+    """
+
+    __slots__ = ("on_room",)
+
+    def __init__(self, servers: Sequence[F]) -> None:
+        super().__init__(servers)
+        self.on_room: Callable[[], None] = _nobody_waits
+
+    def moved(self, server: F) -> None:
+        if server.full is (server in self._load_of):
+            super().reconsider(server)
+        else:
+            super().moved(server)
+        if not server.full:
+            self.on_room()
+
+    def reconsider(self, server: F) -> None:
+        super().reconsider(server)
+        if server.available:
+            self.on_room()

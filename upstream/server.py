@@ -9,6 +9,7 @@ long as its spec is the same. The rule: ``in_flight`` changes only in
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,6 +66,8 @@ class Server:
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
+        self.limit = math.inf
+        """Exchanges that it is given at once."""
         self.mirror: Mirror = [0.0]
         self.rankings: list[Ranking[Server]] = []
         """Those that are to be told when its load or its availability changes."""
@@ -138,9 +141,14 @@ class Server:
         return self.in_flight / self.spec.weight
 
     @property
+    def full(self) -> bool:
+        """It has as many exchanges as it is given at once."""
+        return self.in_flight >= self.limit
+
+    @property
     def available(self) -> bool:
-        """It is up and has not just refused a connection."""
-        return self._condition is Condition.UP and (not self._avoid_until or monotonic() >= self._avoid_until)
+        """It is up, not full, and has not just refused a connection."""
+        return self._condition is Condition.UP and not self.full and (not self._avoid_until or monotonic() >= self._avoid_until)
 
     def refused(self) -> None:
         """A connection to it could not be made: pass it over for a moment."""

@@ -89,7 +89,9 @@ class ServerSection(Section):
     headers_timeout: Duration = _quantity("10s", "time a client has to send the head of a request")
     body_timeout: Duration = _quantity("60s", "time a client has to send the body of a request")
     write_timeout: Duration = _quantity("60s", "time a client may leave its answer unread")
-    max_inflight: Count | None = Field(default=None, description="requests at once in the whole gateway; more are refused")
+    max_inflight: Count | None = Field(
+        default=None, description="requests at once in the whole gateway, those that wait included; more are refused"
+    )
     linger: DurationOrZero = _quantity("0s", "time between the word to stop and the drain, in which /readyz fails and requests are served")
     drain: DurationOrZero = _quantity("30s", "time that requests under way have to end when the gateway stops")
 
@@ -169,7 +171,7 @@ class Timeouts(Section):
 
 
 class Queue(Section):
-    """Requests that wait while no server of the model is up yet."""
+    """Requests that wait while no server of the model is up yet, or all have their `max_inflight`."""
 
     size: Count = Field(default=128, description="requests that may wait; more are refused")
     wait: Duration = _quantity("30s", "longest wait")
@@ -224,9 +226,10 @@ class Model(Section):
     balance: Literal["least_busy", "round_robin", "prefix"] = Field(default="least_busy", description="how a server is chosen")
     timeouts: Timeouts = Field(default=Timeouts(), description="how long a server may take")
     queue: Queue | None = Field(
-        default=None, description="requests that wait for a server; for a launched model that may be stopped, default: {}"
+        default=None,
+        description="requests that wait for a server; default: {} with `max_inflight`, and for a launched model that may be stopped",
     )
-    max_inflight: Count | None = Field(default=None, description="requests at once on each server")
+    max_inflight: Count | None = Field(default=None, description="requests at once on each server; more wait in `queue`")
     keepalive: Duration | None = Field(
         default=None, description="send a comment on a silent stream this often, so that proxies keep it open"
     )
@@ -277,7 +280,8 @@ class Key(Section):
     limits: Limits | None = Field(default=None, description="how much it may use")
     team: Name | None = Field(default=None, description="the team it belongs to")
     priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = Field(
-        default=None, description="vLLM's scheduling priority for its requests; lower is sooner"
+        default=None,
+        description="how soon its requests go on where others wait, here by share and in vLLM by its scheduling priority; lower is sooner",
     )
     labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_centre: "17"}')
 

@@ -406,6 +406,16 @@ def _shared_limits(draft: Draft) -> Iterator[Problem]:
             return
 
 
+def _divided_bounds(draft: Draft) -> Iterator[Problem]:
+    """A relay whose part of a bound is nothing would serve nobody."""
+    relays = draft.top.get("server", "relays").value
+    if not isinstance(relays, int):
+        return
+    for most in (draft.top.get("server", "max_inflight"), *(model.get("max_inflight") for model in draft.models)):
+        if isinstance(most.value, int) and 0 < most.value < relays:
+            yield most.problem(f"{relays} relays cannot share {most.value} requests: each needs at least one, or server.relays is less")
+
+
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _some_models,
     _unique_names,
@@ -430,4 +440,5 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _teams,
     _ports,
     _shared_limits,
+    _divided_bounds,
 )

@@ -429,6 +429,18 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
     check()
 
 
+def test_a_bound_that_the_relays_cannot_share(tmp_path: Path) -> None:
+    text = (
+        "server: {{relays: 4, max_inflight: {}}}\nmodels: [{{id: m, launch: {{}}, max_inflight: {}}}]\nkeys: [{{id: k, anonymous: true}}]\n"
+    )
+    assert problems(tmp_path, text.format(4, 4)) == []
+    words = "4 relays cannot share 3 requests: each needs at least one, or server.relays is less"
+    assert problems(tmp_path, text.format(3, 3)) == [
+        f"g.yaml:1: server.max_inflight: {words}",
+        f"g.yaml:2: models[0].max_inflight: {words}",
+    ]
+
+
 def about_launches(folder: Path, groups: str, *launches: str) -> list[str]:
     """What is said about models with these launches, without file and line."""
     models = "".join(f"  - {{id: m{number}, launch: {{{launch}}}}}\n" for number, launch in enumerate(launches))

@@ -65,6 +65,13 @@ def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
         assert shown.models[0].servers[0].state == state
 
 
+def test_a_bounded_server_says_of_how_many() -> None:
+    assert picture(status(server())).models[0].servers[0].load == "2"
+    shown = picture(status(server(), max_inflight=8))
+    assert shown.models[0].servers[0].load == "2 of 8"
+    assert "2 of 8 in flight" in page(shown)
+
+
 def test_how_far_a_start_has_come() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
     starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])

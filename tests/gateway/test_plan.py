@@ -190,6 +190,29 @@ def test_who_may_be_stopped_has_a_queue_and_each_relay_its_share(lazy: Config) -
     assert [model.servers for model in models] == [(), (), ()], "none is launched"
 
 
+def test_bounds_and_weights(tmp_path: Path) -> None:
+    servers = [{"url": "http://10.0.0.5:8000"}]
+    document = {
+        "server": {"relays": 2, "max_inflight": 100},
+        "models": [
+            {"id": "bounded", "servers": servers, "max_inflight": 8, "loras": [{"id": "lora"}]},
+            {"id": "free", "servers": [{"url": "http://10.0.0.6:8000"}]},
+        ],
+        "keys": [{"id": name, "hash": f"sha256:{n:064x}", "priority": n} for n, name in ((0, "usual"), (1, "later"))]
+        + [{"id": "anonymous", "anonymous": True, "priority": -1}],
+    }
+    path = tmp_path / "bounds.yaml"
+    path.write_text(yaml.safe_dump(document))
+    made = plan.state(load(path, {}), NOTHING, 1, 0)
+    assert (made.max_inflight, made.relays) == (100, 2)
+    assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
+        ("bounded", 8, Queue(64, 30.0)),
+        ("lora", 8, Queue(64, 30.0)),
+        ("free", None, None),
+    ]
+    assert {key.id: key.weight for key in made.keys} == {"usual": 1.0, "later": 0.5, "anonymous": 2.0}
+
+
 def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
     assert [(spec.settings.sleeps, spec.settings.drain) for spec in plan.launches(lazy)] == [(False, 45.0), (True, 45.0), (False, 45.0)]
 

@@ -259,9 +259,9 @@ def test_a_priority_that_vllm_would_not_look_at_is_a_note() -> None:
         return [str(each) for each in preflight.problems(Draft(source), HERE) if isinstance(each, Note)]
 
     launched, key = "{id: m, aliases: [alias], launch: {}}", "  - {id: a, priority: 5"
-    words = "keys[0].priority: has no effect on `m` without scheduling-policy: priority in its launch.args"
+    words = "keys[0].priority: has no effect on `m` without max_inflight, or scheduling-policy: priority in its launch.args"
     assert said(launched, f"{key}}}") == said(launched, f"{key}, models: [ali*]}}") == [f"g.yaml:3: {words}"]
     assert said(launched, f"{key}, models: [other]}}") == said(launched, "  - {id: a}") == []
     for args in ("scheduling-policy: priority", "scheduling_policy: priority", "config: /x.yaml"):
         assert said(f"{{id: m, launch: {{args: {{{args}}}}}}}", f"{key}}}") == []
-    assert said("{id: m, servers: [{url: 'http://a'}]}", f"{key}}}") == []
+    assert said("{id: m, servers: [{url: 'http://a'}]}", f"{key}}}") == said("{id: m, max_inflight: 8, launch: {}}", f"{key}}}") == []

@@ -221,17 +221,20 @@ async def test_a_model_that_is_gone_is_not_waited_for() -> None:
         await until(lambda: served.in_flight == 0)
 
 
-async def test_a_server_that_goes_again_lets_them_wait_on_in_their_old_order() -> None:
+async def test_a_server_that_goes_again_at_once_was_there_for_those_who_waited() -> None:
     async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served:
         comes_in(served)
         async with client(served.port) as a, client(served.port) as b, client(served.port) as c:
             await enter(served, a, 1, seed=1)
             await enter(served, b, 2, seed=2)
             is_up(served)
-            comes_in(served)  # before the two have had their turn
-            await enter(served, c, 3, seed=3)
+            assert queued(served) == 0
+            comes_in(served)
+            await enter(served, c, 1, seed=3)
+            assert [(await one.reply()).status for one in (a, b)] == [200, 200]
+            assert queued(served) == 1
             is_up(served)
-            assert [(await one.reply()).status for one in (a, b, c)] == [200, 200, 200]
+            assert (await c.reply()).status == 200
         assert [each.json["seed"] for each in server.requests] == [1, 2, 3]
 
 

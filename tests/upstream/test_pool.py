@@ -147,3 +147,75 @@ async def test_a_hint_that_many_share_does_not_fill_one_server() -> None:
     for _ in range(100):
         pool.choose(hint=7).enter()
     assert sorted(server.in_flight for server in each)[-1] <= 32
+
+
+# Servers that are given only so many requests at once
+
+
+def bounded(*limits: float) -> list[Server]:
+    each = servers(*([UP] * len(limits)))
+    for server, limit in zip(each, limits, strict=True):
+        server.limit = limit
+    return each
+
+
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+@pytest.mark.parametrize("limits", [(2,), (2, 3), (1, 2, 4)])
+async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str, limits: tuple[int, ...]) -> None:
+    each = bounded(*limits)
+    pool = Pool(each, balance)
+    for _ in range(sum(limits)):
+        assert pool.has_room()
+        pool.choose(hint=7).enter()
+    assert [server.in_flight for server in each] == list(limits) and not pool.has_room()
+    with pytest.raises(NoServerError) as caught:
+        pool.choose(hint=7)
+    assert caught.value.full and not caught.value.loading
+    each[-1].leave()
+    assert pool.has_room() and pool.choose(hint=7) is each[-1]
+
+
+async def test_whoever_waits_is_told_of_room() -> None:
+    a, b = bounded(1, 1)
+    pool, told = Pool([a, b], "least_busy"), []
+    pool.on_room(lambda: told.append(pool.has_room()))
+    for server in (a, b):
+        server.enter()
+    assert told == []
+    b.leave()
+    assert told == [True]
+    b.enter()
+    a.condition = DOWN
+    a.leave()
+    assert not any(told[1:])
+    a.condition = UP
+    assert told[-1]
+    pool.retire()
+    del told[:]
+    b.leave()
+    assert told == [], "the next generation has another pool"
+
+
+async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_full() -> None:
+    a, b = bounded(2, 1)
+    pool = Pool([a, b], "least_busy")
+    b.enter()
+    a.refused()
+    assert not pool.has_room()
+    for tried in ([], [a], [b]):
+        with pytest.raises(NoServerError):
+            pool.choose(tried)
+    b.leave()
+    assert pool.choose([a]) is b
+    b.refused()
+    assert pool.has_room() and pool.choose() in (a, b), "all have refused, and none is full"
+
+
+async def test_one_that_is_full_is_not_taken_for_a_second_attempt() -> None:
+    a, b, c = bounded(2, 1, 1)
+    pool = Pool([a, b, c], "round_robin")
+    b.enter()
+    c.enter()
+    assert {pool.choose([a]) for _ in range(3)} == {a}, "it was tried, and is the only one with room"
+    c.leave()
+    assert {pool.choose([a]) for _ in range(3)} == {c}
