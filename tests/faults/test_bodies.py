@@ -57,6 +57,7 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "deep lists": (b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b", " + GOOD[1:], ()),
     "deep objects": (b'{"a": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b", " + GOOD[1:], ()),
     "deep and never closed": (b"[" * DEEP, ()),
+    "many lists": (b'{"a": [' + b"[]," * 300_000 + b"[]], " + GOOD[1:], ()),
     "a list": (b"[" + GOOD + b"]", ()),
     "two documents": (GOOD + GOOD, ()),
     "nothing": (b"", ()),
