@@ -39,7 +39,7 @@ fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=
 	$(BIN)/python -m fuzz $(SECONDS) $(TARGETS)
 
 audit: $(READY)  ## the locked packages against the known advisories; needs the network
-	$(BIN)/python tests/audit.py
+	$(BIN)/python -m tests.audit
 
 # The interpreter makes the environment; a lock that changed is installed again.
 $(READY): requirements.lock pyproject.toml
