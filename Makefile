@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients bench bench-peers lock clean
+.PHONY: run test check format vllm clients bench bench-peers lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -14,7 +14,7 @@ test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests benchmarks
+	$(BIN)/mypy gateway upstream tests benchmarks fuzz
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
@@ -33,6 +33,14 @@ bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" 
 bench-peers: $(READY)  ## the peers that come from PyPI, each in an environment of its own
 	$(BIN)/python benchmarks/install.py
 
+SECONDS ?= 60
+fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=60; TARGETS="config sse" for some of them
+	$(BIN)/python -m fuzz.install
+	$(BIN)/python -m fuzz $(SECONDS) $(TARGETS)
+
+audit: $(READY)  ## the locked packages against the known advisories; needs the network
+	$(BIN)/python -m tests.audit
+
 # The interpreter makes the environment; a lock that changed is installed again.
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 1; }
@@ -46,4 +54,4 @@ lock:  ## write requirements.lock anew (needs uv)
 	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-clients-* tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-clients-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

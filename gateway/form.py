@@ -18,10 +18,13 @@ from gateway.policy import NUMBERS, Policy, check_number
 from upstream.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
+_HEADER_LIMIT = 8192  # a header of one part
 _NUMBER_LIMIT = 18  # and a number that is checked
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
 _EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
+MAX_PARTS = 1000
+"""Parts of a form, as many as vLLM's own framework takes."""
 NextBytes = Callable[[], Awaitable[bytes]]
 
 
@@ -48,6 +51,7 @@ class Form:
         )
         self._held = bytearray()
         self._offset = 0
+        self._parts = 0
         # The part that is being read
         self._header = b""
         self._value = b""
@@ -130,12 +134,17 @@ class Form:
 
     def _part_begin(self) -> None:
         self._name = None
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
+        self._header = (self._header + data[start:end])[:_HEADER_LIMIT]
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
+        if len(self._value) > _HEADER_LIMIT:
+            raise Refusal("invalid_value", "The head of a part of the form is too long.")
 
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":

@@ -70,11 +70,12 @@ def forbidden(value: Any, hosts: MediaHosts) -> str | None:
 
 
 _SHORT = 32  # members that are looked at one by one as quickly
-_SCALARS = frozenset({str, int, float, bool, type(None)})
+SCALARS = frozenset({str, int, float, bool, type(None)})
+"""The types of JSON values that hold no others."""
 
 
 def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:
-    if len(values) > _SHORT and _SCALARS.issuperset(map(type, values)):
+    if len(values) > _SHORT and SCALARS.issuperset(map(type, values)):
         return None  # a prompt of tokens, a batch of texts
     for value in values:
         kind = type(value)

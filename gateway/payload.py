@@ -8,7 +8,7 @@ client's own bytes never are. So what was authorised is what is dispatched, what
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,14 +16,18 @@ import msgspec
 import orjson
 
 from gateway.errors import Refusal
+from gateway.media import SCALARS
 from gateway.policy import TOKEN_LIMITS, Policy
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation, translate
 
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
+MAX_CONTAINERS = 131_072
+"""Objects and lists in a body: what looks through it stays within the time of one request."""
 
 _SHORT = 2048  # bytes in which counting is as fast
+_MANY = 32  # members from which on it is quicker to ask for all their types at once
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -55,13 +59,16 @@ class Prepared(msgspec.Struct, frozen=True):
 
 def parse(body: bytes) -> Document:
     """Strict UTF-8 JSON, an object, at most MAX_DEPTH deep. Raises Refusal invalid_json."""
+    may_be_deep = _may_be_deep(body)
+    if may_be_deep:
+        _check_containers(body)
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Refusal("invalid_json", f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
     if not isinstance(document, dict):
         raise Refusal("invalid_json", "The body must be a JSON object.")
-    if _may_be_deep(body) and _too_deep(document):
+    if may_be_deep and _too_deep(document):
         raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
     if _LONG_NUMBER in body.translate(_DIGITS):
         _refuse_long_integers(body)
@@ -82,7 +89,7 @@ def _within_64_bits(digits: str) -> int:
 def _may_be_deep(body: bytes) -> bool:
     """Whether it has that many brackets at all. They are few in most bodies, and searching a long one is much faster than counting."""
     if len(body) < _SHORT:
-        return body.count(b"{") + body.count(b"[") > MAX_DEPTH
+        return _brackets(body) > MAX_DEPTH
     found = 0
     for bracket in b"{", b"[":
         at = body.find(bracket)
@@ -94,14 +101,35 @@ def _may_be_deep(body: bytes) -> bool:
     return False
 
 
+def _check_containers(body: bytes) -> None:
+    """Raises Refusal for too many objects and lists, before they are made. Brackets in a text are no such thing."""
+    if _brackets(body) > MAX_CONTAINERS and _brackets(_without_texts(body)) > MAX_CONTAINERS:
+        raise Refusal("invalid_json", f"The body has more than {MAX_CONTAINERS} objects and lists.")
+
+
+def _without_texts(body: bytes) -> bytes:
+    """What stands outside of quotes; exact for what is JSON."""
+    return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _brackets(body: bytes) -> int:
+    return body.count(b"{") + body.count(b"[")
+
+
 def _too_deep(document: Document) -> bool:
     level: list[Any] = [document]
     for _ in range(MAX_DEPTH):
-        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
-        level = [child for child in children if isinstance(child, dict | list)]
+        level = [child for node in level for child in _containers(node)]
         if not level:
             return False
     return True
+
+
+def _containers(node: Any) -> Iterable[Any]:
+    values = node.values() if type(node) is dict else node
+    if len(values) > _MANY and SCALARS.issuperset(map(type, values)):
+        return ()  # a prompt of tokens, a batch of texts
+    return (value for value in values if type(value) is dict or type(value) is list)
 
 
 def merge(document: Document) -> Document:

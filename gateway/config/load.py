@@ -62,6 +62,7 @@ def drafted(path: str | os.PathLike[str]) -> Draft | None:
 def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surroundings) -> Config:
     whole = config.model_copy(update={"keys": config.keys + more.keys})
     whole._notes = notes_on(draft, NOT_YET)
+    whole._withheld = frozenset(around.named - around.shared)
     whole._files = tuple(dict.fromkeys(around.files))
     return whole
 

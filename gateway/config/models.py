@@ -373,11 +373,17 @@ class Config(Section):
 
     _notes: tuple[Note, ...] = PrivateAttr(())
     _files: tuple[Path, ...] = PrivateAttr(())
+    _withheld: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file that this configuration was made from, absolute: those to watch for changes."""
         return self._files
+
+    @property
+    def withheld(self) -> frozenset[str]:
+        """The variables of the environment that hold the gateway's own secrets, and no launched server's."""
+        return self._withheld
 
 
 def matches(pattern: str, name: str) -> bool:

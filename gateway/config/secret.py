@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -25,12 +25,15 @@ _HOW = "write {env: NAME} or {file: PATH}"
 class Surroundings:
     """What a configuration refers to outside itself: the environment, and the folder that relative paths start from.
 
-    ``files`` gathers the files that were read, so that they can be watched.
+    ``files`` gathers the files that were read, so that they can be watched; ``named`` the variables of the environment that
+    hold secrets, and ``shared`` those that a launched server is given.
     """
 
     environ: Mapping[str, str]
     folder: Path
     files: list[Path]
+    named: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
 
     def file(self, path: str) -> Path:
         """The absolute place of ``path``, remembered as one that the configuration depends on."""
@@ -60,6 +63,7 @@ def resolve(value: object, info: ValidationInfo) -> SecretStr:
 
 
 def _from_environment(name: str, around: Surroundings) -> str:
+    around.named.add(name)
     text = around.environ.get(name)
     if not text:
         raise ValueError(f"the environment variable {name} is {'not set' if text is None else 'empty'}")

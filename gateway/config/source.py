@@ -24,6 +24,8 @@ from gateway.config.problems import Finding, Path, Problem, spelled
 
 MAX_DEPTH = 64
 MAX_ALIASED_VALUES = 100_000
+MAX_FILE = 64 << 20
+"""Bytes; a hundred thousand keys are twenty million."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
 _CONTAINER_TAGS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
@@ -78,9 +80,12 @@ def read(path: str | os.PathLike[str]) -> Source:
     """The file at ``path``. Never raises for what is in the file or for its absence: that is in ``problems``."""
     file = os.fspath(path)
     try:
-        data = FilePath(path).read_bytes()
+        with FilePath(path).open("rb") as opened:
+            data = opened.read(MAX_FILE + 1)
     except (OSError, ValueError) as error:
         return Source(file, problems=[Problem(file, 0, "", f"cannot be read: {reason(error)}")])
+    if len(data) > MAX_FILE:
+        return Source(file, problems=[Problem(file, 0, "", f"cannot be read: it is larger than {MAX_FILE >> 20} MiB")])
     try:
         return parse(data.decode("utf-8-sig"), file)
     except UnicodeDecodeError as error:

@@ -201,6 +201,7 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
+        surroundings(info).shared.add(str(value.get("env")))
         return resolve(value, info)
     raise ValueError("expected text: write the value in quotes")
 

@@ -23,6 +23,7 @@ from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request
 
 DEEP = 100_000
+TURNS = 20
 STALL = 0.010
 """Seconds for which one request's body may hold up all the others."""
 
@@ -57,6 +58,7 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "deep lists": (b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b", " + GOOD[1:], ()),
     "deep objects": (b'{"a": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b", " + GOOD[1:], ()),
     "deep and never closed": (b"[" * DEEP, ()),
+    "many lists": (b'{"a": [' + b"[]," * 150_000 + b"[]], " + GOOD[1:], ()),
     "a list": (b"[" + GOOD + b"]", ()),
     "two documents": (GOOD + GOOD, ()),
     "nothing": (b"", ()),
@@ -65,11 +67,11 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 
 
 async def _longest_stall(stop: asyncio.Event) -> float:
-    """How late the loop was at most, by a timer that asks all the time."""
-    longest, last = 0.0, time.perf_counter()
+    """The longest turn of the loop, in what it took of the processor: other programs' turns are not its doing."""
+    longest, last = 0.0, time.thread_time()
     while not stop.is_set():
         await asyncio.sleep(0)
-        now = time.perf_counter()
+        now = time.thread_time()
         longest, last = max(longest, now - last), now
     return longest
 
@@ -87,20 +89,24 @@ async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
 
 @pytest.mark.row(14)
 async def test_no_body_holds_up_the_others(measured: Callable[[str], None]) -> None:
-    """Of several turns the least counts: what else the machine does is not the body's doing."""
+    """Of several turns the least counts, since a busy machine makes any of them longer."""
     async with _served() as (served, _):
-        least = {}
+        least = dict.fromkeys(BODIES, 1.0)
         for name, (body, extra) in BODIES.items():
-            stalls = []
-            for _ in range(5):
-                stop = asyncio.Event()
-                watch = asyncio.create_task(_longest_stall(stop))
-                await ask(served.port, request(body, extra=extra))
-                stop.set()
-                stalls.append(await watch)
-            least[name] = min(stalls)
+            for _ in range(TURNS):
+                least[name] = min(least[name], await _stall(served, request(body, extra=extra)))
+                if least[name] < STALL:
+                    break
         assert {name: stall for name, stall in least.items() if stall > STALL} == {}
     measured(f"longest stall {max(least.values()) * 1000:.1f} ms ({max(least, key=lambda name: least[name])})")
+
+
+async def _stall(served: Served, data: bytes) -> float:
+    stop = asyncio.Event()
+    watch = asyncio.create_task(_longest_stall(stop))
+    await ask(served.port, data)
+    stop.set()
+    return await watch
 
 
 # What is authorised is what is dispatched

@@ -92,6 +92,12 @@ def _command_lines(one: Gateway) -> str:
     return "\n".join(" ".join(each.cmdline()) for each in [psutil.Process(one.process.pid), *one.tree()] if each.is_running())
 
 
+def _servers_know_their_own_secrets_only(one: Gateway) -> None:
+    environ = one.named("upstream.simulator")[-1].environ()
+    assert environ["ITS_SECRET"] == SECRETS["launched"]
+    assert not {SECRETS[name] for name in ("admin", "server", "salt")} & set(environ.values())
+
+
 @pytest.mark.row(20)
 def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[[str], None]) -> None:
     for name, value in SECRETS.items():
@@ -100,6 +106,7 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     with refusing() as port, gateway(tmp_path, _config(port)) as one:
         errors = _asked(one)
         wait_for(lambda: len(one.log.splitlines()) > 50)
+        _servers_know_their_own_secrets_only(one)
         os.kill(one.relays()[0], signal.SIGKILL)
         one.named("upstream.simulator")[-1].kill()
         wait_for(lambda: httpx2.get(one.url + "/health", timeout=10).status_code == 200)

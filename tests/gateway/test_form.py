@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import Refusal
-from gateway.form import Form
+from gateway.form import MAX_PARTS, Form
 from gateway.policy import FORBIDDEN
+from gateway.state import BodyRules
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import Client, Reply, ask, client
@@ -63,7 +64,19 @@ async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
         assert seen.header("content-type") == f'multipart/form-data; boundary="{BOUNDARY}"'
 
 
+MANY = part("n", b"129")
 REFUSED = {
+    "more beams than there may be": (form(MANY, MODEL), 400, "invalid_value"),
+    "more beams behind the model": (form(MODEL, FILE, MANY), 400, "invalid_value"),
+    "beams in words": (form(MODEL, part("n", b"0x81")), 400, "invalid_value"),
+    "a long number": (form(MODEL, part("n", b"1" * 5000)), 400, "invalid_value"),
+    "too many parts": (form(*[LANGUAGE] * MAX_PARTS, MODEL), 400, "invalid_value"),
+    "a part with a long head": (form(MODEL, part("a" * 9000, b"")), 400, "invalid_value"),
+    "a part with a long name of a header": (
+        form(b"--" + BOUNDARY.encode() + b"\r\n" + b"x" * 9000 + b": y\r\n\r\nz\r\n", MODEL),
+        400,
+        "invalid_value",
+    ),
     "no model": (form(FILE), 400, "missing_required_parameter"),
     "an empty model": (form(part("model", b""), FILE), 400, "missing_required_parameter"),
     "an unknown model": (form(part("model", b"gpt-4"), FILE), 404, "model_not_found"),
@@ -230,3 +243,15 @@ def test_any_bytes_are_a_form_or_refused(data: bytes) -> None:
     else:
         code = "invalid_value"
     assert code == "invalid_value"
+
+
+async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
+    rules = BodyRules(allow=("vllm_xargs",), refuse=("prompt",), max_tokens=10)
+    async with scripted(answers) as server, serving([model(server.port, body=rules)]) as served:
+        for wrong in (part("prompt", b"x"), part("max_completion_tokens", b"11"), part("use_beam_search", b"1")):
+            for parts in ((wrong, MODEL, FILE), (MODEL, FILE, wrong)):
+                reply = await ask(served.port, form(*parts))
+                assert (reply.status, reply.error["code"]) == (400, "invalid_value")
+        for fine in (part("vllm_xargs", b"{}"), part("max_completion_tokens", b"10"), part("n", b""), part("temperature", b"1" * 50)):
+            for parts in ((fine, MODEL, FILE), (MODEL, FILE, fine)):
+                assert (await ask(served.port, form(*parts))).status == 200

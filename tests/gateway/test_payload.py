@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
-from gateway.payload import MAX_DEPTH, Prepared, merge, parse
+from gateway.payload import MAX_CONTAINERS, MAX_DEPTH, Prepared, merge, parse
 from gateway.payload import prepare as prepared_by
 from gateway.policy import FORBIDDEN, NUMBERS, Policy
 from gateway.routes import ROUTES, Body, Route
@@ -34,7 +34,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     [*sorted(FORBIDDEN), "model", "temperature", "messages", "stream", "stream_options", "chat_template_kwargs", "user", *GUIDED]
 )
-FREE = st.text(max_size=6).filter(lambda name: name not in NUMBERS)
+FREE = st.text(max_size=6).filter(lambda name: name not in (*NUMBERS, "stream"))
 OBJECTS = st.dictionaries(NAMES, VALUES | st.fixed_dictionaries({}, optional={"chat_template": VALUES}), max_size=6)
 ANY = st.builds(lambda body, extra, there: {**body, "extra_body": extra} if there else body, OBJECTS, OBJECTS, st.booleans())
 
@@ -155,6 +155,20 @@ def test_the_depth_of_a_body(opening: bytes, closing: bytes) -> None:
         with pytest.raises(Refusal) as caught:
             parse(nested(levels))
         assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("member", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]"])
+def test_the_number_of_containers(member: bytes) -> None:
+    inside = member.count(b"[") + member.count(b"{")
+    most = (MAX_CONTAINERS - 2) // inside
+    assert parse(b'{"a":[%b]}' % b",".join([member] * most))
+    with pytest.raises(Refusal, match="objects and lists"):
+        parse(b'{"a":[%b]}' % b",".join([member] * (most + 2)))
+
+
+def test_what_is_no_container_is_not_counted() -> None:
+    text = b'"' + b"[{" * MAX_CONTAINERS + b'"'
+    assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * MAX_CONTAINERS), text))
 
 
 @settings(deadline=None)

@@ -69,6 +69,14 @@ async def test_what_is_private_is_private(case: Case) -> None:
         assert modes == [0o700, 0o700, 0o600]
 
 
+async def test_a_folder_of_logs_that_others_could_write_is_closed_to_them(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    folder.chmod(0o777)
+    async with Launcher(on_change=lambda _: None, log_folder=folder, environ=os.environ, runtime_parent="/tmp"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(no_such_flag=1))

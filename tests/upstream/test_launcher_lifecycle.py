@@ -15,6 +15,22 @@ def test_pauses_double_up_to_the_cap() -> None:
     assert [backoff.pause(failures) for failures in (1, 2, 3, 4, 5, 6, 10**6)] == [1, 2, 4, 8, 10, 10, 10]
 
 
+def test_no_link_in_the_folder_is_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 2000)
+    log = LogFile(tmp_path, "m#0", limit=1000)
+    log.path.symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic"), log.appending():
+        pass
+    assert log.tail() == log.progress() == ""
+    log.path.unlink()
+    write(log, b"y" * 2000)
+    log.path.with_suffix(".log.1").symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic"):
+        log.keep_bounded()
+    assert secret.read_text() == "x" * 2000
+
+
 def test_a_good_while_of_readiness_forgives_the_past() -> None:
     backoff = Backoff(settled=300)
     assert backoff.failures(0, 0.0) == 1

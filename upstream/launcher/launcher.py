@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,13 @@ SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path (unix(7): sun_path has 108, one of them is the final zero)."""
 LONGEST = "/9999/01234567-89ab-cdef-0123-456789abcdef"
 """What comes after the private folder in the longest of these paths: vLLM's own sockets have random UUIDs as names."""
+
+
+def _close_to_others(folder: Path) -> None:
+    """Logs hold what servers say of their requests. A folder that is somebody else's stays as its owner wants it."""
+    found = folder.stat()
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+        folder.chmod(0o700)
 
 
 class Launcher:
@@ -59,6 +67,7 @@ class Launcher:
     async def __aenter__(self) -> Self:
         """Raises OSError where a folder cannot be made or its path is too long for a socket."""
         self._log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _close_to_others(self._log_folder)
         self._folder = tempfile.mkdtemp(prefix="vllm-gateway-", dir=self._runtime_parent)
         if len(os.fsencode(self._folder + LONGEST)) > SOCKET_PATH_LIMIT:
             os.rmdir(self._folder)

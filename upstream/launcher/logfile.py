@@ -19,6 +19,7 @@ LIMIT = 64 << 20
 KEPT = 4 << 20
 TAIL_BYTES = 8192
 TAIL_LINES = 20
+_OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # somebody else's link is not followed, be the folder as open as it may
 
 
 class LogFile:
@@ -33,7 +34,7 @@ class LogFile:
     @contextmanager
     def appending(self) -> Iterator[int]:
         """A file descriptor to append to, for a new process; ``tail`` speaks of what comes from now on. Raises OSError."""
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OWN, 0o600)
         try:
             self._begin = os.fstat(fd).st_size
             yield fd
@@ -53,11 +54,12 @@ class LogFile:
 
         Truncating in place works because the server appends: its next line goes to the new end.
         """
-        if self.path.stat().st_size > self._limit:
+        if self.path.lstat().st_size > self._limit:
             end = self._end(min(KEPT, self._limit))
-            with open(os.open(self.path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as older:
+            with open(os.open(self.path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OWN, 0o600), "wb") as older:
                 older.write(end)
-            os.truncate(self.path, 0)
+            with open(os.open(self.path, os.O_WRONLY | _OWN), "wb") as present:
+                present.truncate(0)
             self._begin = 0
 
     def _text(self) -> str:
@@ -67,7 +69,7 @@ class LogFile:
             return ""
 
     def _end(self, most: int) -> bytes:
-        with self.path.open("rb") as file:
+        with open(os.open(self.path, os.O_RDONLY | _OWN), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begin, size - most))
             return file.read(most)

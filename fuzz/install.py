@@ -1,0 +1,33 @@
+"""Makes the environment for fuzzing, ``.venv-fuzz``: atheris, and by a path the packages of ``.venv``, which has to be there."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.clients.install import ROOT, InstallError, build_python, refreshed
+
+PLACE = ROOT / ".venv-fuzz"
+LOCK = Path(__file__).resolve().parent / "requirements.lock"
+
+
+def main() -> int:
+    """Make it unless it is there. Returns the exit code."""
+    try:
+        refreshed(PLACE, LOCK, _build)
+    except InstallError as error:
+        print(f"install.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _build(place: Path, lock: Path) -> None:
+    build_python(place, lock)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = place / "lib" / version / "site-packages"
+    (packages / "project.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

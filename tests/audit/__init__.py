@@ -1,0 +1,1 @@
+"""The audit of the locked packages."""

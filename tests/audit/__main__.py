@@ -1,0 +1,32 @@
+"""``make audit``: every package of requirements.lock against the advisories of PyPI, by pip-audit in an environment of its own.
+
+It needs PyPI's own service (a mirror has no advisories), so it is no part of the suite. A package that cannot be looked up
+is a failure, too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.install import ROOT, InstallError, build_python, refreshed
+
+PLACE = ROOT / ".venv-audit"
+LOCK = Path(__file__).resolve().parent / "requirements.lock"
+LOCKS = (ROOT / "requirements.lock", ROOT / "fuzz" / "requirements.lock", LOCK)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        refreshed(PLACE, LOCK, build_python)
+    except InstallError as error:
+        print(f"audit: {error}", file=sys.stderr)
+        return 1
+    audit = [str(PLACE / "bin" / "pip-audit"), "--strict", "--disable-pip", "--require-hashes", "--progress-spinner=off"]
+    return max(subprocess.run([*audit, "--requirement", str(lock)], check=False).returncode for lock in LOCKS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
