@@ -196,11 +196,8 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
         fields=_fields(key, isolation),
         team=key.team,
         labels=key.labels,
-<<<<<<< HEAD
         revoked=key.revoked,
-=======
         weight=weight_of(key.priority),
->>>>>>> admission
     )
 
 

@@ -16,15 +16,10 @@ from upstream.server import ServerSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-<<<<<<< HEAD
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
     seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
-    are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger."""
-=======
-    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all;
-    ``expires`` is in seconds since the epoch; ``fields`` are set on the body of each of its requests; ``team`` and ``labels``
-    go into its rows of the ledger; ``weight`` is its share where requests of several keys wait."""
->>>>>>> admission
+    are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger; ``weight`` is its share
+    where requests of several keys wait."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -34,12 +29,9 @@ class Key:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     team: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
-<<<<<<< HEAD
     ends: Mapping[bytes, float] = field(default_factory=dict, repr=False)
     revoked: bool = False
-=======
     weight: float = 1.0
->>>>>>> admission
 
 
 @dataclass(frozen=True, slots=True)
