@@ -1,0 +1,245 @@
+"""The ledger through deaths: of its database, of a relay, of control. Every request that was over is there once, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+from sqlalchemy import select
+
+from gateway.ledger.row import LOST
+from gateway.ledger.schema import USAGE
+from gateway.ledger.store import Store, database
+from tests.faults.conftest import FULL
+from tests.support import postgres
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import until
+from tests.support.wire import chat, client, request
+
+MODEL = "sim/one"
+OUTAGE = 30.0 if FULL else 3.0  # seconds
+CLIENTS = 8 if FULL else 4
+STREAMS = 20 if FULL else 5
+TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres.Postgres]:
+    if not postgres.installed():
+        pytest.skip(postgres.NOT_INSTALLED)
+    with postgres.postgres() as running:
+        yield running
+
+
+def settings(url: str, **server: Any) -> dict[str, Any]:
+    model = launched(MODEL, **{"sim-tokens": TOKENS, "sim-tokens-per-second": 0})
+    return configuration(model, **server) | {"ledger": url}
+
+
+def kept(url: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every row by its request's id, which the database itself holds to be unique."""
+    with closing(Store(database(url, folder))) as store, store.engine.connect() as connection:
+        return {each["request_id"]: dict(each) for each in connection.execute(select(USAGE)).mappings()}
+
+
+def spooled(one: Gateway) -> float:
+    return one.metric("vllm_gateway_ledger_spool_rows")
+
+
+def rows(one: Gateway, outcome: str) -> float:
+    return one.metric(f'vllm_gateway_ledger_rows_total{{outcome="{outcome}"}}')
+
+
+@dataclass
+class Load:
+    """Clients that ask one request after the other: the completion tokens of each whole answer by its id, and what went wrong."""
+
+    port: int
+    answered: dict[str, int] = field(default_factory=dict)
+    refused: list[int] = field(default_factory=list)
+    broken: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ask_on(self) -> None:
+        while not self.over.is_set():
+            try:
+                async with client(self.port) as one:
+                    await self._ask(one)
+            except (OSError, EOFError):
+                self.broken += 1
+                await asyncio.sleep(0.05)
+
+    async def _ask(self, one: Any) -> None:
+        while not self.over.is_set():
+            reply = await one.ask(request(chat(model=MODEL)))
+            if not reply.whole:
+                raise EOFError
+            if reply.status == 200:
+                self.answered[reply.headers["x-request-id"]] = orjson.loads(reply.body)["usage"]["completion_tokens"]
+            else:
+                self.refused.append(reply.status)
+
+
+@asynccontextmanager
+async def load(port: int) -> AsyncIterator[Load]:
+    made = Load(port)
+    tasks = [asyncio.create_task(made.ask_on()) for _ in range(CLIENTS)]
+    try:
+        await until(lambda: len(made.answered) > 50, 60)
+        yield made
+    finally:
+        made.over.set()
+        await asyncio.gather(*tasks)
+
+
+@asynccontextmanager
+async def long_streams(port: int, count: int) -> AsyncIterator[list[str]]:
+    """So many streams that are under way, by their requests' ids."""
+    simulate = {"tokens": 100_000, "tokens_per_second": 5}
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        asked = group.create_task(_hold(port, request(chat(model=MODEL, stream=True, simulate=simulate)), count, group))
+        ids, tasks = await asked
+        yield ids
+        for task in tasks:
+            task.cancel()
+
+
+async def _hold(port: int, data: bytes, count: int, group: asyncio.TaskGroup) -> tuple[list[str], list[asyncio.Task[None]]]:
+    ids: list[str] = []
+
+    async def hold() -> None:
+        async with client(port) as one:
+            one.send(data)
+            head = (await one.reader.readuntil(b"\r\n\r\n")).decode()
+            ids.append(next(line.split(": ")[1] for line in head.split("\r\n") if line.startswith("x-request-id")))
+            try:
+                while await one.reader.read(65536):
+                    pass
+            except ConnectionError:
+                pass
+            await asyncio.Event().wait()
+
+    tasks = [group.create_task(hold()) for _ in range(count)]
+    await until(lambda: len(ids) == count, 60)
+    return ids, tasks
+
+
+def check(found: dict[str, dict[str, Any]], seen: Load) -> None:
+    """Every answer has its row, with the tokens that the client was told; whatever else there is was never answered as a whole."""
+    assert {identity: found[identity]["completion_tokens"] for identity in seen.answered} == seen.answered
+    assert all(found[identity]["incomplete"] is None for identity in seen.answered)
+
+
+def _stopped(server: postgres.Postgres) -> Callable[[], None]:
+    server.stop()
+    return server.start
+
+
+def _frozen(server: postgres.Postgres) -> Callable[[], None]:
+    """Nobody is told: connections stay, and nothing on them is answered."""
+    assert server.process is not None
+    whole = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
+    for each in whole:
+        each.suspend()
+
+    def thaw() -> None:
+        for each in whole:
+            each.resume()
+
+    return thaw
+
+
+@pytest.mark.row(28)
+@pytest.mark.parametrize("harm", [_stopped, _frozen])
+async def test_a_database_that_is_away_costs_no_request_and_no_row(
+    server: postgres.Postgres, tmp_path: Path, harm: Callable[[postgres.Postgres], Callable[[], None]], measured: Callable[[str], None]
+) -> None:
+    url = server.database()
+    with gateway(tmp_path, settings(url, relays=2)) as one:
+        async with load(one.data) as seen:
+            await until(lambda: rows(one, "written") > 0, 60)
+            heal = await asyncio.to_thread(harm, server)
+            try:
+                before = len(seen.answered)
+                await asyncio.sleep(OUTAGE)
+                assert len(seen.answered) > before
+                await until(lambda: spooled(one) > 0, 60)
+            finally:
+                await asyncio.to_thread(heal)
+            most = spooled(one)
+        assert (seen.refused, seen.broken) == ([], 0)
+        await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.answered), 120)
+        assert (spooled(one), rows(one, "lost"), rows(one, "dropped")) == (0, 0, 0)
+        found = kept(url, tmp_path)
+    assert set(found) == set(seen.answered)
+    check(found, seen)
+    measured(
+        f"database {harm.__name__[1:]} for {OUTAGE:g} s under load: {len(found)} requests, 0 failed; {most:g} rows waited, 0 lost, 0 doubled"
+    )
+
+
+@pytest.mark.row(28)
+def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(server: postgres.Postgres, tmp_path: Path) -> None:
+    url = server.database()
+    server.stop()
+    try:
+        with gateway(tmp_path, settings(url)) as one:
+            answered = {one.ask().headers["x-request-id"] for _ in range(5)}
+            wait_for(lambda: spooled(one) == 5)
+            assert "the ledger's database takes nothing" in one.said
+            asked = one.get("/usage")
+            assert (asked.status_code, "does not answer" in asked.json()["error"]) == (503, True)
+            assert one.stop() == 0
+        server.start()
+        with gateway(tmp_path, settings(url)) as one:
+            answered.add(one.ask().headers["x-request-id"])
+            wait_for(lambda: rows(one, "written") == 6)
+    finally:
+        if server.process is None:
+            server.start()
+    assert set(kept(url, tmp_path)) == answered
+
+
+@pytest.mark.row(24)
+async def test_a_relay_that_is_killed_loses_no_row_and_names_what_it_had_under_way(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    url = "sqlite:///usage.db"
+    with gateway(tmp_path, settings(url)) as one:
+        async with long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
+            before = len(seen.answered)
+            os.kill(one.relays()[0], signal.SIGKILL)
+            await until(lambda: len(seen.answered) > before + 50, 60)
+        wait_for(lambda: rows(one, "lost") >= STREAMS)
+        assert one.stop() == 0
+    found = kept(url, tmp_path)
+    check(found, seen)
+    lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
+    assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
+    assert len(lost) - STREAMS <= CLIENTS and len(found) - len(seen.answered) - STREAMS <= CLIENTS
+    measured(f"kill -9 of a relay: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
+
+
+@pytest.mark.row(24)
+async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    url = "sqlite:///usage.db"
+    with gateway(tmp_path, settings(url, relays=2)) as one:
+        relays = [psutil.Process(pid) for pid in one.relays().values()]
+        async with long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
+            one.process.kill()
+            await asyncio.to_thread(one.process.wait)
+            await until(lambda: not any(each.is_running() for each in relays), 60)
+    with gateway(tmp_path, settings(url)) as again:
+        await asyncio.to_thread(wait_for, lambda: spooled(again) == 0 and len(kept(url, tmp_path)) >= len(seen.answered) + STREAMS)
+    found = kept(url, tmp_path)
+    check(found, seen)
+    lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
+    assert lost >= set(streams) and len(lost) - STREAMS <= CLIENTS
+    measured(f"kill -9 of control: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
