@@ -87,6 +87,11 @@ class Link:
         self._reader = reader
         self._writer = writer
 
+    @property
+    def ended(self) -> bool:
+        """The other end is gone, and has nothing more to say."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
     def send(self, message: Message) -> None:
         """Send in order, without waiting; a link whose other end is gone swallows it."""
         if not self._writer.is_closing():

@@ -48,8 +48,11 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each bad form, and strangers can send many
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
     with access_log(sys.stdout.fileno()) as log:
-        uvloop.run(_run(arguments, log))
+        orphaned = uvloop.run(_run(arguments, log, books))
+        if orphaned and books is not None:
+            books.save(arguments.spool)  # after the loop: while it still turned, requests may have ended
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,7 +67,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
+async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | None) -> bool:
+    """Serve; returns whether control was gone before the end."""
     control = socket.socket(fileno=arguments.control_fd)
     link = Link(*await asyncio.open_connection(sock=control, limit=_FRAME_BUFFER))
     with fleet() as servers:
@@ -72,16 +76,15 @@ async def _run(arguments: argparse.Namespace, log: AccessLog) -> None:
         messages = link.messages()
         first = await anext(messages, None)
         if not isinstance(first, Configure):
-            return
-        books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
+            return True
         process.relay = Relay(
             first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books, number=arguments.number
         )
         process.learn(first.health)  # before the first request, or it would find no server
-        drained = await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
-        if books is not None and not drained:
-            books.save(arguments.spool)
+        await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
+    orphaned = link.ended
     link.close()
+    return orphaned
 
 
 class _Process:
@@ -104,20 +107,19 @@ class _Process:
         """Tell control since when a model is asked for."""
         self.link.send(Asked(model, since))
 
-    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> bool:
-        """Serve until control is gone or has had this relay drained; returns whether it was the latter."""
+    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
+        """Serve until control is gone or has had this relay drained."""
         self._server = await started(self.relay, listener)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._server.main_loop()), group.create_task(self._tick())]
-            drained = await self._listen(messages)
+            await self._listen(messages)
             for task in beside:
                 task.cancel()
-        return drained
 
-    async def _listen(self, messages: AsyncIterator[Message]) -> bool:
-        """What control says; returns whether it is the drain that is over, or control that is gone."""
+    async def _listen(self, messages: AsyncIterator[Message]) -> None:
+        """What control says; returns when it is gone or the drain is over."""
         self.link.send(Taken(self.relay.state.generation))
         async for message in messages:
             match message:
@@ -130,8 +132,7 @@ class _Process:
                     self.learn(message)
                 case Drain(seconds=seconds):
                     await self._drain(seconds)
-                    return True
-        return False
+                    return
 
     async def _tick(self) -> None:
         count = 0
