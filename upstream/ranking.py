@@ -119,11 +119,12 @@ class Bounded(Ranking[F]):
         self.on_room: Callable[[], None] = _nobody_waits
 
     def moved(self, server: F) -> None:
-        if server.full is (server in self._load_of):
+        full = server.full
+        if full is (server in self._load_of):
             super().reconsider(server)
         else:
             super().moved(server)
-        if not server.full:
+        if not full:
             self.on_room()
 
     def reconsider(self, server: F) -> None:
