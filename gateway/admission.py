@@ -7,8 +7,14 @@ requests together is judged before the body is read, and nobody waits for it; th
 
 from __future__ import annotations
 
-from gateway.call import Call
 from gateway.errors import Refusal
+
+_TIMES_FREE = 4
+"""While others want in, a key may have so many times what is free: one key four fifths of all, two keys four ninths each."""
+_LITTLE = 0.25
+"""A key with less than this part of the whole is one that others must leave room for."""
+_REMEMBERED = 60.0
+"""Seconds for which room is left after the last request of such a key."""
 
 
 def part(whole: int, number: int, of: int) -> int:
@@ -16,7 +22,27 @@ def part(whole: int, number: int, of: int) -> int:
     return whole // of + (number % of < whole % of)
 
 
-def bound(call: Call, most: int) -> None:
-    """Let a request in when no more than ``most`` are under way in this relay. Raises Refusal overloaded."""
-    if call.under_way > most:
-        raise Refusal("overloaded", "The gateway has as many requests as it can take. Try again in a moment.")
+class House:
+    """The bound on all requests of a relay.
+
+    A key that is alone may have all of it. When it is full and somebody is turned away who has little, what is free is shared out by
+    a threshold that moves with it (Choudhury and Hahne, 1998): who has much comes in no more until enough is free for others, and as
+    his requests end there is. Nobody is counted but the one who asks.
+    """
+
+    __slots__ = ("_most", "_shared_until")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._shared_until = 0.0
+
+    def admit(self, under_way: int, own: int, now: float) -> None:
+        """Let a request in, which is one of so many under way in this relay, and whose key has ``own`` of the others.
+
+        ``now`` is ``time.monotonic``. Raises Refusal overloaded.
+        """
+        free = self._most - under_way + 1
+        if own < _LITTLE * self._most and (free <= 0 or now < self._shared_until):
+            self._shared_until = now + _REMEMBERED
+        if free <= 0 or (now < self._shared_until and own >= _TIMES_FREE * free):
+            raise Refusal("overloaded", "The gateway has as many requests as it can take. Try again in a moment.")

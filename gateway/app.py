@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.access_log import AccessLog
-from gateway.admission import part
+from gateway.admission import House, part
 from gateway.auth import Keyring
 from gateway.call import Call, request_ids
 from gateway.catalog import Catalog, Entry, card
@@ -86,7 +86,7 @@ class Relay:
                 servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
                 servers[spec.name].limit = self._part(model.max_inflight, index, state.relays)
         self.state = state
-        self.most = None if state.max_inflight is None else part(state.max_inflight, self.number, state.relays)
+        self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.relays))
         self.keyring = Keyring(state.keys)
         self.cors = Cors(state.cors_origins)
         self.catalog.retire()

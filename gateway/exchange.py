@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 from msgspec import field
 
-from gateway.admission import bound
+from gateway.admission import House
 from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.call import Call
@@ -57,8 +57,8 @@ class Gate(Protocol):
     metrics: RelayMetrics
     books: Books | None
     draining: bool
-    most: int | None
-    """Requests that may be under way at once; None: any number."""
+    house: House | None
+    """None: any number of requests may be under way at once."""
 
     @property
     def state(self) -> State:
@@ -72,8 +72,8 @@ async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
-        if gate.most is not None:
-            bound(call, gate.most)
+        if gate.house is not None:
+            gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):
             _check_media_type(call)
             if call.target.route.body is Body.FORM:

@@ -17,7 +17,7 @@ import pytest
 from gateway.state import Key, Queue
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
-from tests.support.running import Served, key, model
+from tests.support.running import Served, key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, Client, chat, client, request
 
@@ -64,21 +64,21 @@ async def busy() -> AsyncIterator[Busy]:
         yield state
 
 
-async def _keep_asking(served: Served, who: str, tally: Tally, until: float, pause: float) -> None:
+async def _keep_asking(served: Served, who: str, tally: Tally, end: float, pause: float) -> None:
     """Ask again and again; after a refusal, which says to come back in a second or more, pause as little as a rude client would.
 
-    What is answered later than ``until`` does not count.
+    What is answered later than ``end`` does not count.
     """
     async with client(served.port) as one:
-        while monotonic() < until:
-            await _ask(one, who, tally, until, pause)
+        while monotonic() < end:
+            await _ask(one, who, tally, end, pause)
 
 
-async def _ask(one: Client, who: str, tally: Tally, until: float, pause: float) -> None:
+async def _ask(one: Client, who: str, tally: Tally, end: float, pause: float) -> None:
     asked = monotonic()
     reply = await one.ask(request(chat(), token=f"sk-{who}"))
     if reply.status == 200:
-        tally.answered[who] += monotonic() <= until
+        tally.answered[who] += monotonic() <= end
         return
     assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
     tally.refusals.append(monotonic() - asked)
@@ -145,4 +145,22 @@ async def test_a_greedy_key_takes_nothing_from_the_others(size: int, measured: C
         f"one of 5 keys with {GREEDY} clients instead of {SLOTS // 2}, a queue of {size}: the others lose "
         f"{sum(lost.values()) / len(lost):.1%} of their share, at most {max(lost.values()):.1%}; the greedy one has "
         f"{unfair.share['greedy']:.1%} of the answers, and {len(unfair.refusals)} refusals"
+    )
+
+
+@pytest.mark.row(27)
+async def test_a_greedy_key_does_not_fill_the_house(measured: Callable[[str], None]) -> None:
+    others = ("a", "b", "c", "d")
+    tally, refused = Tally(), Tally()
+    async with busy() as server, unharmed([model(server.port)], of(*others, "greedy"), max_inflight=10 * SLOTS) as served:
+        end = monotonic() + SECONDS
+        greedy = [asyncio.create_task(_keep_asking(served, "greedy", tally, end, SERVICE)) for _ in range(15 * SLOTS)]
+        await until(lambda: tally.refusals)
+        await asyncio.gather(*greedy, *(_keep_asking(served, who, refused, end, SERVICE) for who in others))
+    assert server.most <= 10 * SLOTS and refused.answered.keys() == set(others)
+    turned_away = len(refused.refusals) / (refused.answered.total() + len(refused.refusals))
+    assert turned_away <= (0.1 if FULL else 0.5)
+    measured(
+        f"server.max_inflight alone, filled by one key before the others came: {turned_away:.1%} of their requests were refused, "
+        f"{len(tally.refusals) / (tally.answered.total() + len(tally.refusals)):.0%} of its own"
     )

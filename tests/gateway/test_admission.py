@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.admission import part
+from gateway.admission import House, part
+from gateway.errors import Refusal
 from gateway.link import Health
 from gateway.state import Model, Queue
 from gateway.waiting import Pace
@@ -325,6 +329,54 @@ async def test_more_than_the_gateway_takes_are_refused_before_their_body() -> No
         tasks += await come(served, "c", 3)
         await slow.let_go(2)
         assert await asyncio.gather(*tasks) == [200] * 3
+
+
+class Guests:
+    """Keys and what each has under way in a house."""
+
+    def __init__(self, most: int) -> None:
+        self.house = House(most)
+        self.under_way: Counter[str] = Counter()
+
+    def come(self, who: str, now: float) -> bool:
+        try:
+            self.house.admit(self.under_way.total() + 1, self.under_way[who], now)
+        except Refusal:
+            return False
+        self.under_way[who] += 1
+        return True
+
+
+def test_one_key_may_have_the_whole_house_until_another_one_comes() -> None:
+    guests = Guests(100)
+    assert sum(guests.come("greedy", 0.0) for _ in range(500)) == 100
+    assert not guests.come("small", 1.0)
+    for _ in range(20):  # one of its requests ends, and it asks again
+        guests.under_way["greedy"] -= 1
+        assert not guests.come("greedy", 2.0)
+    assert guests.come("greedy", 2.0) is False and guests.under_way["greedy"] == 80
+    assert all(guests.come("small", 3.0) for _ in range(10))
+    guests.under_way["small"] = 0
+    assert sum(guests.come("greedy", 62.0) for _ in range(50)) == 0, "the other's last request is not a minute ago"
+    assert sum(guests.come("greedy", 64.0) for _ in range(50)) == 20
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["comes", "comes", "ends"]), st.floats(0, 30)), max_size=200)
+
+
+@given(most=st.integers(1, 20), steps=STEPS)
+def test_a_house_is_never_over_full_and_who_has_nothing_gets_what_is_free(most: int, steps: list[tuple[str, str, float]]) -> None:
+    guests, now = Guests(most), 0.0
+    for who, step, pause in steps:
+        now += pause
+        free = most - guests.under_way.total()
+        if step == "comes":
+            had = guests.under_way[who]
+            came = guests.come(who, now)
+            assert came is False if not free else (came or had > 0)
+        elif guests.under_way[who]:
+            guests.under_way[who] -= 1
+        assert guests.under_way.total() <= most
 
 
 # The relays' parts
