@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.admission import House, part
@@ -364,6 +364,7 @@ def test_one_key_may_have_the_whole_house_until_another_one_comes() -> None:
 STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["comes", "comes", "ends"]), st.floats(0, 30)), max_size=200)
 
 
+@settings(deadline=None)
 @given(most=st.integers(1, 20), steps=STEPS)
 def test_a_house_is_never_over_full_and_who_has_nothing_gets_what_is_free(most: int, steps: list[tuple[str, str, float]]) -> None:
     guests, now = Guests(most), 0.0
