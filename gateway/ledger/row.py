@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         The server tells its count in a stream's last event but one, which a stream that broke off never had. vLLM sends an event for
         each step of its engine, in general one token, and the pieces that passed are counted: so many there were at least.
         """
-        if self.completion or not self.chunks:
+        if self.completion or self.incomplete is None or self.first_token is None:
             return self.completion, False
         return self.chunks, True
 

@@ -31,6 +31,7 @@ from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch
 
 MODEL, ALIAS = "tests/tiny", "little"
 PYTHON = str(COMMAND.with_name("python"))
+LEDGER = "sqlite:///usage.db"
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may make some 20 tokens, and in which they may go out
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
@@ -176,7 +177,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None = None) -> Iterator[Real]:
     """The gateway and its real vLLM, from the first healthy answer; `others` are more models. In the end nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="tee-") as recordings:  # a short path: unix sockets allow 107 bytes
-        config = configuration(real_model(MODEL, Path(recordings), flags), *others)
+        config = configuration(real_model(MODEL, Path(recordings), flags), *others) | {"ledger": LEDGER}
         with process.gateway(folder, config, seconds=START_WITHIN) as gateway:
             yield Real(gateway, Path(recordings))
 

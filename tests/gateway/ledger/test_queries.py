@@ -38,6 +38,7 @@ ROWS = [
         server="big#1",
         incomplete="client",
         chunks=7,
+        first_token=0.1,
         prompt=None,
         completion=None,
         cached=None,

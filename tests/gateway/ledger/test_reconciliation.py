@@ -1,0 +1,172 @@
+"""Three books of one run: the ledger, the gateway's metrics and the servers' own counters agree, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.wire import Client, client, request
+from tests.upstream.test_simulator_process import Simulated, running
+
+MODEL, ANY = "tiny", "sim/one"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+FAST = {"tokens_per_second": 0}
+SLOW = {"tokens": 100_000, "tokens_per_second": 50}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Simulated]]:
+    with running("--sim-tokens-per-second", "0") as one, running("--sim-tokens-per-second", "0") as other:
+        yield [one, other]
+
+
+@pytest.fixture(scope="module")
+def one(servers: list[Simulated], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Two servers behind one model, and a launched one; two relays."""
+    found = {"id": MODEL, "servers": [{"url": server.url} for server in servers], "price": {"prompt": 1, "completion": 3}}
+    config = configuration(found, launched(ANY), relays=2) | {"ledger": "sqlite:///usage.db"}
+    with gateway(tmp_path_factory.mktemp("ledger"), config) as running:
+        yield running
+
+
+def body(path: str, number: int) -> dict[str, Any]:
+    words = f"Request {number} " + "and more " * (number % 7)
+    shape: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": words},
+        "/v1/responses": {"input": words},
+        "/v1/messages": {"messages": [{"role": "user", "content": words}], "max_tokens": 50},
+        "/v1/embeddings": {"input": words},
+    }
+    return {"model": MODEL, **shape.get(path, {"messages": [{"role": "user", "content": words}]})}
+
+
+async def ask_wholly(port: int, number: int) -> None:
+    path = ENDPOINTS[number % len(ENDPOINTS)]
+    stream = {"stream": number % 2 == 0} if path != "/v1/embeddings" else {}
+    async with client(port) as asking:
+        reply = await asking.ask(request({**body(path, number), **stream, "simulate": FAST}, path))
+        assert reply.status == 200 and reply.whole, reply.body
+
+
+async def leave_early(port: int, number: int) -> None:
+    """A stream that its client leaves after some events."""
+    async with client(port) as asking:
+        asking.send(request({**body("/v1/chat/completions", number), "stream": True, "simulate": SLOW}))
+        await _events(asking, 2 + number % 5)
+
+
+async def be_refused(port: int, number: int) -> None:
+    """By the gateway, by the server, or by a server that fails before its answer or in the middle of it."""
+    kinds: list[dict[str, Any]] = [
+        {"model": "nobody"},
+        {"temperature": "hot"},
+        {"simulate": {"status": 503}},
+        {"stream": True, "simulate": {"error_first": True}},
+        {"stream": True, "simulate": {"cut_after": 4}},
+        {"stream": True, "simulate": {"error_after": 5}},
+        {"simulate": {"cut_before_headers": True}},
+    ]
+    async with client(port) as asking:
+        await asking.ask(request({**body("/v1/chat/completions", number), **kinds[number % len(kinds)]}))
+
+
+async def run_mixed(port: int, count: int) -> None:
+    order = random.Random(7)  # the same run each time
+    work = [order.choice((ask_wholly, ask_wholly, leave_early, be_refused)) for _ in range(count)]
+    gate = asyncio.Semaphore(8)
+
+    async def one_of(number: int) -> None:
+        async with gate:
+            await work[number](port, number)
+
+    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(one_of(number))
+
+
+async def _events(asking: Client, count: int) -> None:
+    data = b""
+    while data.count(b"\n\n") < count:
+        data += await asking.reader.read(65536)
+
+
+def rows(one: Gateway) -> list[dict[str, Any]]:
+    with closing(sqlite3.connect(one.folder / "usage.db")) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(each) for each in connection.execute("SELECT * FROM gateway_usage")]
+
+
+def total(found: list[dict[str, Any]], kind: str) -> int:
+    return sum(each[f"{kind}_tokens"] or 0 for each in found)
+
+
+def cost(row: dict[str, Any]) -> int:
+    return ((row["prompt_tokens"] or 0) + 3 * (row["completion_tokens"] or 0)) * 1000
+
+
+def counted(one: Gateway, kind: str) -> float:
+    return one.metric(f'vllm_gateway_tokens_total{{key="team-a",model="{MODEL}",type="{kind}"}}')
+
+
+async def test_a_mixed_run_is_the_same_in_all_books(one: Gateway, servers: list[Simulated]) -> None:
+    count = 120
+    await run_mixed(one.data, count)
+    assert (await asyncio.to_thread(wait_for, lambda: len(rows(one)) >= count)) is True
+    found = rows(one)
+    assert len(found) == count == len({each["request_id"] for each in found})
+    metrics = [line for line in one.get("/metrics").text.splitlines() if line.startswith("vllm_gateway_requests_total{")]
+    by_status = {status: sum(1 for each in found if each["status"] == status) for status in {each["status"] for each in found}}
+    for status, number in by_status.items():
+        shown = [line for line in metrics if f'code="{status}"' in line and 'endpoint="/v1/' in line and "/v1/models" not in line]
+        assert sum(float(line.rsplit(" ", 1)[1]) for line in shown) == number, status
+
+    told = [each for each in found if not each["estimated"]]
+    for kind in ("prompt", "completion", "cached", "reasoning"):
+        assert total(told, kind) == counted(one, kind), kind
+    assert total([each for each in found if each["incomplete"] is None], "completion") == total(told, "completion") > 0
+    broken = [each for each in found if each["incomplete"] is not None]
+    assert {each["incomplete"] for each in broken} == {"client", "upstream"}
+    left = [each for each in found if each["status"] == 499]
+    assert left and all(each["estimated"] and each["prompt_tokens"] is None for each in left)
+    assert total(left, "completion") > 0
+    assert all(each["cost_nano"] == cost(each) for each in found if each["model"])
+
+
+async def test_whole_answers_are_the_servers_own_count(one: Gateway, servers: list[Simulated]) -> None:
+    """Without those that broke off, whose tokens the servers know and tell nobody."""
+
+    def of_servers() -> tuple[float, float]:
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        prompt, completion = (sum(server.metric(name) for server in servers) for name in names)
+        return prompt, completion
+
+    def of_ledger() -> tuple[int, int]:
+        found = rows(one)
+        return total(found, "prompt"), total(found, "completion")
+
+    before, ours, number = of_servers(), of_ledger(), len(rows(one))
+    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+        for each in range(60):
+            group.create_task(ask_wholly(one.data, each))
+    await asyncio.to_thread(wait_for, lambda: len(rows(one)) == number + 60)
+    used = tuple(after - earlier for after, earlier in zip(of_servers(), before, strict=True))
+    assert tuple(after - earlier for after, earlier in zip(of_ledger(), ours, strict=True)) == used
+
+
+def test_the_admin_port_and_the_command_say_the_same(one: Gateway) -> None:
+    one.ask(model=ANY)
+    wait_for(lambda: any(each["model"] == ANY for each in rows(one)))
+    shown = one.get(f"/usage?by=key,model&model={ANY}")
+    assert (shown.status_code, shown.headers["cache-control"]) == (200, "no-store")
+    (line,) = shown.json()["usage"]
+    printed = one.command("usage", "--by", "key,model", "--model", ANY, "--format", "csv")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.splitlines()[1].split(",")[:3] == [line["key"], line["model"], str(line["requests"])]
+    assert (one.get("/usage?by=colour").status_code, one.get("/usage?sinse=1d").status_code) == (400, 400)
