@@ -18,7 +18,6 @@ from gateway.policy import NUMBERS, Policy, check_number
 from upstream.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
-_HEADER_LIMIT = 8192  # a header of one part
 _NUMBER_LIMIT = 18  # and a number that is checked
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
@@ -49,6 +48,7 @@ class Form:
                 "on_part_end": self._part_end,
             },
         )
+        self._first = b"--" + boundary
         self._held = bytearray()
         self._offset = 0
         self._parts = 0
@@ -89,11 +89,17 @@ class Form:
             if not data:
                 return None
             self._held += data
+            self._check_beginning()
             self._feed(data)
         try:
             return self._model.decode()
         except UnicodeDecodeError:
             raise Refusal("invalid_value", "The field 'model' is not valid UTF-8.", param="model") from None
+
+    def _check_beginning(self) -> None:
+        """What stands before the first boundary is read by the parser in a way that depends on how the bytes were cut."""
+        if not self._first.startswith(self._held[: len(self._first)]):
+            raise Refusal("invalid_value", "The form does not begin with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
         """The bytes read so far, with the model's name at the server in place of the client's."""
@@ -139,12 +145,10 @@ class Form:
             raise Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header = (self._header + data[start:end])[:_HEADER_LIMIT]
+        self._header += data[start:end]
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        if len(self._value) > _HEADER_LIMIT:
-            raise Refusal("invalid_value", "The head of a part of the form is too long.")
 
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":

@@ -66,6 +66,8 @@ async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
 
 MANY = part("n", b"129")
 REFUSED = {
+    "something before the first boundary": (form(b"\r\n", MODEL), 400, "invalid_value"),
+    "a text before the first boundary": (form(b"x\r\n", MODEL), 400, "invalid_value"),
     "more beams than there may be": (form(MANY, MODEL), 400, "invalid_value"),
     "more beams behind the model": (form(MODEL, FILE, MANY), 400, "invalid_value"),
     "beams in words": (form(MODEL, part("n", b"0x81")), 400, "invalid_value"),

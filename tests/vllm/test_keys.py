@@ -1,0 +1,74 @@
+"""What keys bring, before a real vLLM: the salt keeps their caches apart, and every route takes the priority."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.keys import hash_of
+from tests.support.process import Gateway, configuration, gateway
+from tests.vllm.dialogues import Json, user
+from tests.vllm.gateway import WITHOUT_THINKING
+from tests.vllm.server import NOT_INSTALLED, Flag, installed, running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+FLAGS: Mapping[str, Flag] = {
+    "block-size": 32,
+    "scheduling-policy": "priority",
+    "enable-prompt-tokens-details": True,
+    "reasoning-parser": "qwen3",
+}
+KEYS = {"one": "sk-one", "two": "sk-two"}
+LONG = " ".join(f"Item {number} of the list is {number * number}." for number in range(16))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder: Path = tmp_path_factory.mktemp("keys")
+    (folder / "secret").write_text("of the salts")
+    with running("qwen3", flags=FLAGS) as server:
+        config = configuration({"id": "tiny", "servers": [{"url": server.url, "model": "tiny"}]})
+        config["keys"] = [{"id": name, "hash": hash_of(token), "priority": -5} for name, token in KEYS.items()]
+        config["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
+        with gateway(folder, config) as running_gateway:
+            yield running_gateway
+
+
+def asked(one: Gateway, key: str, path: str, **body: object) -> Json:
+    answer = httpx2.post(one.url + path, json={"model": "tiny", **body}, headers={"authorization": f"Bearer {KEYS[key]}"}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    document: Json = answer.json()
+    return document
+
+
+def cached(one: Gateway, key: str, text: str, **more: object) -> int:
+    """How many tokens of a prompt the engine had already."""
+    answer = asked(one, key, "/v1/chat/completions", messages=[user(text)], max_tokens=4, **WITHOUT_THINKING, **more)
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def test_keys_do_not_share_the_cache_and_cannot_choose_to(one: Gateway) -> None:
+    assert cached(one, "one", LONG) == 0
+    assert cached(one, "one", LONG) > 100
+    assert cached(one, "two", LONG) == 0
+    salt = {"cache_salt": "of my choice"}
+    assert cached(one, "one", f"Again: {LONG}", **salt) == cached(one, "two", f"Again: {LONG}", **salt) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [user("Hi")], "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 4}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": [user("Hi")], "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": [user("Hi")]}),
+        ("/tokenize", {"prompt": "Hi"}),
+    ],
+)
+def test_every_route_takes_what_a_key_brings(one: Gateway, path: str, body: Json) -> None:
+    assert asked(one, "one", path, **body)
