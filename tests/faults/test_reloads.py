@@ -211,12 +211,13 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
 
 
 async def _until_all(one: Controlled, token: str, status: int) -> None:
-    """Wait until every relay gives a key this answer: many connections in a row, which the kernel spreads over them."""
+    """Wait until a key gets this answer, on many connections in a row, and every relay serves by the same generation."""
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            streak = streak + 1 if reply.status == status else 0
+            same = {relay.generation for relay in one.control.relays.statuses} == {one.control.status()["generation"]}
+            streak = streak + 1 if reply.status == status and same else 0
 
 
 @pytest.mark.row(21)
