@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ STREAMS = 500 if FULL else 40
 RELOADS = 1000 if FULL else 40
 PAUSE = 1.0 if FULL else 0.1
 """Seconds between two events of a stream."""
+CLIENTS = 3
+"""For each key."""
 MIB = 1 << 20
 
 
@@ -80,21 +84,35 @@ async def streaming(one: Controlled, source: Source, count: int) -> AsyncIterato
     await asyncio.wait(streams, timeout=60.0)
 
 
+@dataclass
+class Seen:
+    """What a key was answered. ``served``: when the last request began that was served."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    served: float = 0.0
+
+    def note(self, asked: float, status: int) -> None:
+        self.statuses[status] += 1
+        if status == 200:
+            self.served = max(self.served, asked)
+
+
 @asynccontextmanager
-async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, list[int]]]:
-    """A client for each key, which asks again and again on one connection; gives the statuses that each has seen."""
-    seen: dict[str, list[int]] = {token: [] for token in tokens}
+async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, Seen]]:
+    """Some clients for each key, which ask again and again on connections of their own; gives what each key has seen."""
+    seen = {token: Seen() for token in tokens}
     over = asyncio.Event()
 
     async def keep_asking(token: str) -> None:
         async with client(one.port) as connection:
             while not over.is_set():
+                asked = time.monotonic()
                 reply = await connection.ask(request(token=token))
                 assert reply.status != 200 or reply.body == COMPLETION
-                seen[token].append(reply.status)
+                seen[token].note(asked, reply.status)
                 await asyncio.sleep(0.005)
 
-    tasks = [asyncio.create_task(keep_asking(token)) for token in tokens]
+    tasks = [asyncio.create_task(keep_asking(token)) for token in tokens for _ in range(CLIENTS)]
     try:
         yield seen
     finally:
@@ -135,7 +153,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
     source = Source()
     async with scripted(source) as server, controlled(tmp_path, far(server), relays=2) as one:
         pids = [relay.pid for relay in one.control.relays.statuses]
-        async with asking(one, [KEY] * 1) as seen, streaming(one, source, STREAMS) as streams:
+        async with asking(one, [KEY]) as seen, streaming(one, source, STREAMS) as streams:
             outcomes, grown = {True: 0, False: 0}, 0.0
             for number, (good, text) in zip(range(RELOADS), itertools.cycle(variants(server)), strict=False):
                 if isinstance(text, str):
@@ -156,7 +174,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
             reply = stream.result()
             assert reply.status == 200 and reply.whole
             assert reply.body == source.sent[f"s{number}"]
-        assert set(seen[KEY]) == {200}
+        assert set(seen[KEY].statuses) == {200}
         assert [relay.pid for relay in one.control.relays.statuses] == pids, "no relay was replaced"
         await until(lambda: one.value("inflight_requests", MODEL) == 0)
         assert one.value("server_inflight", MODEL, f"http://127.0.0.1:{server.port}") == 0
@@ -164,7 +182,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
         if FULL:
             assert grown < 32, f"the relays have grown by {grown:.0f} MiB"
     measured(
-        f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {len(seen[KEY])} requests: "
+        f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {seen[KEY].statuses[200]} requests: "
         f"0 dropped, bytes equal; the relays grew by {grown:.1f} MiB in the second half"
     )
 
@@ -192,31 +210,33 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
             async with asking(one, [KEY, former]) as seen:
                 Keybook(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
                 await _until_all(one, latter, 200)
-                assert set(seen[former]) == {200}, "two keys of one principal overlap"
+                assert set(seen[former].statuses) == {200}, "two keys of one principal overlap"
                 async with asking(one, [latter]) as fresh:
-                    Keybook(one.file).change(f"team-{number}", "hash", keys.hash_of(latter))
-                    began, count = time.monotonic(), len(seen[former])
-                    await until(lambda: 401 in seen[former][count:], 10.0)  # noqa: B023  it is called in this turn
-                    await _until_all(one, former, 401)
-                    times.append(time.monotonic() - began)
-                    Keybook(one.file).change(f"team-{number}", "revoked", True)
-                    began, count = time.monotonic(), len(fresh[latter])
-                    await until(lambda: 401 in fresh[latter][count:], 10.0)  # noqa: B023
-                    await _until_all(one, latter, 401)
-                    times.append(time.monotonic() - began)
-            assert set(seen[KEY]) == {200}, "a key that nobody touched was refused"
-            for statuses in (seen[former], fresh[latter]):
-                assert statuses == sorted(statuses), "once refused, it stays so"
-    measured(f"{len(times)} keys taken away under load: refused by every relay after {max(times):.2f} s at most; 0 false 401s")
+                    times.append(await _taken_away(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
+                    times.append(await _taken_away(one, f"team-{number}", "revoked", True, latter, fresh))
+            assert set(seen[KEY].statuses) == {200}, "a key that nobody touched was refused"
+    assert max(times) < 5.0, "seconds; the bar is one, on a machine that has nothing else to do"
+    measured(f"{len(times)} keys taken away under load: served for {max(times):.2f} s at most from then on; 0 false 401s")
+
+
+async def _taken_away(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
+    """Change an entry so that a key is good no more; returns for how many seconds it was still served."""
+    Keybook(one.file).change(identity, name, value)
+    began = time.monotonic()
+    await _until_all(one, token, 401)
+    count = seen[token].statuses[401]
+    await until(lambda: seen[token].statuses[401] >= count + 2 * CLIENTS)
+    return max(seen[token].served - began, 0.0)
 
 
 async def _until_all(one: Controlled, token: str, status: int) -> None:
-    """Wait until every relay gives a key this answer: many connections in a row, which the kernel spreads over them."""
+    """Wait until a key gets this answer, on many connections in a row, and every relay serves by the same generation."""
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            streak = streak + 1 if reply.status == status else 0
+            same = {relay.generation for relay in one.control.relays.statuses} == {one.control.status()["generation"]}
+            streak = streak + 1 if reply.status == status and same else 0
 
 
 @pytest.mark.row(21)
@@ -229,9 +249,9 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
         assert (await one.control.reload()).successful
         assert (await ask(one.port, request(token="sk-ends"))).status == 200
         async with asking(one, [KEY, "sk-ends"]) as seen:
-            await until(lambda: 401 in seen["sk-ends"], 20.0)
+            await until(lambda: 401 in seen["sk-ends"].statuses, 20.0)
         refused = await ask(one.port, request(token="sk-ends"))
         assert time.time() >= end
         assert orjson.loads(refused.body)["error"]["code"] == "expired_api_key"
-        assert set(seen[KEY]) == {200}
+        assert set(seen[KEY].statuses) == {200}
     measured("a hash that ends is refused from its moment on, without a reload")

@@ -80,6 +80,8 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self.begun = asyncio.Event()
+        """The first piece of a chunked body has come."""
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -112,6 +114,7 @@ class Client:
         while size := int((await self.reader.readuntil(b"\r\n")).strip(), 16):
             piece = await self.reader.readexactly(size)
             reply.pieces.append(piece)
+            self.begun.set()
             reply.body += piece
             await self.reader.readexactly(2)
         await self.reader.readexactly(2)

@@ -1,0 +1,166 @@
+"""The gateway is told to end, or killed: streams inside the grace are whole, the others are told, and nothing is orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from tests.faults.conftest import FULL
+from tests.support.ports import refusing
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import until
+from tests.support.wire import DONE, Reply, ask, client, request
+
+STREAMS = 500 if FULL else 40
+RATE = 5.0 if FULL else 20.0
+"""Tokens per second of a stream: what one simulator can do for so many."""
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def stream(seconds: float) -> bytes:
+    """A request for a stream that takes so long."""
+    simulate = {"tokens": round(seconds * RATE), "tokens_per_second": RATE}
+    return request({"model": "sim/one", "messages": HELLO, "stream": True, "simulate": simulate})
+
+
+@asynccontextmanager
+async def started(one: Gateway, count: int, seconds: float) -> AsyncIterator[list[asyncio.Task[Reply]]]:
+    """So many streams, each of which has begun."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client(one.data)) for _ in range(count)]
+        streams = [asyncio.create_task(each.ask(stream(seconds))) for each in clients]
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*(each.begun.wait() for each in clients))
+        yield streams
+
+
+def whole(reply: Reply) -> bool:
+    """A stream to its end, as the server gave it."""
+    return reply.status == 200 and reply.whole and reply.body.endswith(DONE) and b'"error"' not in reply.body
+
+
+def told(reply: Reply) -> bool:
+    """A stream that was broken off, and says so in whole events."""
+    last = b'"code":"draining"' in reply.body and reply.body.endswith(b"}\n\n" + DONE)
+    return reply.status == 200 and reply.whole and last
+
+
+def left_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.row(23)
+@pytest.mark.timeout(300)
+async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    config = configuration(launched(), relays=2, drain="2m")
+    with gateway(tmp_path, config) as one:
+        async with started(one, STREAMS, 4.0) as streams:
+            one.process.send_signal(signal.SIGTERM)
+            replies = await asyncio.gather(*streams)
+        assert await asyncio.to_thread(one.process.wait, 60) == 0
+    assert sum(map(whole, replies)) == STREAMS
+    measured(f"SIGTERM under {STREAMS} streams that end inside the grace: 0 truncated")
+
+
+@pytest.mark.row(23)
+@pytest.mark.timeout(300)
+async def test_streams_beyond_the_grace_get_the_error_frame(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=2, drain="500ms")) as one:
+        async with started(one, STREAMS, 120.0) as streams:
+            one.process.send_signal(signal.SIGTERM)
+            replies = await asyncio.gather(*streams)
+        assert await asyncio.to_thread(one.process.wait, 60) == 0
+    assert [reply for reply in replies if not told(reply)] == []
+    measured(f"SIGTERM under {STREAMS} streams beyond the grace: every one ends with the error frame")
+
+
+@pytest.mark.row(23)
+async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with gateway(tmp_path, configuration(launched(), linger="2s", drain="30s")) as one:
+        one.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        await asyncio.to_thread(wait_for, lambda: one.get("/readyz").status_code == 503)
+        async with client(one.data) as kept:
+            served = 0
+            while time.monotonic() - began < 1.5:
+                assert (await kept.ask(request({"model": "sim/one", "messages": HELLO}))).status == 200
+                assert (await ask(one.data, request({"model": "sim/one", "messages": HELLO}))).status == 200
+                served += 2
+            assert await kept.closed(), "it ends when the time is over"
+        assert await asyncio.to_thread(one.process.wait, 60) == 0
+    assert time.monotonic() - began >= 2.0
+    measured(f"/readyz fails at once; {served} of {served} requests on old and new connections are served in the linger")
+
+
+def ports_of_clients(relay: int, port: int) -> set[int]:
+    """The other ends of a relay's connections on the data port."""
+    return {
+        each.raddr.port
+        for each in psutil.Process(relay).net_connections(kind="tcp")
+        if each.status == "ESTABLISHED" and each.laddr.port == port
+    }
+
+
+@pytest.mark.row(24)
+@pytest.mark.timeout(180)
+async def test_streams_of_other_relays_live_when_one_is_killed(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+        before, servers = one.relays(), {each.pid for each in one.named("upstream.simulator")}
+        async with AsyncExitStack() as stack:
+            replies = {}
+            while min(len(ports_of_clients(before[number], one.data)) for number in (0, 1)) < 4:  # who accepts is the kernel's choice
+                each = await stack.enter_async_context(client(one.data))
+                replies[each.writer.get_extra_info("sockname")[1]] = asyncio.create_task(each.ask(stream(8.0)))
+                await asyncio.sleep(0)
+            await until(lambda: len(ports_of_clients(before[0], one.data) | ports_of_clients(before[1], one.data)) == len(replies))
+            others = ports_of_clients(before[1], one.data)
+            began = time.monotonic()
+            os.kill(before[0], signal.SIGKILL)
+            await asyncio.to_thread(wait_for, lambda: one.relays().get(0) not in (None, before[0]))
+            await asyncio.to_thread(wait_for, lambda: one.get("/status").json()["relays"][0]["up"])
+            restarted = time.monotonic() - began
+            await asyncio.wait(replies.values())
+        assert all(whole(replies[port].result()) for port in others)
+        cut = [reply for port, reply in replies.items() if port not in others]
+        assert not any(reply.exception() is None and reply.result().whole for reply in cut)
+        assert {each.pid for each in one.named("upstream.simulator")} == servers
+        assert one.relays()[1] == before[1]
+    measured(f"a relay killed: all {len(others)} streams of the other one are whole; the next one is up after {restarted:.2f} s")
+
+
+@pytest.mark.row(24)
+@pytest.mark.timeout(180)
+async def test_a_killed_gateway_leaves_nothing_and_is_soon_back(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with refusing() as port:
+        config = configuration(launched(), relays=2, port=port)
+    with gateway(tmp_path, config) as one:
+        async with started(one, 10, 60.0) as streams:
+            tree = one.tree()
+            os.kill(one.process.pid, signal.SIGKILL)
+            began = time.monotonic()
+            await asyncio.to_thread(one.process.wait, 10)
+            await until(lambda: not left_of(tree), 20.0)
+            gone = time.monotonic() - began
+            replies = await asyncio.gather(*streams, return_exceptions=True)
+            assert not any(isinstance(reply, Reply) and reply.whole for reply in replies), "none looks whole that is not"
+        began = time.monotonic()
+        with gateway(tmp_path, config, runtime=one.runtime, ready=False) as again:
+            await asyncio.to_thread(wait_for, lambda: serves(again))
+            served = time.monotonic() - began
+    measured(f"the gateway killed: no process left after {gone:.2f} s; started again, it serves after {served:.2f} s")
+
+
+def serves(one: Gateway) -> bool:
+    try:
+        return one.ask().status_code == 200
+    except httpx2.HTTPError:
+        return False
