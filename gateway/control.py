@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from gateway import __version__, admin_socket, plan
+from gateway import __version__, admin_socket, logs, plan
 from gateway import config as conf
 from gateway.admin import application, operators_application
 from gateway.admin_guard import Guard
@@ -67,21 +67,19 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
     config = load(path)
-    logging.basicConfig(format="%(levelname)s %(message)s")
-    set_log_level(config)
-    for chatty in ("httpx2", "uvicorn.error", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    speak_by(config)
     return asyncio.run(run(config, path, announcer or Announcer()))
 
 
-def set_log_level(config: Config) -> None:
-    """Have as much written as the configuration says."""
-    logging.getLogger().setLevel(config.log.level.upper())
+def speak_by(config: Config) -> None:
+    """Have standard error written to as the configuration says."""
+    logs.configure(plan.log_settings(config), "control")
 
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
     """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
     asked = _stop_signals()
+    asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
@@ -293,6 +291,7 @@ class Control:
         """Look at the counts of tokens, again and again."""
         while True:
             self._rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)
 
     # Another configuration
@@ -312,7 +311,7 @@ class Control:
     def take(self, config: Config) -> int:
         """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
         self.config = config
-        set_log_level(config)
+        speak_by(config)
         self._expect_launches()
         self.fleet.take(config)
         number = self.configure()

@@ -35,6 +35,7 @@ from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
 from gateway.state import Key, State
+from gateway.tracing import Sampler
 from gateway.waiting import Lobby
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
@@ -56,6 +57,8 @@ class Gate(Protocol):
     lobby: Lobby
     metrics: RelayMetrics
     books: Books | None
+    sampler: Sampler | None
+    """Decides which requests are traced; None where none is."""
     draining: bool
     most: int | None
     """Requests that may be under way at once; None: any number."""
@@ -70,6 +73,8 @@ class Gate(Protocol):
 
 async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
+    if gate.sampler is not None:
+        call.trace = gate.sampler.begin(call.headers.get(b"traceparent"))
     with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
         if gate.most is not None:
@@ -310,6 +315,7 @@ class Account(msgspec.Struct, eq=False):
             user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
             failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt and attempt.failures else (),
             detail=self.detail,
+            trace=call.trace,
         )
 
 
@@ -331,7 +337,7 @@ def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
             account.upstream_failed(error)
             return from_failure(error)
     # the outer edge: the client gets an answer, the operator the trace
-    _log.error("request %s failed inside the gateway", account.call.id, exc_info=error)
+    _log.error("request %s failed inside the gateway", account.call.id, exc_info=error, extra={"request_id": account.call.id})
     account.detail = type(error).__name__
     return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
 
