@@ -31,6 +31,7 @@ from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
+from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
@@ -459,6 +460,10 @@ class Control:
         for result, count in self.history.counts.items():
             series[Series("config_reloads_total", (result,))] = (count,)
         series[Series("config_last_reload_successful", ())] = (float(self.history.last.successful),)
+        for key in self.config.keys:
+            if key.expires is not None:
+                series[Series("key_expires_timestamp_seconds", (key.id,))] = (key.expires.timestamp(),)
+        series[Series("relay_restarts_total", ())] = (sum(relay.restarts for relay in self.relays.statuses),)
         series[Series("build_info", (__version__,))] = (1,)
         if self.ledger is not None:
             series |= self.ledger.series()
@@ -466,6 +471,10 @@ class Control:
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None if self.ledger is None else await self.ledger.usage(words)
+
+    def engines(self) -> dict[str, Engine]:
+        models = {place.name: place.model.id for place in plan.places(self.config)}
+        return {target.name: Engine(models[target.name], target) for target in plan.targets(self.config, self.known)}
 
     def status(self) -> dict[str, Any]:
         known, series = self.known, summed(self.relays.boards)
