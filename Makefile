@@ -14,7 +14,7 @@ test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests benchmarks fuzz
+	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)

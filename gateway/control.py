@@ -452,8 +452,12 @@ class Control:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
-            up, labels = plan.condition(place.name, known) is Condition.UP, (place.model.id, place.name)
-            series[Series("server_up", labels)] = (float(up),)
+            condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
+            series[Series("server_up", labels)] = (float(condition is Condition.UP),)
+            series[Series("server_resting", labels)] = (float(condition is Condition.AWAY),)
+            if place.server is None:
+                snapshot = known.snapshots.get(place.name)
+                series[Series("server_restarts_total", labels)] = (snapshot.restarts if snapshot else 0,)
             series.setdefault(Series("server_inflight", labels), (0,))
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
