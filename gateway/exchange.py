@@ -85,7 +85,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
-            model = outbound.entry.model
+            account.outbound, model = outbound, outbound.entry.model
             with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
                 if model.keepalive is not None and account.stream:
@@ -94,7 +94,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                     answer = await attempt.answer(outbound.compose, outbound.upload)
                 except NoServerError as error:
                     answer = await _in_turn(error, key, attempt, outbound, account)
-                account.answered(answer, outbound)
+                account.answered(answer)
                 await _relay(call, answer, account, outbound)
 
 
@@ -235,7 +235,7 @@ class Account(msgspec.Struct, eq=False):
     waited: float = 0.0
     queued: float = 0.0
     keepalive: Keepalive | None = None
-    composed_at: float | None = None
+    outbound: Outbound | None = None
     answer_at: float = 0.0
     upstream_first: float = 0.0
 
@@ -258,9 +258,8 @@ class Account(msgspec.Struct, eq=False):
         if refusal is not None:
             _refuse(self, refusal)
 
-    def answered(self, answer: Answer, outbound: Outbound) -> None:
+    def answered(self, answer: Answer) -> None:
         """The first bytes of an answer are here."""
-        self.composed_at = outbound.composed_at
         self.upstream_first = answer.last_byte
         self.answer_at = monotonic()
 
@@ -290,7 +289,8 @@ class Account(msgspec.Struct, eq=False):
                 self.incomplete = "upstream"
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
-        overhead = (self.composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
+        composed_at = self.outbound.composed_at if self.outbound is not None else None
+        overhead = (composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
         return Record(
             id=call.id,
             started=self.started,
