@@ -199,6 +199,7 @@ KEYS = Dashboard(
                     "{{key}}",
                 ),
             ),
+            "vLLM tells it only when it is started with enable-prompt-tokens-details.",
         ),
         Panel("Models used", "short", ((_sum("key, model", _rate(_TOKENS, _USED)), "{{key}} {{model}}"),), "Tokens a second."),
         Panel("Refused by a limit", "reqps", ((_sum("key, reason", _rate("vllm_gateway_limited_total", _KEY)), "{{key}} {{reason}}"),)),

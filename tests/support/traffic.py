@@ -17,7 +17,7 @@ MODEL, RESTING, BAD = "sim/one", "sim/rests", "sim/bad"
 
 def everything() -> dict[str, Any]:
     """Two servers of one model, one model that rests, one that cannot start; a key that expires and one with a limit."""
-    one = launched(MODEL)
+    one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
     rests = launched(RESTING)
     rests["launch"]["start"] = "on_demand"
