@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients bench bench-peers lock fuzz audit clean
+.PHONY: run test check format vllm clients bench bench-peers pictures lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -14,7 +14,7 @@ test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests benchmarks fuzz
+	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
@@ -32,6 +32,11 @@ bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" 
 
 bench-peers: $(READY)  ## the peers that come from PyPI, each in an environment of its own
 	$(BIN)/python benchmarks/install.py
+
+pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debian's prometheus
+	test -x .venv-pictures/bin/python || $(PYTHON) -m venv .venv-pictures
+	.venv-pictures/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/pictures.lock
+	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
 
 SECONDS ?= 60
 fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=60; TARGETS="config sse" for some of them
@@ -54,4 +59,4 @@ lock:  ## write requirements.lock anew (needs uv)
 	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-clients-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-pictures .venv-clients-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

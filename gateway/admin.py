@@ -1,7 +1,7 @@
-"""What control serves to operators: /metrics, /livez, /readyz, /status and /usage, and on the admin socket the operations too.
+"""What control serves to operators: metrics, health, the status, usage, a description of it all; on the admin socket the operations too.
 
-The rules: nothing that is shown waits for a relay or a server, every answer is made from what control has at hand, and only
-/usage waits for the ledger's database, on a thread of its own;
+The rules: every answer is made from what control has at hand and waits for nobody, but for a server's own metrics, which the server is
+asked for, and /usage, which waits for the ledger's database on a thread of its own;
 what acts is served on the socket alone, which only the operator's own user can open.
 """
 
@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from gateway import status_page
+from gateway import admin_document, engines, status_page
 from gateway.config.problems import did_you_mean
+from gateway.engines import Engine, Handler
 from gateway.ledger.errors import AwayError, QuestionError
 from gateway.metrics import PREFIX, Family, Series, by_family
 from gateway.operations import OPERATIONS, Operations, RefusedOperation
@@ -48,6 +49,9 @@ class Overview(Protocol):
 
         Raises QuestionError, and AwayError where its database does not answer.
         """
+
+    def engines(self) -> Mapping[str, Engine]:
+        """The servers that run, by name."""
 
 
 class _Families(Collector):
@@ -95,10 +99,16 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 def application(overview: Overview) -> Starlette:
     """The ASGI application of the admin port."""
-    return Starlette(routes=_routes(overview))
+    return Starlette(routes=_routes(_handlers(overview)))
 
 
-def _routes(overview: Overview) -> list[Route]:
+def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
+    """What is described and has a handler here."""
+    described = (route for route in admin_document.ROUTES if route.path in handlers)
+    return [Route(route.path, handlers[route.path], methods=[route.method]) for route in described]
+
+
+def _handlers(overview: Overview) -> dict[str, Handler]:
     metrics_registry = registry(overview)
 
     async def metrics(request: Request) -> Response:
@@ -127,8 +137,25 @@ def _routes(overview: Overview) -> list[Route]:
             return _error(f"the ledger's database does not answer: {error}", 503)
         return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
 
-    shown = {"metrics": metrics, "livez": livez, "readyz": readyz, "status": status, "usage": usage}
-    return [Route(f"/{name}", show) for name, show in shown.items()]
+    return {
+        "/metrics": metrics,
+        "/livez": livez,
+        "/readyz": readyz,
+        "/status": status,
+        "/usage": usage,
+        **engines.handlers(overview.engines),
+        **_documents(),
+    }
+
+
+def _documents() -> dict[str, Handler]:
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(admin_document.document())
+
+    async def docs(_: Request) -> Response:
+        return HTMLResponse(admin_document.page(), headers=admin_document.HEADERS)
+
+    return {"/openapi.json": openapi, "/docs": docs}
 
 
 def prefers_html(accept: str) -> bool:
@@ -167,8 +194,8 @@ def operators_application(overview: Overview, operations: Operations) -> Starlet
             return _error(str(refused), 409)
         return JSONResponse(reading.shown())
 
-    acting = [Route("/reload", reload, methods=["POST"]), Route("/models/{id:path}/{operation}", operate, methods=["POST"])]
-    return Starlette(routes=[*_routes(overview), *acting])
+    acting = {"/reload": reload, "/models/{id:path}/{operation}": operate}
+    return Starlette(routes=_routes(_handlers(overview) | acting))
 
 
 def _error(message: str, status: int) -> Response:

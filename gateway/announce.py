@@ -1,17 +1,21 @@
 """What the operator reads on the terminal: the summary at the start, servers coming up, and the end.
 
-On a terminal in colour, elsewhere as plain lines. It goes to standard error: standard output is the access log's.
+On a terminal in colour, elsewhere as plain lines, and as lines of the log where that is for programs. It goes to standard error:
+standard output is the access log's.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from gateway import logs
 from gateway.config import Config, Note
 from gateway.reload import Reading
 from upstream.health import Probe
@@ -19,6 +23,8 @@ from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
 from upstream.launcher.schedule import Action, Do
 
+_LEVELS = (("[red]", logging.ERROR), ("[yellow]", logging.WARNING))
+_log = logging.getLogger("vllm_gateway.control")
 _DONE = {
     Do.START: "is started",
     Do.WAKE: "is woken",
@@ -39,14 +45,21 @@ class Announcer:
 
     def summary(self, config: Config, data: socket.socket, admin: socket.socket) -> None:
         """Models, servers, addresses, and where metrics are."""
+        self._show(config)
+        self._say(f"requests  [bold]http://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
+        self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
+
+    def _show(self, config: Config) -> None:
+        if logs.for_programs():
+            for model in config.models:
+                _log.info("serves %s: %s", model.id, _servers(model), extra={"model": model.id})
+            return
         table = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
         for title in ("model", "aliases", "servers"):
             table.add_column(title, overflow="fold")
         for model in config.models:
             table.add_row(escape(model.id), escape(", ".join(model.aliases)) or "-", escape(_servers(model)))
         self._console.print(table)
-        self._say(f"requests  [bold]http://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
-        self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
 
     def notes(self, notes: Sequence[Note]) -> None:
         """Settings that are in the configuration and do nothing yet."""
@@ -102,6 +115,10 @@ class Announcer:
         self._say(f"stopping: requests have {drain:g} s to finish (once more to stop at once)")
 
     def _say(self, text: str) -> None:
+        if logs.for_programs():
+            level = next((level for colour, level in _LEVELS if colour in text), logging.INFO)
+            _log.log(level, " ".join(Text.from_markup(text).plain.split()))
+            return
         try:
             self._console.print(text, soft_wrap=True)
         except OSError:

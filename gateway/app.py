@@ -37,6 +37,7 @@ from gateway.link import Health
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
 from gateway.state import Key, State
+from gateway.tracing import Sampler, Spans
 from gateway.waiting import Ask, Lobby, nobody
 from upstream.deadlines import Deadlines
 from upstream.pool import Fleet
@@ -61,10 +62,13 @@ class Relay:
         ask: Ask = nobody,
         books: Books | None = None,
         number: int = 0,
+        spans: Spans | None = None,
     ) -> None:
         self.number = number
         self.fleet = fleet
         self.books = books
+        self.sampler: Sampler | None = None
+        self._spans = spans or Spans()
         self.metrics = metrics
         self.admission = Admission()
         self.deadlines = Deadlines()
@@ -96,6 +100,9 @@ class Relay:
         if self.books is not None:
             self.books.take(state)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
+        self.sampler = None
+        if state.tracing is not None:
+            self.sampler, self._spans.endpoint = Sampler(state.tracing), state.tracing.endpoint
 
     def _part(self, whole: int | None, index: int, relays: int) -> float:
         """What this relay may have in flight on a model's server; what cannot be divided is another relay's with each server."""
@@ -114,6 +121,7 @@ class Relay:
         self.deadlines.tick()
         self.lobby.tick()
         self._log.flush()
+        self._spans.flush()
 
     def _tell_time(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -124,6 +132,8 @@ class Relay:
         self._log.add(record)
         if self.books is not None:
             self.books.settled(record)
+        if record.trace is not None and record.trace.sampled:
+            self._spans.add(record)
 
     # The data port
 
@@ -273,5 +283,6 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _internal_error(request: Request, error: Exception) -> Response:
-    _log.error("request %s failed inside the gateway", request.state.request_id, exc_info=error)
+    identity = request.state.request_id
+    _log.error("request %s failed inside the gateway", identity, exc_info=error, extra={"request_id": identity})
     return _refused(request, Refusal("internal_error", "The gateway failed. The request id tells the operator where to look."))

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gateway.catalog import Target
 from gateway.errors import Refusal
 from gateway.routes import Body
+from gateway.tracing import Trace
 from upstream.story import Signal, Story
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Call(msgspec.Struct, eq=False):
     http10: bool
     keep_alive: bool
     began: float = field(default_factory=monotonic)
+    trace: Trace | None = None
+    """Where the request stands in its trace; None where nothing is traced."""
     # The body
     _received: list[bytes] = field(default_factory=list)
     _size: int = 0

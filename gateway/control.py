@@ -24,13 +24,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from gateway import __version__, admin_socket, plan
+from gateway import __version__, admin_socket, logs, plan
 from gateway import config as conf
 from gateway.admin import application, operators_application
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
+from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
@@ -67,21 +68,19 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
     config = load(path)
-    logging.basicConfig(format="%(levelname)s %(message)s")
-    set_log_level(config)
-    for chatty in ("httpx2", "uvicorn.error", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    speak_by(config)
     return asyncio.run(run(config, path, announcer or Announcer()))
 
 
-def set_log_level(config: Config) -> None:
-    """Have as much written as the configuration says."""
-    logging.getLogger().setLevel(config.log.level.upper())
+def speak_by(config: Config) -> None:
+    """Have standard error written to as the configuration says."""
+    logs.configure(plan.log_settings(config), "control")
 
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
     """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
     asked = _stop_signals()
+    asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
@@ -293,6 +292,7 @@ class Control:
         """Look at the counts of tokens, again and again."""
         while True:
             self._rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)
 
     # Another configuration
@@ -312,7 +312,7 @@ class Control:
     def take(self, config: Config) -> int:
         """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
         self.config = config
-        set_log_level(config)
+        speak_by(config)
         self._expect_launches()
         self.fleet.take(config)
         number = self.configure()
@@ -452,14 +452,22 @@ class Control:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
-            up, labels = plan.condition(place.name, known) is Condition.UP, (place.model.id, place.name)
-            series[Series("server_up", labels)] = (float(up),)
+            condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
+            series[Series("server_up", labels)] = (float(condition is Condition.UP),)
+            series[Series("server_resting", labels)] = (float(condition is Condition.AWAY),)
+            if place.server is None:
+                snapshot = known.snapshots.get(place.name)
+                series[Series("server_restarts_total", labels)] = (snapshot.restarts if snapshot else 0,)
             series.setdefault(Series("server_inflight", labels), (0,))
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
             series[Series("config_reloads_total", (result,))] = (count,)
         series[Series("config_last_reload_successful", ())] = (float(self.history.last.successful),)
+        for key in self.config.keys:
+            if key.expires is not None:
+                series[Series("key_expires_timestamp_seconds", (key.id,))] = (key.expires.timestamp(),)
+        series[Series("relay_restarts_total", ())] = (sum(relay.restarts for relay in self.relays.statuses),)
         series[Series("build_info", (__version__,))] = (1,)
         if self.ledger is not None:
             series |= self.ledger.series()
@@ -467,6 +475,10 @@ class Control:
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None if self.ledger is None else await self.ledger.usage(words)
+
+    def engines(self) -> dict[str, Engine]:
+        models = {place.name: place.model.id for place in plan.places(self.config)}
+        return {target.name: Engine(models[target.name], target) for target in plan.targets(self.config, self.known)}
 
     def status(self) -> dict[str, Any]:
         known, series = self.known, summed(self.relays.boards)

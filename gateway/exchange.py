@@ -35,6 +35,7 @@ from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
 from gateway.state import Key, State
+from gateway.tracing import Sampler
 from gateway.waiting import Lobby
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
@@ -56,6 +57,8 @@ class Gate(Protocol):
     lobby: Lobby
     metrics: RelayMetrics
     books: Books | None
+    sampler: Sampler | None
+    """Decides which requests are traced; None where none is."""
     draining: bool
     house: House | None
     """None: any number of requests may be under way at once."""
@@ -70,6 +73,8 @@ class Gate(Protocol):
 
 async def exchange(call: Call, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
+    if gate.sampler is not None:
+        call.trace = gate.sampler.begin(call.headers.get(b"traceparent"))
     with Account(call, gate) as account:
         account.key = key = _authenticate(call, gate)
         if gate.house is not None:
@@ -80,7 +85,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
-            model = outbound.entry.model
+            account.outbound, model = outbound, outbound.entry.model
             with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
                 if model.keepalive is not None and account.stream:
@@ -89,7 +94,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                     answer = await attempt.answer(outbound.compose, outbound.upload)
                 except NoServerError as error:
                     answer = await _in_turn(error, key, attempt, outbound, account)
-                account.answered(answer, outbound)
+                account.answered(answer)
                 await _relay(call, answer, account, outbound)
 
 
@@ -230,7 +235,7 @@ class Account(msgspec.Struct, eq=False):
     waited: float = 0.0
     queued: float = 0.0
     keepalive: Keepalive | None = None
-    composed_at: float | None = None
+    outbound: Outbound | None = None
     answer_at: float = 0.0
     upstream_first: float = 0.0
 
@@ -253,9 +258,8 @@ class Account(msgspec.Struct, eq=False):
         if refusal is not None:
             _refuse(self, refusal)
 
-    def answered(self, answer: Answer, outbound: Outbound) -> None:
+    def answered(self, answer: Answer) -> None:
         """The first bytes of an answer are here."""
-        self.composed_at = outbound.composed_at
         self.upstream_first = answer.last_byte
         self.answer_at = monotonic()
 
@@ -285,7 +289,8 @@ class Account(msgspec.Struct, eq=False):
                 self.incomplete = "upstream"
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
-        overhead = (self.composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
+        composed_at = self.outbound.composed_at if self.outbound is not None else None
+        overhead = (composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
         return Record(
             id=call.id,
             started=self.started,
@@ -310,6 +315,7 @@ class Account(msgspec.Struct, eq=False):
             user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
             failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt and attempt.failures else (),
             detail=self.detail,
+            trace=call.trace,
         )
 
 
@@ -331,7 +337,7 @@ def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
             account.upstream_failed(error)
             return from_failure(error)
     # the outer edge: the client gets an answer, the operator the trace
-    _log.error("request %s failed inside the gateway", account.call.id, exc_info=error)
+    _log.error("request %s failed inside the gateway", account.call.id, exc_info=error, extra={"request_id": account.call.id})
     account.detail = type(error).__name__
     return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
 

@@ -69,6 +69,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "auth_failures_total": Family("counter", "Requests refused for their key.", ("reason",)),
         "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
         "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
+        "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
+        "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
@@ -79,6 +81,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
+        "key_expires_timestamp_seconds": Family("gauge", "When a key expires; a key that never does has no such series.", ("key",)),
+        "relay_restarts_total": Family("counter", "Relay processes that ended unexpectedly and were replaced."),
         "build_info": Family("gauge", "Always 1; the version is the label.", ("version",)),
     }
 )

@@ -17,7 +17,8 @@ from typing import Any
 from gateway import config as conf
 from gateway.config import Config, plain_variables
 from gateway.fairness import weight_of
-from gateway.state import BodyRules, Key, Model, Queue, State
+from gateway.logs import LogSettings
+from gateway.state import BodyRules, Key, Model, Queue, State, Tracing
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -137,7 +138,20 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
         max_inflight=config.server.max_inflight,
         relays=config.server.relays,
+        log=log_settings(config),
+        tracing=_tracing(config),
     )
+
+
+def log_settings(config: Config) -> LogSettings:
+    """What is said on standard error."""
+    return LogSettings(config.log.level, config.log.format, config.log.levels)
+
+
+def _tracing(config: Config) -> Tracing | None:
+    """None, too, where no request would be traced."""
+    tracing = config.tracing
+    return None if tracing is None or not tracing.sample else Tracing(tracing.endpoint.rstrip("/"), tracing.sample)
 
 
 def _spec(place: Place, known: Knowledge) -> ServerSpec:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.tracing import Trace
 from gateway.usage import Usage
 
 
@@ -26,7 +27,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     error's code, if it ended with one; ``model`` the configured ID, None when the request named none; ``incomplete``
     says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are the
-    servers that failed on the way, with the reason; ``detail`` is for the operator alone.
+    servers that failed on the way, with the reason; ``detail`` is for the operator alone; ``trace`` where the request stands in
+    its trace, None where nothing is traced.
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
@@ -54,3 +56,4 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
     failures: tuple[tuple[str, str], ...]
     detail: str | None
+    trace: Trace | None = None

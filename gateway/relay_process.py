@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import logging
 import signal
 import socket
 import sys
@@ -22,14 +21,18 @@ from time import monotonic
 import uvicorn
 import uvloop
 
+from gateway import logs
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
+from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
+from gateway.state import State
+from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
 
@@ -45,12 +48,11 @@ def main() -> None:
     arguments = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, format=f"relay {arguments.number}: %(levelname)s %(message)s", level=logging.WARNING)
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each bad form, and strangers can send many
+    logs.configure(LogSettings(), f"relay {arguments.number}")  # until control says how
     sys.setswitchinterval(_SWITCH_INTERVAL)
     books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
-    with access_log(sys.stdout.fileno()) as log:
-        orphaned = uvloop.run(_run(arguments, log, books))
+    with access_log(sys.stdout.fileno()) as log, spans() as traced:
+        orphaned = uvloop.run(_run(arguments, log, books, traced))
         if orphaned and books is not None:
             books.save(arguments.spool)  # after the loop: while it still turned, requests may have ended
 
@@ -67,18 +69,27 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | None) -> bool:
+async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | None, traced: Spans) -> bool:
     """Serve; returns whether control was gone before the end."""
+    asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
     link = Link(*await asyncio.open_connection(sock=control, limit=_FRAME_BUFFER))
     with fleet() as servers:
-        process = _Process(link, RelayMetrics(Board(arguments.board_fd)), log)
+        process = _Process(arguments.number, link, RelayMetrics(Board(arguments.board_fd)))
         messages = link.messages()
         first = await anext(messages, None)
         if not isinstance(first, Configure):
             return True
+        process.speak_by(first.state)
         process.relay = Relay(
-            first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books, number=arguments.number
+            first.state,
+            fleet=servers,
+            metrics=process.metrics,
+            log=log,
+            ask=process.ask,
+            books=books,
+            number=arguments.number,
+            spans=traced,
         )
         process.learn(first.health)  # before the first request, or it would find no server
         await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
@@ -92,11 +103,15 @@ class _Process:
 
     relay: Relay
 
-    def __init__(self, link: Link, metrics: RelayMetrics, log: AccessLog) -> None:
+    def __init__(self, number: int, link: Link, metrics: RelayMetrics) -> None:
         self.link = link
         self.metrics = metrics
-        self._log = log
+        self._number = number
         self._server: uvicorn.Server | None = None
+
+    def speak_by(self, state: State) -> None:
+        """Say what is to be said in the way that this generation wants."""
+        logs.configure(state.log, f"relay {self._number}")
 
     def learn(self, health: Health) -> None:
         """Take over what control found out, and say so."""
@@ -124,6 +139,7 @@ class _Process:
         async for message in messages:
             match message:
                 case Configure(state=state, health=health):
+                    self.speak_by(state)
                     self.relay.take(state)
                     self.learn(health)
                     gc.freeze()
@@ -143,6 +159,7 @@ class _Process:
             if count % _SWEEP_EVERY == 0:
                 self.relay.fleet.sweep()
                 now = monotonic()
+                logs.tell(now)
                 for connection in self._connections():
                     connection.check_idle(now)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.logs import LogSettings
 from upstream.deadlines import Timeouts
 from upstream.server import ServerSpec
 
@@ -88,6 +89,14 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where spans go, a base URL, and which share of the requests, above 0 and up to 1, has one."""
+
+    endpoint: str
+    sample: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together."""
 
@@ -101,6 +110,8 @@ class State:
     ledger_metadata: bool = False
     max_inflight: int | None = None
     relays: int = 1
+    log: LogSettings = field(default_factory=LogSettings)
+    tracing: Tracing | None = None
 
     @property
     def bases(self) -> tuple[Model, ...]:

@@ -6,10 +6,7 @@ the style below, by their hashes, and nothing else: a model's id or a line of a 
 
 from __future__ import annotations
 
-import base64
-import hashlib
-
-from gateway.markup import Html, tag
+from gateway.markup import Html, page_policy, tag
 from gateway.picture import AdapterPicture, ModelPicture, Picture, ServerPicture, counted
 
 _STYLE = """
@@ -90,19 +87,8 @@ setTimeout(look, EVERY);
 """
 
 
-def _hash(inline: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
-
-
-HEADERS = {
-    "content-security-policy": (
-        f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
-"""What goes with the page (CSP Level 3)."""
+HEADERS = page_policy(_STYLE, _SCRIPT)
+"""What goes with the page."""
 
 
 def page(shown: Picture) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from datetime import datetime
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, Strict, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, Strict, ValidationInfo, field_validator
 
 from gateway.config.problems import Note
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
@@ -25,6 +26,7 @@ from gateway.config.values import (
     Hashes,
     HttpUrl,
     Instant,
+    LogPart,
     MediaHost,
     Mount,
     Name,
@@ -39,6 +41,7 @@ from gateway.config.values import (
     Variables,
     WeightsPlace,
 )
+from gateway.logs import PARTS
 from upstream.address import Address
 
 
@@ -315,10 +318,16 @@ class PrefixCacheIsolation(Section):
     secret: Secret = Field(description="from which each key's cache salt is derived")
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
 class Log(Section):
     """What is written to standard error, and to the access log on standard output."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level that is written")
+    level: LogLevel = Field(default="info", description="least level that is written")
+    levels: dict[LogPart, LogLevel] = Field(
+        default={}, description=f"other levels for parts of the gateway, e.g. {{fleet: debug}}; the parts are {', '.join(PARTS)}"
+    )
     format: Literal["text", "json"] = Field(default="text", description="lines for people or for machines")
     user: Flag = Field(default=False, description="put a request's `user` into its line of the access log")
 
@@ -328,6 +337,20 @@ class Tracing(Section):
 
     endpoint: HttpUrl = Field(description="base URL of the collector, e.g. http://otel-collector:4318")
     sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(default=1.0, description="share of requests that are traced, 0 to 1")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _can_be_exported(cls, endpoint: str) -> str:
+        if not _installed("opentelemetry.exporter.otlp.proto.http"):
+            raise ValueError("tracing needs packages that are not installed: pip install 'vllm-gateway[otel]'")
+        return endpoint
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is in is not there either
+        return False
 
 
 class Ledger(Section):

@@ -26,8 +26,6 @@ NOT_YET: dict[str, str] = {
     "teams[].limits": _NONE,
     "limits": _NONE,
     "limits_store": _NONE,
-    "log.format": _NONE,
-    "tracing": _NONE,
 }
 
 

@@ -27,7 +27,9 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
+from gateway.logs import PARTS
 from gateway.media import is_entry
 from upstream.address import Address
 
@@ -128,6 +130,12 @@ def _iso(text: str) -> datetime | None:
         return datetime.fromisoformat(text)
     except ValueError:
         return None
+
+
+def _log_part(value: str) -> str:
+    if value not in PARTS:
+        raise ValueError(f"names no part of the gateway{did_you_mean(value, PARTS)}; the parts are {', '.join(PARTS)}")
+    return value
 
 
 def _network(value: object) -> IPv4Network | IPv6Network:
@@ -241,6 +249,7 @@ Hashes = Annotated[
 ]
 """The hash of a key, or several; one that is to end at some time is a mapping."""
 
+LogPart = Annotated[str, AfterValidator(_log_part)]
 Network = Annotated[IPv4Network | IPv6Network, PlainValidator(_network), WithJsonSchema({"type": "string", "examples": ["10.0.0.0/8"]})]
 NamedPort = Annotated[
     int | str,

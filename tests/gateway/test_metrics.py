@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.admin import registry
+from gateway.engines import Engine
 from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, Tally, observe, summed
 from gateway.record import Record
 from gateway.scoreboard import Board
@@ -58,6 +59,9 @@ class Shown:
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None
+
+    def engines(self) -> dict[str, Engine]:
+        return {}
 
 
 def samples(*boards: Board) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

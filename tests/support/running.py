@@ -21,6 +21,7 @@ from gateway.record import Record
 from gateway.relay_process import started
 from gateway.scoreboard import Board
 from gateway.state import Key, Model, State
+from gateway.tracing import spans
 from upstream.address import Address
 from upstream.deadlines import TICK
 from upstream.pool import fleet
@@ -113,7 +114,7 @@ async def serving(
     models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Books | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
-    with board() as counts, fleet() as servers, _nowhere() as nowhere:
+    with board() as counts, fleet() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
         relay = Watched(
@@ -123,6 +124,7 @@ async def serving(
             log=log,
             ask=lambda name, since: asked.append((name, since)),
             books=books,
+            spans=traced,
         )
         if up:
             relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))

@@ -1,0 +1,99 @@
+"""Draws what docs/pictures.py found: one PNG for each dashboard. Runs in an environment of its own, which has matplotlib.
+
+The rule: it draws every line that it is given and knows nothing of where they come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from PIL import Image
+
+mpl.use("agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import EngFormatter, PercentFormatter, ScalarFormatter, StrMethodFormatter
+
+_COLUMNS = 2
+_LINES = 8  # that have a place in a legend
+_COLOURS = ("#1a7f5a", "#3b74c4", "#c9312b", "#b26a00", "#7a5af0", "#667085", "#0e7490", "#be185d", "#4d7c0f", "#1c2330")
+_LOOK = {
+    "font.size": 8, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.edgecolor": "#98a2b3", "axes.grid": True, "grid.color": "#eaecf0", "legend.fontsize": 6.5,
+    "legend.frameon": False, "figure.facecolor": "white",
+}  # fmt: skip
+
+
+def main(data: Path, folder: Path) -> None:
+    """Draw every dashboard of a file."""
+    for name, dashboard in json.loads(data.read_text()).items():
+        with plt.rc_context(_LOOK):
+            file = folder / f"{name}.png"
+            _dashboard(dashboard).savefig(file, dpi=100)
+            plt.close("all")
+            Image.open(file).convert("RGB").quantize(48).save(file, optimize=True)  # a third of the size
+
+
+def _dashboard(dashboard: dict[str, Any]) -> Any:
+    """A row of numbers, then the panels, two side by side."""
+    stats = [panel for panel in dashboard["panels"] if panel["stat"]]
+    charts = [panel for panel in dashboard["panels"] if not panel["stat"]]
+    rows = math.ceil(len(charts) / _COLUMNS)
+    figure = plt.figure(figsize=(11, 0.5 + 2.1 * rows + 0.9 * bool(stats)), layout="constrained")
+    figure.suptitle(dashboard["title"], x=0.01, ha="left", weight="bold")
+    parts = figure.subfigures(1 + bool(stats), 1, height_ratios=[*([0.9] if stats else []), 2.1 * rows], squeeze=False)[:, 0]
+    for place, panel in zip(parts[0].subplots(1, len(stats)) if stats else (), stats, strict=True):
+        _number(place, panel)
+    places = parts[-1].subplots(rows, _COLUMNS, squeeze=False).flat
+    for place, panel in zip(places, charts, strict=False):
+        _chart(place, panel, dashboard["start"])
+    for place in places[len(charts) :]:
+        place.axis("off")
+    return figure
+
+
+def _number(place: Any, panel: dict[str, Any]) -> None:
+    values = [value for line in panel["lines"] for _, value in line["values"]]
+    text = "-" if not values else f"{values[-1]:.1%}" if panel["unit"] == "percentunit" else f"{values[-1]:.3g}"
+    place.axis("off")
+    place.set_title(panel["title"])
+    place.text(0, 0.3, text, fontsize=22, color=_COLOURS[0], transform=place.transAxes)
+
+
+def _chart(place: Any, panel: dict[str, Any], start: float) -> None:
+    unit, scale = ("days", 86400.0) if panel["unit"] == "s" and _highest(panel["lines"]) > 86400 else (panel["unit"], 1.0)
+    for number, line in enumerate(sorted(panel["lines"], key=lambda line: -_highest([line]))):
+        at, values = zip(*((moment, value / scale) for moment, value in line["values"]), strict=True)
+        style = ("-", "--", ":")[number // len(_COLOURS) % 3]
+        name = line["name"] if number < _LINES else "_"
+        place.plot([moment - start for moment in at], values, style, color=_COLOURS[number % len(_COLOURS)], lw=1.2, label=name)
+    place.set_title(panel["title"])
+    place.yaxis.set_major_formatter(_formatter(unit))
+    place.xaxis.set_major_formatter(EngFormatter(unit="s", sep=" "))
+    if panel["lines"]:
+        place.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
+    else:
+        place.text(0.5, 0.5, "no data", ha="center", color="#98a2b3", transform=place.transAxes)
+    bottom, top = place.get_ylim()
+    place.set_ylim(min(0, bottom), top if top > 0 else 1)
+
+
+def _highest(lines: list[dict[str, Any]]) -> float:
+    """What deserves a place in the legend first."""
+    return max((abs(value) for line in lines for _, value in line["values"]), default=0.0)
+
+
+def _formatter(unit: str) -> Any:
+    if unit == "percentunit":
+        return PercentFormatter(1.0)
+    if unit == "days":
+        return StrMethodFormatter("{x:g} days")
+    return EngFormatter(unit="s", sep=" ") if unit == "s" else ScalarFormatter(useOffset=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

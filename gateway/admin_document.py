@@ -1,0 +1,138 @@
+"""The admin port's routes in words: as OpenAPI for programs, as a page for people.
+
+``ROUTES`` is the list of all of them; the applications are made from it, so nothing is served that is not described.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway import __version__
+from gateway.admin_guard import OPEN
+from gateway.markup import Html, page_policy, tag
+from gateway.operations import OPERATIONS
+
+TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One route. ``answers``: what each status means; ``kinds``: the media types of its 200; ``acts``: on the admin socket only;
+    ``queries``: what may be asked behind a ``?``."""
+
+    path: str
+    summary: str
+    answers: Mapping[int, str]
+    kinds: tuple[str, ...]
+    method: str = "GET"
+    acts: bool = False
+    queries: tuple[str, ...] = ()
+
+    @property
+    def guarded(self) -> bool:
+        """Whether `server.admin.token` is asked for, where it is set."""
+        return not self.acts and self.path not in OPEN
+
+    @property
+    def template(self) -> str:
+        """The path as OpenAPI has it."""
+        return re.sub(r":path\}", "}", self.path)
+
+    @property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.template)
+
+
+ROUTES = (
+    Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "every series of this moment"}, (METRICS,)),
+    Described(
+        "/metrics/targets",
+        "The servers whose metrics can be read here, for Prometheus' HTTP service discovery.",
+        {200: "a group for each server, with the labels model and server"},
+        (JSON,),
+    ),
+    Described(
+        "/metrics/servers/{server:path}",
+        "A vLLM server's own metrics, read as it is asked for. `server` is its name in /status, percent-encoded.",
+        {200: "as the server wrote them", 404: "no such server, or it is not up", 502: "the server did not give them"},
+        (METRICS,),
+    ),
+    Described("/livez", "Whether the control process lives.", {200: "it does"}, (TEXT,)),
+    Described("/readyz", "Whether traffic may come.", {200: "it may", 503: "not yet, or no more; the text says why"}, (TEXT,)),
+    Described("/status", "Models, servers and relays.", {200: "the whole picture; a page for who prefers HTML"}, (JSON, HTML)),
+    Described(
+        "/usage",
+        "What the ledger answers to a question; `vllm-gateway usage --help` explains its words.",
+        {200: "the rows", 400: "no such question", 404: "no ledger is configured", 503: "the ledger's database does not answer"},
+        (JSON,),
+        queries=("by", "since", "until", "key", "model"),
+    ),
+    Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}, (JSON,)),
+    Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
+    Described(
+        "/reload",
+        "Read the configuration again. On the admin socket alone.",
+        {200: "what became of it", 409: "it is not read; the text says why"},
+        (JSON,),
+        method="POST",
+        acts=True,
+    ),
+    Described(
+        "/models/{id:path}/{operation}",
+        "Do something to a model's servers. On the admin socket alone, which only the gateway's own user can open.",
+        {200: "it is done: the model's entry of /status", 404: "no such model or operation", 409: "it is not done; the text says why"},
+        (JSON,),
+        method="POST",
+        acts=True,
+    ),
+)
+
+_CHOICES = {"operation": list(OPERATIONS)}
+
+
+def document() -> dict[str, Any]:
+    """The description as OpenAPI 3.1."""
+    paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
+    info = {"title": "vllm-gateway, for operators", "version": __version__}
+    token = {"token": {"type": "http", "scheme": "bearer", "description": "where server.admin.token is set"}}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"securitySchemes": token}}
+
+
+def _operation(route: Described) -> dict[str, Any]:
+    answers: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.answers.items()}
+    answers["200"]["content"] = {kind: {} for kind in route.kinds}
+    parameters = [_parameter(name, "path") for name in route.parameters] + [_parameter(name, "query") for name in route.queries]
+    told = {"summary": route.summary, "responses": answers, "parameters": parameters}
+    return told | ({"security": [{}, {"token": []}]} if route.guarded else {})
+
+
+def _parameter(name: str, place: str) -> dict[str, Any]:
+    choices = {"enum": _CHOICES[name]} if name in _CHOICES else {}
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string", **choices}}
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.15rem; } h2 { font: 600 1rem ui-monospace, Menlo, Consolas, monospace; margin: 1.6rem 0 .2rem; }
+p { margin: .2rem 0; } dl { display: grid; grid-template-columns: 3rem 1fr; margin: .3rem 0; } dd { margin: 0; } .quiet { opacity: .7; }
+"""
+HEADERS = page_policy(_STYLE)
+
+
+def page() -> str:
+    """The description as a page that needs nothing else."""
+    head = tag("head", tag("meta", charset="utf-8"), tag("title", "vllm-gateway: admin API"), tag("style", Html(_STYLE)))
+    title = tag("h1", f"vllm-gateway {__version__}: admin API")
+    return f"<!doctype html>\n{tag('html', head, tag('body', title, *map(_entry, ROUTES)), lang='en')}"
+
+
+def _entry(route: Described) -> Html:
+    answers = [part for status, meaning in route.answers.items() for part in (tag("dt", str(status)), tag("dd", meaning))]
+    choices = [tag("p", f"{name}: {', '.join(_CHOICES[name])}") for name in route.parameters if name in _CHOICES]
+    choices += [tag("p", f"questions: {', '.join(route.queries)}")] if route.queries else []
+    kinds = tag("p", ", ".join(route.kinds), class_="quiet")
+    return tag("section", tag("h2", f"{route.method} {route.template}"), tag("p", route.summary), *choices, tag("dl", *answers), kinds)

@@ -1,0 +1,175 @@
+"""The alerts for Prometheus: each fires when it should, and is over when its cause is. promtool evaluates them over made-up series."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.metrics import FAMILIES, PREFIX
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yaml"
+GROUPS = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A course of events. ``series``: by name, their values each ``every``; ``says``: words of the annotations."""
+
+    alert: str
+    series: Mapping[str, str]
+    fires: str
+    over: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    says: tuple[str, str] = ("", "")
+    every: str = "1m"
+
+
+def _failing(bad: str, good: str) -> dict[str, str]:
+    return {
+        'vllm_gateway_requests_total{model="m", endpoint="/v1/completions", code="500"}': bad,
+        'vllm_gateway_requests_total{model="m", endpoint="/v1/completions", code="200"}': good,
+        'vllm_gateway_incomplete_total{model="m", reason="client"}': "0+50x600",
+    }
+
+
+def _broken(bad: str, good: str) -> dict[str, str]:
+    return {
+        'vllm_gateway_requests_total{model="m", endpoint="/v1/completions", code="200"}': good,
+        'vllm_gateway_incomplete_total{model="m", reason="upstream"}': bad,
+    }
+
+
+def _late(soon: str, everything: str) -> dict[str, str]:
+    name = "vllm_gateway_time_to_first_token_seconds"
+    return {f'{name}_bucket{{model="m", le="2.5"}}': soon, f'{name}_count{{model="m"}}': everything}
+
+
+_M = {"model": "m"}
+_SERVER = {"model": "m", "server": "m#0"}
+_UP = 'vllm_gateway_server_{}{{model="m", server="m#{}"}}'
+
+CASES = (
+    Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 0x10 1x10"}, "7m", "16m",
+         {"job": "vllm-gateway", "instance": "i"},
+         ("The gateway does not answer Prometheus", "The admin port of i cannot be read.")),
+    Case("VllmGatewayFailuresFast", _failing("0+10x70 700x200", "0+90x270"), "10m", "90m", _M,
+         ("m: requests fail more than 14.4 times as fast as the objective allows", "10% over the last 1h.")),
+    Case("VllmGatewayFailuresFast", _broken("0+10x70 700x200", "0+100x270"), "10m", "90m", _M,
+         ("m: requests fail more than 14.4 times as fast as the objective allows", "10% over the last 1h.")),
+    Case("VllmGatewayFailuresSlow", _failing("0+1x120 120x400", "0+99x520"), "60m", "200m", _M,
+         ("m: requests fail more than 6 times as fast as the objective allows", "1% over the last 6h.")),
+    Case("VllmGatewayFailuresSteady", _failing("0+1x600 600x800", "0+499x1400"), "30h", "70h", _M,
+         ("m: requests fail more than 1 times as fast as the objective allows", "0.2% over the last 3d."), every="5m"),
+    Case("VllmGatewayFirstTokensFast", _late("0+1x70 70+10x200", "0+10x270"), "10m", "100m", _M,
+         ("m: streams begin too late more than 14.4 times as fast as the objective allows", "90% over the last 1h.")),
+    Case("VllmGatewayFirstTokensSlow", _late("0+6x120 720+10x400", "0+10x520"), "60m", "200m", _M,
+         ("m: streams begin too late more than 6 times as fast as the objective allows", "40% over the last 6h.")),
+    Case("VllmGatewayFirstTokensSteady", _late("0+9x600 5400+10x800", "0+10x1400"), "30h", "70h", _M,
+         ("m: streams begin too late more than 1 times as fast as the objective allows", "10% over the last 3d."), every="5m"),
+    Case("VllmGatewayNoHealthyServer",
+         {_UP.format("up", 0): "1x4 0x20 1x10", _UP.format("up", 1): "1x4 0x30", _UP.format("resting", 0): "0x40",
+          _UP.format("resting", 1): "0x40"},
+         "12m", "28m", _M, ("m: no server is up", "None is up, and not by the gateway's own will; /status says why.")),
+    Case("VllmGatewayReloadFailed", {"vllm_gateway_config_last_reload_successful": "1x4 0x10 1x10"}, "7m", "17m", {},
+         ("The last change of the configuration was not taken",
+          "The one before it is served by. `vllm-gateway check` says what is wrong.")),
+    Case("VllmGatewayServerCrashLoop", {'vllm_gateway_server_restarts_total{model="m", server="m#0"}': "0 1 2 3 4 5x60"}, "8m", "30m",
+         _SERVER,
+         ("m#0 is started again and again", "5 starts in 15 minutes; /status has the end of its log.")),
+    Case("VllmGatewayRelayCrashLoop", {"vllm_gateway_relay_restarts_total": "0 1 2 3 4 5x60"}, "8m", "30m", {},
+         ("Relay processes end unexpectedly", "5 in 15 minutes; standard error says why.")),
+    Case("VllmGatewayLedgerBehind", {"vllm_gateway_ledger_spool_rows": "0+100x40 4000x60"}, "30m", "70m", {},
+         ("The ledger falls behind", "3000 rows wait on disk for its database.")),
+    Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
+         ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
+    Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
+         ("m: more and more requests wait", "75 wait for a server.")),
+    Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",
+         {"reason": "invalid"}, ("Many requests are refused for their key", "10 a second (invalid).")),
+)  # fmt: skip
+
+QUIET = {
+    "a model that rests": ("VllmGatewayNoHealthyServer", {_UP.format("up", 0): "0x60", _UP.format("resting", 0): "1x60"}),
+    "one of two servers": (
+        "VllmGatewayNoHealthyServer",
+        {_UP.format("up", 0): "0x60", _UP.format("up", 1): "1x60", _UP.format("resting", 0): "0x60", _UP.format("resting", 1): "0x60"},
+    ),
+    "clients that leave": ("VllmGatewayFailuresFast", _failing("0x60", "0+100x60")),
+    "a queue that is worked off": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "300-5x60"}),
+    "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
+    "a key that has expired": ("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "60x60"}),
+}
+
+
+def evaluated(tmp_path: Path, series: Mapping[str, str], every: str, checks: list[dict[str, Any]]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": every,
+        "tests": [{"interval": every, "input_series": inputs, "alert_rule_test": checks}],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump(document))
+    done = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
+def test_an_alert_fires_and_is_over(tmp_path: Path, case: Case) -> None:
+    annotations = dict(zip(("summary", "description"), case.says, strict=True))
+    expected = {"exp_labels": {**case.labels, **ALERTS[case.alert]["labels"]}, "exp_annotations": annotations}
+    checks: list[dict[str, Any]] = [
+        {"alertname": case.alert, "eval_time": "0m", "exp_alerts": []},
+        {"alertname": case.alert, "eval_time": case.fires, "exp_alerts": [expected]},
+        {"alertname": case.alert, "eval_time": case.over, "exp_alerts": []},
+    ]
+    evaluated(tmp_path, case.series, case.every, checks)
+
+
+@pytest.mark.parametrize("what", QUIET)
+def test_what_is_no_cause_does_not_fire(tmp_path: Path, what: str) -> None:
+    alert, series = QUIET[what]
+    evaluated(tmp_path, series, "1m", [{"alertname": alert, "eval_time": f"{minutes}m", "exp_alerts": []} for minutes in range(0, 60, 3)])
+
+
+def test_every_alert_is_tried() -> None:
+    assert {case.alert for case in CASES} == set(ALERTS)
+    assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in ALERTS.values())
+
+
+def test_rules_name_metrics_that_exist() -> None:
+    recorded = {rule["record"] for group in GROUPS for rule in group["rules"] if "record" in rule}
+    named = {name for group in GROUPS for rule in group["rules"] for name in re.findall(r"[\w:]*vllm_gateway_\w+(?::\w+)?", rule["expr"])}
+    known = {PREFIX + name + end for name in FAMILIES for end in ("", "_bucket", "_count", "_sum")}
+    assert named - recorded - known == {PREFIX + "ledger_spool_rows"} - known
+
+
+@pytest.mark.parametrize(("check", "file"), [("rules", "rules.yaml"), ("config", "prometheus.yaml")])
+def test_promtool_finds_nothing_wrong(check: str, file: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run([promtool, "check", check, DEPLOY / "prometheus" / file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+
+
+def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() -> None:
+    document = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yaml").read_text())
+    receivers = {receiver["name"] for receiver in document["receivers"]}
+    routes = [document["route"], *document["route"]["routes"]]
+    assert {route["receiver"] for route in routes} == receivers
+    assert ['severity="page"'] in [route.get("matchers") for route in routes]
+    assert re.search(r'alertname="(\w+)"', document["inhibit_rules"][0]["source_matchers"][0])[1] in ALERTS  # type: ignore[index]

@@ -1,0 +1,78 @@
+"""A collector of traces: takes OTLP over HTTP on a real socket and decodes it with OpenTelemetry's own messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+class Collector(ThreadingHTTPServer):
+    """The running collector: what came, and under which path. While ``held`` is clear, nobody gets an answer."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[ExportTraceServiceRequest] = []
+        self.paths: list[str] = []
+        self.held = threading.Event()
+        self.held.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def spans(self) -> list[Span]:
+        return [
+            span for request in self.requests for group in request.resource_spans for scope in group.scope_spans for span in scope.spans
+        ]
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        return attributes(self.requests[0].resource_spans[0].resource.attributes)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.held.wait(30)
+        self.server.paths.append(self.path)
+        self.server.requests.append(ExportTraceServiceRequest.FromString(body))
+        answer = ExportTraceServiceResponse().SerializeToString()
+        self.send_response(200)
+        self.send_header("content-type", "application/x-protobuf")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+def attributes(pairs: Any) -> dict[str, Any]:
+    """Attributes as a dict of plain values."""
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+
+
+@contextmanager
+def collector() -> Iterator[Collector]:
+    server = Collector()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.held.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

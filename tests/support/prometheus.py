@@ -1,0 +1,103 @@
+"""A real Prometheus that scrapes a running gateway and the servers behind it, as deploy/ has it, but more often."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from tests.support.process import Gateway, wait_for
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+@dataclass
+class Prometheus:
+    """A running Prometheus."""
+
+    port: int
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The vector that an expression is at the moment."""
+        return self._asked("query", {"query": expression})["result"]  # type: ignore[no-any-return]
+
+    def range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """Its values over a time, in seconds since 1970."""
+        parameters = {"query": expression, "start": str(start), "end": str(end), "step": str(step)}
+        return self._asked("query_range", parameters)["result"]  # type: ignore[no-any-return]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What is scraped."""
+        return self._asked("targets", {"state": "active"})["activeTargets"]  # type: ignore[no-any-return]
+
+    def names(self) -> set[str]:
+        """Every metric that it has."""
+        return set(self._get("label/__name__/values", {}))
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Every rule, with its health."""
+        return [rule for group in self._asked("rules", {})["groups"] for rule in group["rules"]]
+
+    def _asked(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
+        return self._get(path, parameters)  # type: ignore[no-any-return]
+
+    def _get(self, path: str, parameters: Mapping[str, str]) -> Any:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}"
+        answer = httpx2.get(url, params=dict(parameters), timeout=30, verify=False, trust_env=False).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+
+@contextmanager
+def prometheus(folder: Path, gateway: Gateway, every: str = "1s") -> Iterator[Prometheus]:
+    """Prometheus by the configuration in deploy/, with the gateway's port in it. Skips the test where there is none."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed (Debian: prometheus)")
+    file, port = folder / "prometheus.yaml", _free_port()
+    file.write_text(yaml.safe_dump(configuration(gateway, every)))
+    words = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
+    with open(folder / "prometheus.log", "wb") as log:
+        process = subprocess.Popen([program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: _ready(port) or process.poll() is not None, 60)
+        assert process.poll() is None, (folder / "prometheus.log").read_text()
+        yield Prometheus(port)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def configuration(gateway: Gateway, every: str) -> dict[str, Any]:
+    """deploy/prometheus/prometheus.yaml for this gateway."""
+    text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text().replace("127.0.0.1:9090", f"127.0.0.1:{gateway.admin}")
+    document: dict[str, Any] = yaml.safe_load(text)
+    document["global"] = {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every}
+    document["rule_files"] = [str(DEPLOY / "prometheus" / "rules.yaml")]
+    del document["alerting"]
+    for job in document["scrape_configs"]:
+        for discovery in job.get("http_sd_configs", ()):
+            discovery["refresh_interval"] = every
+    return document
+
+
+def _ready(port: int) -> bool:
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/-/ready", timeout=10, verify=False, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,89 @@
+"""A gateway with everything that its metrics can show, and traffic that goes every way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx2
+
+from gateway import keys
+from tests.support.process import Gateway, configuration, launched, wait_for
+from tests.support.running import KEY
+
+LIMITED = "sk-a-limited-test-key"
+MODEL, RESTING, BAD = "sim/one", "sim/rests", "sim/bad"
+
+
+def everything() -> dict[str, Any]:
+    """Two servers of one model, one model that rests, one that cannot start; a key that expires and one with a limit."""
+    one = launched(MODEL, **{"enable-prompt-tokens-details": True})
+    one["launch"]["replicas"] = 2
+    rests = launched(RESTING)
+    rests["launch"]["start"] = "on_demand"
+    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}))
+    expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
+    config["keys"][0]["expires"] = expires
+    config["keys"].append({"id": "team-b", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 2}})
+    return config
+
+
+class Traffic:
+    """Requests to a running gateway; ``seen`` are the statuses that came back."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.seen: set[int] = set()
+
+    def round(self, speed: float = 200.0) -> None:
+        """One request of each kind; ``speed`` of the answers is in tokens per second."""
+        fast: dict[str, Any] = {"simulate": {"tokens": 30, "tokens_per_second": speed}}
+        self.ask(**fast)
+        self.ask(**fast, messages=[{"role": "system", "content": "You are a patient assistant. " * 40}, {"role": "user", "content": "Hi"}])
+        self.ask(stream=True, **fast)
+        self.ask(path="/v1/completions", prompt="Once", max_tokens=5)
+        self.ask(token="sk-nobodys")
+        self.ask(token=None)
+        self.ask(model="no/such-model")
+        self.ask(model=BAD)
+        self.ask(simulate={"status": 500})
+        self.ask(stream=True, simulate={"tokens": 30, "cut_after": 3})
+        self.ask(simulate={"cut_before_headers": True})
+        for _ in range(4):
+            self.ask(token=LIMITED, simulate={"tokens": 5})
+        self.leave()
+
+    def wake(self) -> None:
+        """Ask for the model that rests; the request waits until it is up."""
+        self.ask(model=RESTING)
+
+    def ask(self, path: str = "/v1/chat/completions", token: str | None = KEY, **body: Any) -> None:
+        prompt = {} if "prompt" in body else {"messages": [{"role": "user", "content": "Hello"}]}
+        document: dict[str, Any] = {"model": MODEL, **prompt, **body}
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        try:
+            answer = httpx2.post(self._gateway.url + path, json=document, headers=headers, timeout=60, verify=False, trust_env=False)
+            self.seen.add(answer.status_code)
+        except httpx2.HTTPError:
+            pass  # an answer that was broken off
+
+    def leave(self) -> None:
+        """Begin a long stream and leave."""
+        line = 'vllm_gateway_incomplete_total{model="sim/one",reason="client"}'
+        before = self._gateway.metric(line)
+        document = {
+            "model": MODEL,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "simulate": {"tokens": 4000, "tokens_per_second": 50},
+        }
+        headers = {"authorization": f"Bearer {KEY}"}
+        url = self._gateway.url + "/v1/chat/completions"
+        with httpx2.stream("POST", url, json=document, headers=headers, timeout=60, verify=False, trust_env=False) as answer:
+            next(answer.iter_bytes())
+        wait_for(lambda: self._gateway.metric(line) == before + 1)
+
+
+def running_servers(gateway: Gateway) -> int:
+    """How many servers can be asked for their own metrics."""
+    return len(gateway.get("/metrics/targets").json())
