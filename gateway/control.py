@@ -455,6 +455,7 @@ class Control:
             up, labels = plan.condition(place.name, known) is Condition.UP, (place.model.id, place.name)
             series[Series("server_up", labels)] = (float(up),)
             series.setdefault(Series("server_inflight", labels), (0,))
+            series.setdefault(Series("server_ejected", labels), (0,))
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
@@ -509,6 +510,7 @@ class Control:
             "name": place.name,
             "condition": plan.condition(place.name, known).value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
             "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }

@@ -14,6 +14,7 @@ from gateway.state import Key, Model, Queue
 from gateway.waiting import Lobby
 from upstream.address import Address
 from upstream.deadlines import Deadlines
+from upstream.errors import ConnectFailed
 from upstream.pool import NoServerError, Pool
 from upstream.server import Condition, Server, ServerSpec
 from upstream.story import Signal, Story
@@ -122,7 +123,7 @@ class World(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def one_refuses(self, which: int) -> None:
-        self.servers[which].refused()
+        self.servers[which].failed(ConnectFailed("x", "refused"))
 
     @rule()
     def it_is_forgiven(self) -> None:
