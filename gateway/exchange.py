@@ -46,7 +46,7 @@ from upstream.errors import BadAnswer, ConnectFailed, UpstreamError
 from upstream.pool import NoServerError
 
 _ERROR_BODY_LIMIT = 64 * 1024
-_ERROR_PATIENCE = 10.0  # seconds for the body of an error
+_ERROR_PATIENCE = 5.0  # seconds for the body of an error
 _USER_LIMIT = 256  # characters of `user` that are logged
 _VISIBLE = string.punctuation.replace("%", "")  # what a header's value takes as it is, beside letters and digits
 _log = logging.getLogger("vllm_gateway.exchange")

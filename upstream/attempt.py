@@ -17,7 +17,7 @@ from msgspec import field
 
 from upstream.connection import Connection, Headers
 from upstream.deadlines import Deadlines, Timeouts
-from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, LocalLimit, TotalTimeout, UpstreamError
+from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, LocalLimit, StaleConnection, TotalTimeout, UpstreamError
 from upstream.pool import Pool
 from upstream.server import Condition, Server, ServerSpec
 from upstream.story import Signal
@@ -337,11 +337,12 @@ class Attempt:
             server.failed(error)
 
     def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
-        return self._would_help(error, streamed) and self._pool.may_retry()
-
-    def _would_help(self, error: UpstreamError, streamed: bool) -> bool:
-        if not error.untouched or len(self._tried) >= MAX_ATTEMPTS or isinstance(error, LocalLimit):
+        if not error.untouched or len(self._tried) >= MAX_ATTEMPTS:
             return False
-        if isinstance(error, ConnectFailed):
-            return any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
-        return not streamed  # a part of a streamed body is gone with the first connection
+        match error:
+            case ConnectFailed():
+                others = any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
+                return others and self._pool.may_retry()
+            case StaleConnection():  # no failure of a server, so nothing to be sparing of
+                return not streamed  # a part of a streamed body is gone with the first connection
+        return False
