@@ -80,9 +80,10 @@ async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Call
         server = one.get("/status").json()["models"][0]["servers"][0]["pid"]
         streams = [Stream(one.data, simulate=SIMULATED) for _ in range(STREAMS)]
         tasks = [asyncio.create_task(stream.run()) for stream in streams]
-        sdk = [asyncio.create_task(_with_the_sdk(one)) for _ in range(4)]
+        begun = [asyncio.Event() for _ in range(4)]
+        sdk = [asyncio.create_task(_with_the_sdk(one, each)) for each in begun]
         async with asyncio.timeout(PATIENCE):
-            await asyncio.gather(*(stream.first.wait() for stream in streams))
+            await asyncio.gather(*(each.wait() for each in (*begun, *(stream.first for stream in streams))))
         await until(lambda: one.metric('vllm_gateway_inflight_requests{model="tiny"}') == STREAMS + len(sdk), PATIENCE)
         since = time.monotonic()
         os.kill(server, signal.SIGKILL)
@@ -102,7 +103,7 @@ async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Call
              f"0 hung, {STREAMS:,} valid endings, {STREAMS + len(sdk):,} of {STREAMS + len(sdk):,} records")  # fmt: skip
 
 
-async def _with_the_sdk(one: Gateway) -> Exception | None:
+async def _with_the_sdk(one: Gateway, begun: asyncio.Event) -> Exception | None:
     """What OpenAI's SDK raises at the end of a stream."""
     async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as sdk:
         stream = await sdk.chat.completions.create(
@@ -110,7 +111,7 @@ async def _with_the_sdk(one: Gateway) -> Exception | None:
         )
         try:
             async for _ in stream:
-                pass
+                begun.set()
         except Exception as error:
             return error
     return None
