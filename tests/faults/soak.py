@@ -28,6 +28,8 @@ from tests.upstream.test_simulator_process import Simulated, running
 
 PAGE = ROOT / "docs" / "reliability-soak.md"
 CLIENTS = 24
+QUIET = 75.0
+"""Seconds after the last client in which kept connections are closed, the launched server's last."""
 TIMEOUTS = {"connect": "1s", "first_byte": "2s", "idle": "1s", "total": "20s"}
 FAULTS: tuple[dict[str, Any], ...] = (
     {}, {}, {}, {},
@@ -61,7 +63,8 @@ class Findings:
 
     def slope(self, name: str) -> float:
         """By how much a process grew, in MiB per hour, over the second half: the first fills caches and pools."""
-        return slope([(look.at, look.rss) for look in self.looks[name] if look.at >= self.seconds / 2]) * 3600 / 2**20
+        points = [(look.at, look.rss) for look in self.looks[name] if self.seconds / 2 <= look.at <= self.seconds]
+        return slope(points) * 3600 / 2**20
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -93,8 +96,16 @@ class Soak:
         await asyncio.gather(self._freeze(), *(self._client() for _ in range(CLIENTS)))
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        self._look()
+        await self._quieten()
         return self.findings
+
+    async def _quieten(self) -> None:
+        """Wait until the processes hold as few descriptors as at first, as far as the length of the soak allows."""
+        until = time.monotonic() + min(QUIET, self.findings.seconds)
+        self._look()
+        while time.monotonic() < until and any(looks[-1].fds > looks[0].fds for looks in self.findings.looks.values()):
+            await asyncio.sleep(1)
+            self._look()
 
     async def _client(self) -> None:
         while not self._over:
