@@ -404,7 +404,7 @@ class Account(msgspec.Struct, eq=False):
             first_token=None if first_token is None else first_token - began,
             gaps=passing.gaps,
             user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
-            failures=tuple(self.failures),
+            failures=tuple(self.failures) if self.failures else (),
             detail=self.detail,
         )
 
