@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients faults soak bench bench-peers pictures lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -26,6 +26,12 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
+
+faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md
+	$(BIN)/python -m tests.faults.report
+
+soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, and its report; SECONDS=60 for a shorter one
+	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))
 
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
 	$(BIN)/python -m benchmarks $(CASES)

@@ -33,6 +33,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     user: str | None = None
     endpoint: str
     model: str | None = None
+    asked: str | None = None
     server: str | None = None
     status: int
     code: str | None = None
@@ -61,6 +62,7 @@ def line(record: Record) -> bytes:
         user=record.user,
         endpoint=record.endpoint,
         model=record.model,
+        asked=record.asked,
         server=record.server,
         status=record.status,
         code=record.code,

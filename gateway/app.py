@@ -89,6 +89,7 @@ class Relay:
             for index, spec in enumerate(model.servers):
                 servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
                 servers[spec.name].limit = self._part(model.max_inflight, index, state.relays)
+                servers[spec.name].ejected = self.metrics.cells("server_ejected", model.id, spec.name)
         self.state = state
         self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.relays))
         self.keyring = Keyring(state.keys)

@@ -82,6 +82,8 @@ class Call(msgspec.Struct, eq=False):
     bytes_out: int = 0
     on_pause: Callable[[], None] | None = None
     on_resume: Callable[[], None] | None = None
+    told: bytes = b""
+    """More lines for the head of the answer, each with its CRLF."""
     # The connection
     disconnected: bool = False
     message_event: _Unheard = _UNHEARD
@@ -218,6 +220,8 @@ class Call(msgspec.Struct, eq=False):
         door = self.edge.door
         if b"origin" in self.headers:
             framing += door.cors_lines(self.headers[b"origin"])
+        if self.told:
+            framing += self.told
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read

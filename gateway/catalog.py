@@ -21,11 +21,13 @@ from upstream.server import Server
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model with its live servers, and what a request's body may hold."""
+    """A model with its live servers, and what a request's body may hold. ``name``: what its answers are to call it; None: as its
+    servers do."""
 
     model: Model
     pool: Pool
     policy: Policy
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Catalog:
 
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
-        self.entries = tuple(Entry(model, self._pool(model, servers), Policy.of(model)) for model in models)
+        self.entries = tuple(
+            Entry(model, self._pool(model, servers), Policy.of(model), model.id if model.rewrite else None) for model in models
+        )
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
@@ -71,6 +75,11 @@ class Catalog:
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
+
+    def fallbacks(self, entry: Entry, key: Key) -> list[Entry]:
+        """Where a model's requests may go when its own servers cannot take them, as far as the key may use it."""
+        others = (self._by_name[name] for name in entry.model.fallbacks)
+        return [other for other in others if self._allows(key, other.model)]
 
     def pool(self, model: str) -> Pool | None:
         """The servers of the model with this id, if there is one."""

@@ -459,6 +459,7 @@ class Control:
                 snapshot = known.snapshots.get(place.name)
                 series[Series("server_restarts_total", labels)] = (snapshot.restarts if snapshot else 0,)
             series.setdefault(Series("server_inflight", labels), (0,))
+            series.setdefault(Series("server_ejected", labels), (0,))
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
@@ -521,6 +522,7 @@ class Control:
             "name": place.name,
             "condition": plan.condition(place.name, known).value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
             "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }

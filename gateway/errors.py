@@ -19,8 +19,11 @@ from upstream.errors import (
     BadAnswer,
     ConnectFailed,
     Disconnected,
+    EngineDead,
     FirstByteTimeout,
     IdleTimeout,
+    LocalLimit,
+    ServerError,
     StaleConnection,
     TotalTimeout,
     UpstreamError,
@@ -143,6 +146,7 @@ def render_event(refusal: Refusal, *, dialect: str) -> bytes:
 _FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
     {
         ConnectFailed: ("upstream_unreachable", "The model's server could not be reached."),
+        LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
         StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it answered."),
         Disconnected: ("upstream_disconnected", "The model's server broke off its answer."),
         BadAnswer: ("upstream_disconnected", "The model's server gave no valid answer."),
@@ -159,6 +163,18 @@ def from_failure(error: UpstreamError) -> Refusal:
         if kind in _FAILURES:
             return Refusal(*_FAILURES[kind])
     return Refusal("upstream_disconnected", "The model's server failed.")
+
+
+_DEAD = ("EngineCore encountered an issue", "EngineDeadError", "cannot schedule new futures after shutdown")
+"""The words of a vLLM whose engine is dead, or that is shutting down (vllm/v1/engine/exceptions.py; seen on a running one)."""
+
+
+def fault(server: str, status: int, words: str) -> UpstreamError | None:
+    """What a server's error answer says of the server itself; None for one that is its request's."""
+    if status < 500:
+        return None
+    kind = EngineDead if any(mark in words for mark in _DEAD) else ServerError
+    return kind(server, f"answered with status {status}")
 
 
 # A server's own errors (facts read from vLLM 0.32's entrypoints and checked against a running one)
@@ -190,9 +206,15 @@ def from_server(status: int, body: bytes, model: str, input_field: str, retry_af
 
 def from_event(error: Mapping[str, Any], model: str, input_field: str) -> Refusal:
     """Map vLLM's in-band error object (``{"message", "type", "param", "code"}``) to the contract."""
+    return classify(
+        event_status(error), _text(error.get("message")), _text(error.get("type")), _name(error.get("param")), model, input_field
+    )
+
+
+def event_status(error: Mapping[str, Any]) -> int:
+    """The status that an in-band error would have had."""
     code = error.get("code")
-    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    return classify(status, _text(error.get("message")), _text(error.get("type")), _name(error.get("param")), model, input_field)
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
 
 def classify(status: int, message: str, kind: str, param: str | None, model: str, input_field: str) -> Refusal:

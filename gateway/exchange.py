@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import monotonic, time
 from types import TracebackType
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 from msgspec import field
@@ -23,14 +27,14 @@ from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
-from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_server, render
+from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, fault, from_failure, from_server, render
 from gateway.form import Form
 from gateway.keepalive import Keepalive
 from gateway.ledger.books import Books
 from gateway.limits import Admission
-from gateway.metrics import RelayMetrics
+from gateway.metrics import OTHER, RelayMetrics
 from gateway.outbound import Outbound
-from gateway.payload import merge, parse, prepare
+from gateway.payload import Document, merge, parse, prepare
 from gateway.record import Record
 from gateway.relay import BodyRelay, EventRelay, Passing, TranslatedRelay, break_off, is_stream
 from gateway.routes import Body
@@ -39,11 +43,13 @@ from gateway.tracing import Sampler
 from gateway.waiting import Lobby
 from upstream.attempt import Answer, Attempt
 from upstream.deadlines import Deadlines
-from upstream.errors import BadAnswer, UpstreamError
+from upstream.errors import BadAnswer, ConnectFailed, UpstreamError
 from upstream.pool import NoServerError
 
 _ERROR_BODY_LIMIT = 64 * 1024
+_ERROR_PATIENCE = 5.0  # seconds for the body of an error
 _USER_LIMIT = 256  # characters of `user` that are logged
+_VISIBLE = string.punctuation.replace("%", "")  # what a header's value takes as it is, beside letters and digits
 _log = logging.getLogger("vllm_gateway.exchange")
 
 
@@ -85,17 +91,27 @@ async def exchange(call: Call, gate: Gate) -> None:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
-            account.outbound, model = outbound, outbound.entry.model
-            with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
-                account.attempt = attempt
-                if model.keepalive is not None and account.stream:
-                    account.keepalive = Keepalive(call, model.keepalive, gate.deadlines)
+            while True:  # once, and once more for each fallback
                 try:
-                    answer = await attempt.answer(outbound.compose, outbound.upload)
-                except NoServerError as error:
-                    answer = await _in_turn(error, key, attempt, outbound, account)
-                account.answered(answer)
-                await _relay(call, answer, account, outbound)
+                    return await _sent(outbound, key, account)
+                except (NoServerError, ConnectFailed, Refusal) as error:
+                    outbound = _elsewhere(error, account)
+
+
+async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
+    """Choose a server, or wait for one; send; relay. Raises what ``Attempt.answer`` and ``_relay`` raise."""
+    gate, model = account.gate, outbound.entry.model
+    account.outbound = outbound
+    with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
+        account.attempt = attempt
+        if model.keepalive is not None and account.stream:
+            account.keep_alive(model.keepalive)
+        try:
+            answer = await attempt.answer(outbound.compose, outbound.upload)
+        except NoServerError as error:
+            answer = await _in_turn(error, key, attempt, outbound, account)
+        account.answered(answer)
+        await _relay(outbound.call, answer, account, outbound)
 
 
 # The steps
@@ -124,10 +140,20 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     account.user = document.get("user")
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
-    prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
-    account.stream = prepared.stream
+    outbound = _prepared(document, len(body), call, entry, name, account, key)
     if (books := account.gate.books) is not None:
-        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, prepared.stream, document)
+        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
+    if entry.model.fallbacks and call.target.mounted is None:
+        account.elsewhere = Elsewhere(
+            catalog.fallbacks(entry, key), lambda other: _prepared(merge(parse(body)), len(body), call, other, name, account, key)
+        )
+    return outbound
+
+
+def _prepared(document: Document, size: int, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+    """A merged body, of so many bytes before, by the policy of the model that it goes to."""
+    prepared = prepare(document, entry.policy, call.target.route, size, key.fields)
+    account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
         outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
@@ -148,6 +174,14 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     form.obey(entry.policy)
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
+    if entry.model.fallbacks and call.target.mounted is None:
+        account.elsewhere = Elsewhere(gate.catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
+    return Outbound.of_form(call, entry, name, form)
+
+
+def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
+    """A form whose beginning was checked for another model."""
+    form.obey(entry.policy)
     return Outbound.of_form(call, entry, name, form)
 
 
@@ -168,7 +202,7 @@ async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: O
 
     The servers are those of the newest generation then: they may have been started while the request waited.
     """
-    gate, model, since = account.gate, outbound.entry.model.base, monotonic()
+    gate, model, since, before = account.gate, outbound.entry.model.base, monotonic(), account.queued
     if not (error.full or gate.lobby.is_expected(model)):
         raise error
     outbound.call.read_ahead()
@@ -177,7 +211,7 @@ async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: O
             with gate.lobby.place(model, key, since) as place:
                 await place.called()
         finally:
-            account.queued = monotonic() - since
+            account.queued = before + monotonic() - since
         attempt.turn_to(gate.catalog.pool(model) or outbound.entry.pool)
         try:
             return await attempt.answer(outbound.compose, outbound.upload)
@@ -185,11 +219,33 @@ async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: O
             continue
 
 
+_CANNOT_TAKE = frozenset({"model_loading", "overloaded", "no_healthy_server"})
+"""What the gateway itself says of a model whose servers cannot take a request now."""
+
+
+def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Account) -> Outbound:
+    """The request for the next fallback, where no server has seen anything of it. Raises the error where there is none."""
+    elsewhere = account.elsewhere
+    if elsewhere is None or account.answer_at or (isinstance(error, Refusal) and error.code not in _CANNOT_TAKE):
+        raise error
+    first = elsewhere.first = elsewhere.first or error
+    account.set_attempt_aside()
+    if not elsewhere.entries:
+        account.stay()
+        raise first
+    entry = elsewhere.entries.pop(0)
+    account.go_on(entry)
+    return elsewhere.prepare(entry)
+
+
 async def _relay(call: Call, answer: Answer, account: Account, outbound: Outbound) -> None:
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
-        body = await answer.collect(_ERROR_BODY_LIMIT)
+        body = await answer.collect(_ERROR_BODY_LIMIT, _ERROR_PATIENCE)
+        answer.fault = fault(answer.server.name, answer.status, body.decode("latin-1"))
         raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.headers.get(b"retry-after"))
+    if b"content-encoding" in answer.headers and answer.headers[b"content-encoding"].lower() != b"identity":
+        raise BadAnswer(answer.server.name, "its answer is encoded, and nobody asked for that")
     if is_stream(answer):
         relay: BodyRelay | EventRelay = EventRelay(
             call,
@@ -198,15 +254,25 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
             input_field=outbound.input_field,
             hides_usage=outbound.hides_usage,
             translation=outbound.translation,
+            name=outbound.entry.name,
         )
     elif call.started:
         raise BadAnswer(answer.server.name, "its answer is no stream, and a stream has been begun")
     elif outbound.translation is not None:
-        relay = TranslatedRelay(call, answer, outbound.translation)
+        relay = TranslatedRelay(call, answer, outbound.translation, outbound.entry.name)
     else:
-        relay = BodyRelay(call, answer)
+        relay = BodyRelay(call, answer, outbound.entry.name)
     account.passing = relay
     await relay.run()
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """The models that a request may still go to, how it is prepared for one, and why it did not stay where it was sent."""
+
+    entries: list[Entry]
+    prepare: Callable[[Entry], Outbound]
+    first: NoServerError | ConnectFailed | Refusal | None = None
 
 
 # The end
@@ -236,6 +302,12 @@ class Account(msgspec.Struct, eq=False):
     queued: float = 0.0
     keepalive: Keepalive | None = None
     outbound: Outbound | None = None
+    asked: Entry | None = None
+    """The model that was asked for, while another one is tried in its place."""
+    elsewhere: Elsewhere | None = None
+    failures: list[tuple[str, str, str]] = field(default_factory=list)
+    """Of the attempts that were set aside: the model, the server, the reason."""
+    retries: int = 0
     answer_at: float = 0.0
     upstream_first: float = 0.0
 
@@ -263,6 +335,32 @@ class Account(msgspec.Struct, eq=False):
         self.upstream_first = answer.last_byte
         self.answer_at = monotonic()
 
+    def keep_alive(self, every: float) -> None:
+        """Send comments on a silent stream from now on."""
+        if self.keepalive is None:
+            self.keepalive = Keepalive(self.call, every, self.gate.deadlines)
+
+    def set_attempt_aside(self) -> None:
+        """Note what the attempt has met: another one follows."""
+        if self.attempt is not None:
+            self.failures += self._failures_of(self.attempt)
+            self.retries += self.attempt.retries
+            self.attempt = None
+
+    def go_on(self, entry: Entry) -> None:
+        """The request goes to this fallback; the client is told."""
+        self.asked = self.asked or self.entry
+        self.entry = entry
+        self.call.told = b"x-vllm-gateway-fallback: %b\r\n" % quote(entry.model.id, safe=_VISIBLE).encode()
+
+    def stay(self) -> None:
+        """No fallback could take it: it counts for the model that was asked for."""
+        self.entry, self.asked, self.call.told = self.asked or self.entry, None, b""
+
+    def _failures_of(self, attempt: Attempt) -> Iterator[tuple[str, str, str]]:
+        owner = self.entry.model.base if self.entry is not None else OTHER
+        return ((owner, error.server, error.reason) for error in attempt.failures)
+
     @property
     def delivered(self) -> bool:
         """The client has the whole answer."""
@@ -276,17 +374,16 @@ class Account(msgspec.Struct, eq=False):
     def upstream_failed(self, error: UpstreamError) -> None:
         """The server gave no whole answer; the words are for the log."""
         self.detail = str(error)
-        if self.attempt is not None and error not in self.attempt.failures:
-            self.attempt.failures.append(error)
 
     def _record(self) -> Record:
         now = monotonic()
         call, passing, attempt = self.call, self.passing or _NOTHING, self.attempt
-        if call.events:
-            if passing.failure is not None:
-                self.code, self.incomplete = passing.failure.code, "upstream"
-            elif passing.aborted:
-                self.incomplete = "upstream"
+        if passing.aborted:
+            self.incomplete = "upstream"
+        if call.events and passing.failure is not None:
+            self.code, self.incomplete = passing.failure.code, "upstream"
+        if attempt is not None and attempt.failures:
+            self.failures += self._failures_of(attempt)
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         composed_at = self.outbound.composed_at if self.outbound is not None else None
@@ -299,13 +396,14 @@ class Account(msgspec.Struct, eq=False):
             code=self.code,
             key=self.key.id if self.key else None,
             model=self.entry.model.id if self.entry else None,
+            asked=self.asked.model.id if self.asked else None,
             server=attempt.last if attempt else None,
             stream=self.stream,
             request_bytes=call.bytes_in,
             answer_bytes=call.bytes_out,
             usage=passing.usage,
             incomplete=self.incomplete,
-            retries=attempt.retries if attempt else 0,
+            retries=self.retries + (attempt.retries if attempt else 0),
             duration=now - began,
             overhead=overhead if overhead > 0.0 else 0.0,
             queued=self.queued,
@@ -313,7 +411,7 @@ class Account(msgspec.Struct, eq=False):
             first_token=None if first_token is None else first_token - began,
             gaps=passing.gaps,
             user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
-            failures=tuple((error.server, error.reason) for error in attempt.failures) if attempt and attempt.failures else (),
+            failures=tuple(self.failures) if self.failures else (),
             detail=self.detail,
             trace=call.trace,
         )

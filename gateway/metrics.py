@@ -72,8 +72,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
+        "server_ejected": Family(
+            "gauge", "Relays that pass the server over for its failures, where another can serve.", ("model", "server")
+        ),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
+        "fallbacks_total": Family("counter", "Requests that another model answered.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
         "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
         "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
@@ -156,6 +160,7 @@ class RelayMetrics:
         for model in state.bases:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
+                self.cells("server_ejected", model.id, server.name)
 
     def in_flight(self, model: str) -> InFlight:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""
@@ -182,7 +187,7 @@ class RelayMetrics:
             self._count_tokens(record.key, model, record.usage)
         if record.gaps is not None:
             self._count_stream(record, model, record.gaps)
-        if record.code is not None or record.incomplete is not None or record.failures:
+        if record.code is not None or record.incomplete is not None or record.failures or record.asked is not None:
             self._count_failures(record, model)
 
     def _outcome(self, record: Record, model: str) -> tuple[Cells, Cells]:
@@ -213,10 +218,12 @@ class RelayMetrics:
         between[-1] += gaps.total
 
     def _count_failures(self, record: Record, model: str) -> None:
-        for server, reason in record.failures:
-            self.cells("server_failures_total", model, server, reason)[0] += 1
+        for owner, server, reason in record.failures:
+            self.cells("server_failures_total", owner, server, reason)[0] += 1
         if record.retries:
             self.cells("retries_total", model)[0] += record.retries
+        if record.asked is not None:
+            self.cells("fallbacks_total", record.asked, model)[0] += 1
         if record.incomplete is not None:
             self.cells("incomplete_total", model, record.incomplete)[0] += 1
         if record.code is not None and record.code in AUTH_REASONS:

@@ -187,6 +187,8 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         defaults=model.defaults,
         overrides=model.overrides,
         body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
+        fallbacks=model.fallbacks,
+        rewrite=model.rewrite_model,
         created=created,
         price=(model.price.prompt, model.price.completion) if model.price is not None else None,
     )

@@ -24,11 +24,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code`` the
-    error's code, if it ended with one; ``model`` the configured ID, None when the request named none; ``incomplete``
+    error's code, if it ended with one; ``model`` the configured ID, None when the request named none; ``asked`` the ID of the
+    model that was asked for, where a fallback answered in its place; ``incomplete``
     says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
-    perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are the
-    servers that failed on the way, with the reason; ``detail`` is for the operator alone; ``trace`` where the request stands in
-    its trace, None where nothing is traced.
+    perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
+    wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
+    ``trace`` where the request stands in its trace, None where nothing is traced.
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
@@ -40,6 +41,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None
     key: str | None
     model: str | None
+    asked: str | None = None
     server: str | None
     stream: bool
     request_bytes: int
@@ -54,6 +56,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float | None
     gaps: GapCounts | None
     user: str | None
-    failures: tuple[tuple[str, str], ...]
+    failures: tuple[tuple[str, str, str], ...]
     detail: str | None
     trace: Trace | None = None

@@ -2,8 +2,8 @@
 
 The rules: a 2xx answer's bytes are the server's, with three exceptions: the usage event that the client did not
 ask for is left out, an error is put into the contract's shape, and an error is added when the server breaks
-off. The 200 is committed with the first bytes; an error as the first event becomes a real status. Nothing is
-buffered but the event that is not whole yet.
+off. (A model with ``rewrite_model`` has a fourth: its name.) The 200 is committed with the first bytes; an error as
+the first event becomes a real status. Nothing is buffered but the event that is not whole yet.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 import orjson
 
 from gateway.call import Call
-from gateway.errors import Refusal, from_event, render, render_event
+from gateway.errors import Refusal, event_status, fault, from_event, render, render_event
 from gateway.lane import lane
 from gateway.metrics import Gaps
+from gateway.rename import Renaming, renamed
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
 from gateway.usage import USAGE, Observer, Usage, find, merged, read
 from upstream.attempt import Answer
-from upstream.errors import BadAnswer, Disconnected
+from upstream.errors import Aborted, BadAnswer, Disconnected
 from upstream.sse import EventTooLongError, Splitter, data_of, split
 
 EVENT_LIMIT = 1024 * 1024
@@ -69,11 +70,12 @@ class Passing:
 
 
 class BodyRelay(Passing):
-    """An answer that is not a stream of events: JSON, text, audio."""
+    """An answer that is not a stream of events: JSON, text, audio. ``name``: what it is to call its model."""
 
-    def __init__(self, call: Call, answer: Answer) -> None:
+    def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
         self._call = call
         self._answer = answer
+        self._name = name
         self._observer = Observer()
 
     async def run(self) -> None:
@@ -83,24 +85,46 @@ class BodyRelay(Passing):
         if answer.complete:
             body = answer.pending[0] if len(answer.pending) == 1 else b"".join(answer.pending)
             self.usage = find(body)
+            if body.find(_ABORTED) >= 0:
+                self._note_abort()
+            if self._name is not None:
+                body = renamed(body, self._name)
             call.respond(answer.status, content_type(answer), body)
         else:
-            call.begin(answer.status, content_type(answer), _length(answer))
-            _couple(call, answer, self._pass)
+            call.begin(answer.status, content_type(answer), None if self._name is not None else _length(answer))
+            _couple(call, answer, self._pass if self._name is None else self._renaming(self._name))
             await answer.ended()
             call.finish()
 
     def _pass(self, data: bytes) -> None:
-        self._observer.feed(data)
-        self.usage = self._observer.usage
+        self._observe(data)
         self._call.write(data)
+
+    def _renaming(self, name: str) -> Callable[[bytes], None]:
+        renaming = Renaming(name)
+
+        def passed(data: bytes) -> None:
+            self._observe(data)
+            self._call.write(renaming.feed(data))
+
+        return passed
+
+    def _observe(self, data: bytes) -> None:
+        text = self._observer.feed(data)
+        self.usage = self._observer.usage
+        if text.find(_ABORTED) >= 0:
+            self._note_abort()
+
+    def _note_abort(self) -> None:
+        self.aborted = True
+        self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
 
 
 class TranslatedRelay(BodyRelay):
     """A JSON answer that is put into other words, for which the whole of it is needed."""
 
-    def __init__(self, call: Call, answer: Answer, translation: Translation) -> None:
-        super().__init__(call, answer)
+    def __init__(self, call: Call, answer: Answer, translation: Translation, name: str | None = None) -> None:
+        super().__init__(call, answer, name)
         self._translation = translation
 
     async def run(self) -> None:
@@ -112,14 +136,26 @@ class TranslatedRelay(BodyRelay):
         document = _json(body)
         if not document:
             raise BadAnswer(answer.server.name, "its answer is not the JSON that was expected")
+        if body.find(_ABORTED) >= 0:
+            self._note_abort()
+        if self._name is not None:
+            document["model"] = self._name
         call.respond(answer.status, content_type(answer), orjson.dumps(self._translation.answer(document)))
 
 
 class EventRelay(Passing):
-    """A stream of server-sent events."""
+    """A stream of server-sent events. ``model`` is the client's word for the model; ``name``: what the answer is to call it."""
 
     def __init__(
-        self, call: Call, answer: Answer, *, model: str, input_field: str, hides_usage: bool, translation: Translation | None = None
+        self,
+        call: Call,
+        answer: Answer,
+        *,
+        model: str,
+        input_field: str,
+        hides_usage: bool,
+        translation: Translation | None = None,
+        name: str | None = None,
     ) -> None:
         self._call = call
         self._answer = answer
@@ -128,6 +164,7 @@ class EventRelay(Passing):
         self._input_field = input_field
         self._hides_usage = hides_usage
         self._translation = translation
+        self._name = name
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
         self._last = b""
 
@@ -173,9 +210,12 @@ class EventRelay(Passing):
             whole = first + b"".join(map(self._seen, events[1:]))
         if whole.find(_ABORTED) >= 0:
             self.aborted = True
+            self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
+        if self._name is not None:
+            whole = b"".join(renamed(event, self._name) for event in split(whole))
         if not self._call.started:
             self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
-            if self._translation is None:
+            if self._translation is None and self._name is None:
                 self._open_lane(self.gaps)
         else:
             self._call.write(whole)
@@ -203,6 +243,7 @@ class EventRelay(Passing):
 
     def _error(self, error: Mapping[str, Any]) -> bytes:
         self.failure = from_event(error, self._model, self._input_field)
+        self._answer.fault = fault(self._answer.server.name, event_status(error), str(error.get("message")))
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
             return render_event(self.failure, dialect=self._route.dialect)
         return b"data: " + render(self.failure) + b"\n\n"

@@ -60,6 +60,9 @@ class Model:
     that is stopped is not among ``servers``; ``max_inflight`` is what all relays together may have in flight on each server;
     ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
 
+    ``fallbacks`` are the names of the models to try, in order, when none of its servers can take a request; ``rewrite``: its
+    answers are to carry its id, whatever its servers call it.
+
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
     """
@@ -76,6 +79,8 @@ class Model:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     body: BodyRules = field(default_factory=BodyRules)
+    fallbacks: tuple[str, ...] = ()
+    rewrite: bool = False
     owned_by: str = "vllm-gateway"
     created: int = 0
     parent: str | None = None

@@ -123,8 +123,9 @@ class Observer:
         self._carry = b""
         self.usage: Usage | None = None
 
-    def feed(self, data: bytes) -> None:
-        """Look at the next bytes, together with the end of those before."""
+    def feed(self, data: bytes) -> bytes:
+        """Look at the next bytes, together with the end of those before; returns what was looked at."""
         text = self._carry + data if self._carry else data
         self.usage = find(text) or self.usage
         self._carry = text[-_CARRY:]
+        return text

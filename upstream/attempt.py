@@ -1,9 +1,9 @@
 """Choose a server, send, classify what comes, try again where that is safe.
 
-The rule: a request is sent a second time only while nothing of it can have run (``UpstreamError.untouched``)
-and at most once; another server is asked when there is one. What was taken (the server's slot, the
-connection) is given back when the ``with`` ends: a connection that still carries an answer is closed, which
-makes vLLM abort the request.
+The rule: a request is sent a second time only while nothing of it can have run (``UpstreamError.untouched``),
+at most once, and as far as the traffic allows for retries; another server is asked when there is one. What was
+taken (the server's slot, the connection) is given back when the ``with`` ends: a connection that still carries an
+answer is closed, which makes vLLM abort the request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import field
 
 from upstream.connection import Connection, Headers
 from upstream.deadlines import Deadlines, Timeouts
-from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, TotalTimeout, UpstreamError
+from upstream.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, LocalLimit, StaleConnection, TotalTimeout, UpstreamError
 from upstream.pool import Pool
 from upstream.server import Condition, Server, ServerSpec
 from upstream.story import Signal
@@ -53,11 +53,14 @@ class Answer(msgspec.Struct, eq=False):
     paused: bool = False
     complete: bool = False
     error: UpstreamError | None = None
+    fault: UpstreamError | None = None
+    """What a whole answer says of its server's failure."""
     expectant: bool = True
     _sink: Callable[[bytes], None] | None = None
     _waiter: Signal | None = None
     _writable: Signal | None = None
     _uploading: bool = False
+    _patience: float | None = None
 
     @property
     def server(self) -> ServerSpec:
@@ -91,16 +94,28 @@ class Answer(msgspec.Struct, eq=False):
         if self.error is not None:
             raise self.error
 
-    async def collect(self, limit: int) -> bytes:
-        """The whole body when it is small: what comes beyond ``limit`` bytes is dropped. Raises UpstreamError."""
+    async def collect(self, limit: int, patience: float | None = None) -> bytes:
+        """The whole body, or its first ``limit`` bytes, or what has come of it within ``patience`` seconds: then it is cut.
+
+        Raises UpstreamError.
+        """
         kept = bytearray()
 
         def keep(data: bytes) -> None:
             kept.extend(data[: limit - len(kept)])
+            if len(kept) >= limit:
+                self.cut()
 
+        self._patience = None if patience is None else monotonic() + patience
         self.flow_to(keep)
         await self.ended()
         return bytes(kept)
+
+    def cut(self) -> None:
+        """What has come is enough: take it for the whole. The connection is closed."""
+        if not self.complete:
+            self._connection.close()
+            self.on_end()
 
     def pause(self) -> None:
         """The reader is slow: let the server wait. The idle deadline rests meanwhile.
@@ -203,6 +218,9 @@ class Answer(msgspec.Struct, eq=False):
     def check(self, now: float) -> None:
         if self.complete or self.error is not None:
             return
+        if self._patience is not None and now > self._patience:
+            self.cut()
+            return
         error = self._overdue(now)
         if error is not None:
             self.fail(error)
@@ -242,6 +260,16 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Hold against the server what it did, and give everything back."""
+        answer, server = self._answer, self.server
+        if answer is not None and server is not None:
+            fault = answer.fault or answer.error
+            if fault is None and error is not None and isinstance(error, UpstreamError):
+                fault = error
+            if fault is not None:
+                self._failed(server, fault)
+            elif server.doubted and answer.complete:
+                server.succeeded()
         self._give_back()
 
     @property
@@ -278,8 +306,7 @@ class Attempt:
                     await answer.news()
                 return answer
             except UpstreamError as error:
-                self.failures.append(error)
-                self._note(error)
+                self._failed(server, error)
                 if not self._again(error, streamed=upload is not None):
                     raise
                 self._give_back()
@@ -304,13 +331,18 @@ class Attempt:
         if server is not None:
             server.leave()  # another request may get its turn in there
 
-    def _note(self, error: UpstreamError) -> None:
-        if isinstance(error, ConnectFailed) and self.server is not None:
-            self.server.refused()
+    def _failed(self, server: Server, error: UpstreamError) -> None:
+        if error not in self.failures and not isinstance(error, LocalLimit):
+            self.failures.append(error)
+            server.failed(error)
 
     def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
         if not error.untouched or len(self._tried) >= MAX_ATTEMPTS:
             return False
-        if isinstance(error, ConnectFailed):
-            return any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
-        return not streamed  # a part of a streamed body is gone with the first connection
+        match error:
+            case ConnectFailed():
+                others = any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
+                return others and self._pool.may_retry()
+            case StaleConnection():  # no failure of a server, so nothing to be sparing of
+                return not streamed  # a part of a streamed body is gone with the first connection
+        return False

@@ -11,6 +11,8 @@ receiver: no task and no queue stands between a chunk's arrival and its relay.
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 from collections.abc import Callable
 from time import monotonic
@@ -19,7 +21,7 @@ from typing import Protocol
 import httptools
 
 from upstream.address import Address
-from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
+from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
 
 MAX_HEAD = 64 * 1024
 """Bytes that an answer's head may have; vLLM's are below 1 KiB."""
@@ -31,6 +33,11 @@ limit. Later than that the server had the request, and may have acted upon it.""
 EVENT_END = b"\n\n\r\n"
 """How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
 the size of the next one, which it tells of no sooner than with that chunk's first byte."""
+
+_OUR_LIMITS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
+)
+"""What the system says when it is the gateway that can open no more connections."""
 
 Headers = dict[bytes, bytes]
 """An answer's headers by name, in lower case; of several of one name the first."""
@@ -225,7 +232,8 @@ class Connection(asyncio.Protocol):
         self.between_chunks = True
 
     def on_message_complete(self) -> None:
-        self._head_size = 0
+        if self._in_body:  # else an interim answer, of which a server may not send without end
+            self._head_size = 0
         self.between_chunks = False
         self._complete = self._in_body
         self._in_body = False
@@ -265,7 +273,11 @@ class _DesyncError(Exception):
 async def connect(
     server: str, address: Address, timeout: float, tls: ssl.SSLContext | None, on_idle: Callable[[Connection], None]
 ) -> Connection:
-    """Open a connection. Raises ConnectTimeout after ``timeout`` seconds and ConnectFailed for every other refusal."""
+    """Open a connection.
+
+    Raises ConnectTimeout after ``timeout`` seconds, LocalLimit where the gateway can open no more, and ConnectFailed for every
+    other refusal.
+    """
     loop = asyncio.get_running_loop()
 
     def make() -> Connection:
@@ -280,7 +292,8 @@ async def connect(
     except TimeoutError:
         raise ConnectTimeout(server, f"did not accept a connection within {timeout:g} s") from None
     except (OSError, UnicodeError) as error:  # refused, no such socket, name not known or none, TLS refused (ssl.SSLError)
-        raise ConnectFailed(server, f"{type(error).__name__}: {error}") from error
+        kind = LocalLimit if isinstance(error, OSError) and error.errno in _OUR_LIMITS else ConnectFailed
+        raise kind(server, f"{type(error).__name__}: {error}") from error
     return connection
 
 

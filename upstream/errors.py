@@ -75,3 +75,31 @@ class BadAnswer(UpstreamError):
     """What the server sent is no HTTP/1.1 answer, or is larger than the bounds for heads and events."""
 
     reason = "bad_answer"
+
+
+class EngineDead(UpstreamError):
+    """The server answered that its engine is dead: whatever it is asked, it can only fail."""
+
+    reason = "engine_dead"
+
+
+class ServerError(UpstreamError):
+    """The server answered with a status of 500 or more, or with such an error in its stream."""
+
+    reason = "server_error"
+
+
+class Aborted(UpstreamError):
+    """The server's engine stopped the request: its answer ends as if it were whole, with ``abort`` as the reason."""
+
+    reason = "aborted"
+
+
+class LocalLimit(UpstreamError):
+    """No connection could be made because the gateway itself has no file descriptor, port or memory left for one.
+
+    Nothing was sent, and another server would not help. It is nothing that the server did.
+    """
+
+    reason = "local_limit"
+    untouched = True

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import monotonic
 
 from upstream.affinity import Affinity
+from upstream.budget import RetryBudget
 from upstream.policy import POLICIES, Policy, least_busy
 from upstream.ranking import Bounded, Ranking
 from upstream.server import Condition, Server, ServerSpec
@@ -42,6 +44,7 @@ class Pool:
             for server in self.servers:
                 server.rankings.append(self._ranking)
         self._turn = 0
+        self._budget = RetryBudget()
 
     def retire(self) -> None:
         """The next generation has another pool; who is still served by this one chooses the long way."""
@@ -75,13 +78,19 @@ class Pool:
         """Whether ``choose`` has a use for a hint."""
         return self._affinity is not None
 
+    def may_retry(self) -> bool:
+        """Whether the traffic so far allows for one more second attempt, which is then used up."""
+        return self._budget.take(self._turn, monotonic())
+
     def choose(self, tried: Sequence[Server] = (), hint: int | None = None) -> Server:
         """The server for the next attempt: an untried, available one by the policy; else what is left.
 
-        A server that is up but has just refused, or was tried, is taken only when there is no other; one that is full never, and
-        one that has just refused not as long as others are merely full. ``hint`` is the same for requests that begin alike.
+        A server that is up but passed over for its failures, or was tried, is taken only when there is no other, so the last one
+        that is up is never passed over; one that is full never, and one that is passed over not as long as others are merely
+        full. ``hint`` is the same for requests that begin alike.
         Raises NoServerError when none is up, or all are full.
         """
+        self._turn += 1
         only = self._only
         if only is not None and only.condition is Condition.UP:
             return only
@@ -94,14 +103,12 @@ class Pool:
             raise NoServerError(full=True)
         room = [server for server in up if not server.full]
         fresh = [server for server in room if server not in tried] or room
-        self._turn += 1
         among = [server for server in fresh if server.available] or fresh
         known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
         return known or self._policy(among, self._turn)
 
     def _ranked(self, ranking: Ranking[Server], hint: int | None) -> Server:
         """The choice among all that are available, without a look at each."""
-        self._turn += 1
         known = self._affinity.choose(ranking.available, hint) if self._affinity is not None and hint is not None else None
         return known or (ranking.first() if self._by_load else None) or self._policy(ranking.members, self._turn)
 

@@ -18,10 +18,9 @@ from typing import Protocol
 
 from upstream.address import Address
 from upstream.connection import Connection, Parking, connect
+from upstream.ejection import Standing
+from upstream.errors import UpstreamError
 from upstream.ranking import Ranking
-
-AVOID_FOR = 2.0
-"""Seconds for which a server that refused a connection is passed over, where another one can take the request."""
 
 
 class Condition(StrEnum):
@@ -71,7 +70,11 @@ class Server:
         self.mirror: Mirror = [0.0]
         self.rankings: list[Ranking[Server]] = []
         """Those that are to be told when its load or its availability changes."""
-        self._avoid_until = 0.0
+        self.ejected: Mirror = [0.0]
+        """1 at its index 0 while it is passed over, for whoever reads it from outside."""
+        self.doubted = False
+        """It has failed since it last succeeded."""
+        self._standing = Standing()
         self._parking = Parking(spec.keep_idle)
         self._heads: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
@@ -86,7 +89,10 @@ class Server:
 
     @condition.setter
     def condition(self, condition: Condition) -> None:
+        comes_up = condition is Condition.UP and self._condition is not Condition.UP
         self._condition = condition
+        if comes_up:
+            self.succeeded()  # what it did before is another life's
         self._tell()
 
     def enter(self) -> None:
@@ -147,12 +153,23 @@ class Server:
 
     @property
     def available(self) -> bool:
-        """It is up, not full, and has not just refused a connection."""
-        return self._condition is Condition.UP and not self.full and (not self._avoid_until or monotonic() >= self._avoid_until)
+        """It is up, not full, and not passed over for its failures."""
+        until = self._standing.until
+        return self._condition is Condition.UP and not self.full and (not until or monotonic() >= until)
 
-    def refused(self) -> None:
-        """A connection to it could not be made: pass it over for a moment."""
-        self._avoid_until = monotonic() + AVOID_FOR
+    def failed(self, error: UpstreamError) -> None:
+        """A request failed on it: when that was too much, it is passed over for a while, where another one can take requests."""
+        ejected = self._standing.failed(error, monotonic())
+        self.doubted = self._standing.doubted
+        if ejected:
+            self.ejected[0] = 1.0
+            self._tell()
+
+    def succeeded(self) -> None:
+        """It has given a whole answer, or has come up anew."""
+        self._standing.clear()
+        self.doubted = False
+        self.ejected[0] = 0.0
         self._tell()
 
     def park(self, connection: Connection) -> None:
@@ -174,13 +191,15 @@ class Server:
             raise
 
     def sweep(self) -> None:
-        """Close connections that were kept too long; forgive a refusal that is long past."""
+        """Close connections that were kept too long; let a server that was passed over be tried again when it is time."""
         self._parking.sweep()
-        if self._avoid_until and monotonic() >= self._avoid_until:
-            self._avoid_until = 0.0
+        if self._standing.over(monotonic()):
+            self.ejected[0] = 0.0
             self._tell()
 
     def retire(self) -> None:
         """The configuration no longer names it: close what is idle; what is busy ends in its own time, and is counted until then."""
+        self.ejected[0] = 0.0
+        self.ejected = [0.0]  # its name, and the number left under it, may be another's by now
         self._parking.expiry = 0.0
         self._parking.close()

@@ -20,8 +20,6 @@ NOT_YET: dict[str, str] = {
     "server.body_timeout": _NONE,
     "server.write_timeout": _NONE,
     "models[].discover": _NONE,
-    "models[].fallbacks": _NONE,
-    "models[].rewrite_model": _NONE,
     "keys[].limits": _NONE,
     "teams[].limits": _NONE,
     "limits": _NONE,

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from gateway.config.models import matches
@@ -321,6 +323,19 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
                 yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
 
 
+def _fallback_loops(draft: Draft) -> Iterator[Problem]:
+    """Models that would send each other the requests that none of them can take: the first such loop is told."""
+    owners = {name.value: number for number, model in enumerate(draft.models) for name in _names(model) if isinstance(name.value, str)}
+    ways = [{owners.get(str(place.value)): place for place in model.each("fallbacks")} for model in draft.models]
+    order = TopologicalSorter({number: [other for other in others if other not in (None, number)] for number, others in enumerate(ways)})
+    try:
+        order.prepare()
+    except CycleError as error:
+        loop = error.args[1][::-1]  # each is followed by one of its fallbacks; the last is the first again
+        places = [ways[model][other] for model, other in pairwise(loop)]
+        yield places[0].problem(f"goes round in a loop: {' -> '.join(str(place.value) for place in [*places, places[0]])}")
+
+
 def _some_keys(draft: Draft) -> Iterator[Problem]:
     keys, other = draft.top.get("keys"), draft.top.get("keys_file")
     readable = draft.keys_file is None or draft.keys_file.whole
@@ -433,6 +448,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _launched_loras,
     _body_fields,
     _fallbacks,
+    _fallback_loops,
     _some_keys,
     _unique_keys,
     _hash_or_anonymous,

@@ -223,6 +223,18 @@ def test_models(tmp_path: Path, text: str, said: list[str]) -> None:
     assert about_model(tmp_path, text) == said
 
 
+def _falling_back(**fallbacks: str) -> str:
+    """Models by id, each with the alias ALSO-id and these fallbacks."""
+    models = "".join(f"- {{id: {name}, aliases: [also-{name}], launch: {{}}, fallbacks: [{to}]}}\n" for name, to in fallbacks.items())
+    return f"models:\n{models}keys: [{{id: k, hash: {HASH}}}]\n"
+
+
+def test_fallbacks_that_go_round(tmp_path: Path) -> None:
+    assert problems(tmp_path, _falling_back(a="b, d", b="c, d", c="also-d", d="")) == []
+    (said,) = problems(tmp_path, _falling_back(x="a", a="also-b", b="c, d", c="also-a", d=""))
+    assert "fallbacks[0]: goes round in a loop: " in said and said.count("->") == 3
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

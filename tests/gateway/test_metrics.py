@@ -84,7 +84,9 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
         gaps.mark(now)
     metrics = RelayMetrics(board)
     metrics.settle(
-        record(usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny#0", "stale"),))
+        record(
+            usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny", "tiny#0", "stale"),)
+        )
     )
     metrics.settle(record(model=None, key=None, status=401, code="invalid_api_key", usage=Usage(1, 1)))
     shown = samples(board)

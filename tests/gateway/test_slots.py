@@ -14,6 +14,7 @@ from gateway.state import Key, Model, Queue
 from gateway.waiting import Lobby
 from upstream.address import Address
 from upstream.deadlines import Deadlines
+from upstream.errors import ConnectFailed
 from upstream.pool import NoServerError, Pool
 from upstream.server import Condition, Server, ServerSpec
 from upstream.story import Signal, Story
@@ -122,13 +123,12 @@ class World(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def one_refuses(self, which: int) -> None:
-        self.servers[which].refused()
+        self.servers[which].failed(ConnectFailed("x", "refused"))
 
     @rule()
     def it_is_forgiven(self) -> None:
         for server in self.servers:
-            server._avoid_until = 0.0
-            server._tell()
+            server.succeeded()
 
     @rule()
     def their_time_is_over(self) -> None:

@@ -147,6 +147,7 @@ async def _ticking(relay: Relay) -> None:
     while True:
         await asyncio.sleep(TICK)
         relay.tick()
+        relay.fleet.sweep()
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:

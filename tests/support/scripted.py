@@ -54,6 +54,13 @@ class Conversation:
             b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), kind.encode(), len(body), body)
         )
 
+    async def trickle(self, body: bytes, piece: int = 7) -> None:
+        """A JSON answer that comes in pieces, each of which is read by itself."""
+        await self.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for at in range(0, len(body), piece):
+            await self.write(body[at : at + piece])
+            await asyncio.sleep(0.002)
+
     async def begin_stream(self) -> None:
         await self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n")
 

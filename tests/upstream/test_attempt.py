@@ -470,7 +470,7 @@ async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, scripted(answers) as other, way(server.sockets[0].getsockname()[1], other.port) as one:
-        one.servers[1].refused()
+        one.servers[1].failed(ConnectFailed("s1", "refused"))
         with one.attempt() as attempt:
             async with asyncio.timeout(10):
                 with pytest.raises(Disconnected):

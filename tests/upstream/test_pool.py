@@ -12,6 +12,7 @@ from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
 from upstream.attempt import Attempt
 from upstream.deadlines import Deadlines, Timeouts
+from upstream.errors import ConnectFailed
 from upstream.pool import Fleet, NoServerError, Pool, fleet
 from upstream.server import Condition, Server, ServerSpec
 
@@ -24,6 +25,7 @@ def servers(*conditions: Condition) -> list[Server]:
     return [Server(spec(f"s{n}"), condition) for n, condition in enumerate(conditions)]
 
 
+REFUSED = ConnectFailed("x", "refused")
 UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 
 
@@ -44,10 +46,10 @@ async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> N
 async def test_one_that_refused_or_was_tried_is_taken_only_when_there_is_no_other() -> None:
     a, b = servers(UP, UP)
     pool = Pool([a, b], "least_busy")
-    a.refused()
+    a.failed(REFUSED)
     assert {pool.choose() for _ in range(4)} == {b}
     assert pool.choose([b]) is a, "it refused a moment ago, but the other was tried"
-    b.refused()
+    b.failed(REFUSED)
     assert {pool.choose() for _ in range(4)} == {a, b}
     assert pool.choose([a, b]) in (a, b)
     assert Pool([a], "least_busy").choose([a]) is a
@@ -129,7 +131,7 @@ async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them
     first = chosen[7]
     second = pool.choose([first], hint=7)
     assert second is not first
-    first.refused()
+    first.failed(REFUSED)
     assert pool.choose(hint=7) is second
     second.condition = DOWN
     assert {pool.choose(hint=7)} == set(each) - {first, second}
@@ -200,14 +202,14 @@ async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_ful
     a, b = bounded(2, 1)
     pool = Pool([a, b], "least_busy")
     b.enter()
-    a.refused()
+    a.failed(REFUSED)
     assert not pool.has_room()
     for tried in ([], [a], [b]):
         with pytest.raises(NoServerError):
             pool.choose(tried)
     b.leave()
     assert pool.choose([a]) is b
-    b.refused()
+    b.failed(REFUSED)
     assert pool.has_room() and pool.choose() in (a, b), "all have refused, and none is full"
 
 

@@ -1,0 +1,202 @@
+"""Servers that send what no server should: memory stays bounded, the client gets a 502 or a stream's error, the next one is served."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from tests.faults.conftest import FULL
+from tests.faults.invariants import unharmed
+from tests.support.running import Served, model, until
+from tests.support.scripted import Conversation, Script, scripted
+from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
+from upstream.deadlines import Timeouts
+
+OK = b"HTTP/1.1 200 OK\r\n"
+JSON_HEAD = OK + b"content-type: application/json\r\n"
+ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+FLOOD = (1 << 30) if FULL else (96 << 20)
+"""Bytes of what never ends."""
+GROWTH = 48 << 20
+"""Bytes by which the process may grow meanwhile: what sockets, server and gateway hold, and what the allocator keeps."""
+PIECE = b"x" * 65536
+
+
+def says(*pieces: bytes) -> Script:
+    """A server that says this and leaves."""
+
+    async def script(talk: Conversation) -> None:
+        for piece in pieces:
+            await talk.write(piece)
+        await asyncio.sleep(0)
+        talk.writer.close()
+
+    return script
+
+
+def floods(beginning: bytes, piece: bytes) -> Callable[[list[int]], Script]:
+    """A server that says this without end, as far as it is let; it notes how much."""
+
+    def make(sent: list[int]) -> Script:
+        async def script(talk: Conversation) -> None:
+            await talk.write(beginning)
+            while sent[0] < FLOOD:
+                await talk.write(piece)
+                sent[0] += len(piece)
+            talk.writer.close()
+
+        return script
+
+    return make
+
+
+ANSWERS: dict[str, bytes] = {
+    "not HTTP": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a status that is none": b"HTTP/1.1 2000 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "CR in a header": JSON_HEAD + b"x-a: b\rset-cookie: c=d\r\ncontent-length: 2\r\n\r\n{}",
+    "NUL in a header": JSON_HEAD + b"x-a: b\0c\r\ncontent-length: 2\r\n\r\n{}",
+    "a space before the colon": JSON_HEAD + b"content-length : 2\r\n\r\n{}",
+    "two lengths": JSON_HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}x",
+    "a negative length": JSON_HEAD + b"content-length: -2\r\n\r\n{}",
+    "a length and chunks": JSON_HEAD + b"content-length: 2\r\n" + CHUNKED + b"2\r\n{}\r\n0\r\n\r\n",
+    "a chunk without a size": JSON_HEAD + CHUNKED + b"zz\r\n{}\r\n0\r\n\r\n",
+    "a negative chunk": JSON_HEAD + CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of 2^70 bytes": JSON_HEAD + CHUNKED + b"4000000000000000000\r\n{}",
+    "a chunk longer than its size": JSON_HEAD + CHUNKED + b"1\r\n{}\r\n0\r\n\r\n",
+    "another protocol": b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    "nothing": b"",
+    "half a head": OK[:9],
+    "a head alone": JSON_HEAD + b"content-length: 5\r\n\r\n",
+    "gzip": JSON_HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b" % (len(gzip.compress(b"{}")), gzip.compress(b"{}")),
+    "gzip, in capitals": b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nContent-Encoding: GZIP\r\nContent-Length: 2\r\n\r\n{}",
+}  # fmt: skip
+
+FLOODS: dict[str, Callable[[list[int]], Script]] = {
+    "a status line without end": floods(b"HTTP/1.1 200 ", PIECE),
+    "a header without end": floods(OK + b"x-a: ", PIECE),
+    "headers without end": floods(OK, b"x-a: b\r\n" * 1000),
+    "interim answers without end": floods(b"", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" * 1000),
+    "empty interim answers without end": floods(b"", b"HTTP/1.1 100\r\n\r\n" * 1000),
+    "a chunk's extension without end": floods(JSON_HEAD + CHUNKED + b"2;", PIECE),
+    "trailers without end": floods(JSON_HEAD + CHUNKED + b"0\r\n", b"x-a: b\r\n" * 1000),
+}
+STREAM = OK + b"content-type: text/event-stream\r\n" + CHUNKED
+
+
+async def _watched(served: Served, ask_for: Callable[[], Awaitable[Reply]]) -> tuple[Reply, int]:
+    """The answer, and by how much the process was larger at most."""
+    process = psutil.Process()
+    before = most = process.memory_info().rss
+    task = asyncio.ensure_future(ask_for())
+    while not task.done():
+        most = max(most, process.memory_info().rss)
+        await asyncio.sleep(0.01)
+    await until(lambda: served.in_flight == 0)
+    return task.result(), most - before
+
+
+@pytest.mark.row(29)
+async def test_answers_that_are_none(measured: Callable[[str], None]) -> None:
+    said: list[bytes] = [b""]
+
+    async def script(talk: Conversation) -> None:
+        await says(said[0])(talk)
+
+    async with scripted(script) as server, unharmed([model(server.port)]) as served:
+        for name, wire in ANSWERS.items():
+            said[0] = wire
+            for stream in (False, True):
+                reply = await asyncio.wait_for(ask(served.port, request(chat(stream=stream))), 20)
+                told = reply.status == 502 and reply.error["code"] == "upstream_disconnected"
+                assert told or (reply.status == 200 and not reply.whole), f"{name}: {reply}"
+                assert "set-cookie" not in reply.headers
+        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
+        assert (await ask(served.port, request())).body == COMPLETION
+    measured(f"{len(ANSWERS)} malformed answers: each a 502, or cut where the answer had begun")
+
+
+@pytest.mark.row(29)
+@pytest.mark.parametrize("name", FLOODS)
+async def test_heads_without_end(name: str) -> None:
+    sent = [0]
+    async with scripted(FLOODS[name](sent)) as server, unharmed([model(server.port)]) as served:
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request()), 60))
+        assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+        assert sent[0] < FLOOD and grown < GROWTH
+        await until(lambda: server.open == 0)
+
+
+@pytest.mark.row(29)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_event_without_end(begun: bool, measured: Callable[[str], None]) -> None:
+    sent = [0]
+    first = b"%x\r\n%b\r\n" % (len(ROLE), ROLE) if begun else b""
+    flood = floods(STREAM + first + b"6\r\ndata: \r\n", b"10000\r\n" + PIECE + b"\r\n")
+    async with scripted(flood(sent)) as server, unharmed([model(server.port)]) as served:
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request(chat(stream=True))), 60))
+        if begun:
+            assert reply.status == 200 and reply.whole and reply.body.startswith(ROLE + b'data: {"error":') and reply.body.endswith(DONE)
+        else:
+            assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+        assert sent[0] < 32 << 20 and grown < GROWTH
+        await until(lambda: server.open == 0)
+    measured(f"an event without end: cut after {sent[0] >> 20} MiB had been sent, memory {max(grown, 0) >> 20} MiB larger")
+
+
+@pytest.mark.row(29)
+@pytest.mark.parametrize("framing", [b"content-length: 99999999999\r\n\r\n", CHUNKED, b"\r\n"])
+async def test_an_error_without_end_is_cut(framing: bytes) -> None:
+    sent = [0]
+    piece = b"10000\r\n" + PIECE + b"\r\n" if framing == CHUNKED else PIECE
+    async with scripted(floods(ERROR + framing, piece)(sent)) as server, unharmed([model(server.port)]) as served:
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request()), 60))
+        assert (reply.status, reply.error["code"]) == (500, "server_error")
+        assert sent[0] < 32 << 20 and grown < GROWTH
+        await until(lambda: server.open == 0)
+
+
+@pytest.mark.row(29)
+async def test_an_error_that_trickles_is_cut(measured: Callable[[str], None]) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(ERROR + CHUNKED)
+        while True:
+            await talk.chunk(b" ")
+            await asyncio.sleep(0.05)
+
+    async with scripted(script) as server, unharmed([model(server.port, timeouts=Timeouts(idle=600, total=3600))]) as served:
+        since = time.monotonic()
+        reply = await asyncio.wait_for(ask(served.port, request()), 60)
+        took = time.monotonic() - since
+        assert (reply.status, reply.error["code"]) == (500, "server_error")
+        await until(lambda: server.open == 0)
+    measured(f"an error's body that trickles: told after {took:.0f} s")
+
+
+@pytest.mark.row(29)
+async def test_lengths_that_lie() -> None:
+    """Too long a promise is cut; what is beyond a short one makes the connection useless, and never the next one's answer."""
+    said: list[bytes] = [b""]
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(said[0])
+        if b"999" in said[0]:
+            talk.writer.close()
+
+    async with scripted(script) as server, unharmed([model(server.port)]) as served:
+        said[0] = JSON_HEAD + b"content-length: 999\r\n\r\n{}"
+        reply = await ask(served.port, request())
+        assert (reply.status, reply.whole) == (200, False) or reply.status == 502
+        poison = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison"
+        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b%b" % (len(COMPLETION), COMPLETION, poison)
+        for _ in range(20):
+            reply = await ask(served.port, request())
+            assert b"poison" not in reply.body and reply.status in (200, 502)
+        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
+        assert (await ask(served.port, request())).body == COMPLETION

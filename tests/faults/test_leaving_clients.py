@@ -1,0 +1,126 @@
+"""Clients that leave, thousands of them, in whatever state: their requests end at the server, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import orjson
+import pytest
+
+from tests.faults.conftest import FULL
+from tests.faults.invariants import unharmed
+from tests.support.ports import silent
+from tests.support.running import model, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
+from upstream.deadlines import Timeouts
+
+LEAVING = 10_000 if FULL else 600
+AT_ONCE = 16
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STATES: dict[str, bytes] = {
+    "before the head": b"",
+    "before the first event": STREAM,
+    "in a stream": STREAM + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in (ROLE, HELLO)),
+    "in half an event": STREAM + b"%x\r\n%b" % (len(ROLE), ROLE[:-9]),
+    "in a plain answer": b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{",
+}
+"""What the server has said when the client leaves."""
+UNSENT = ("in its head", "in its body", "while connecting")
+"""States in which the server has not heard of the request."""
+
+
+class Server:
+    """Says what a state wants and waits for its connection's end, of which it notes the time."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, asyncio.Event] = {}
+        self.ended: dict[int, float] = {}
+
+    async def __call__(self, talk: Conversation) -> None:
+        number = talk.request.json["seed"]
+        state = talk.request.json["top_k"]
+        assert isinstance(number, int) and isinstance(state, str)
+        if state == "none":
+            await talk.respond(COMPLETION)
+            return
+        await talk.write(STATES[state])
+        self.asked[number].set()
+        await talk.closed_by_peer()
+        self.ended[number] = time.monotonic()
+
+
+def _leave(one: Client, dice: random.Random) -> None:
+    if dice.random() < 0.5:
+        one.leave()
+    else:
+        one.writer.close()
+
+
+@pytest.mark.row(7)
+@pytest.mark.timeout(1200)
+async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -> None:
+    server, dice, left, seen = Server(), random.Random(7), dict[int, float](), Counter[str]()
+    numbers = iter(range(LEAVING))
+    with silent() as full:
+        async with (
+            scripted(server) as upstream,
+            unharmed([model(upstream.port), model(full, identity="full", timeouts=Timeouts(connect=60.0))]) as served,
+        ):
+            baseline = sum(len(each._parking) for each in served.relay.fleet)
+
+            async def leave(number: int) -> None:
+                state = dice.choice((*STATES, *UNSENT))
+                seen[state] += 1
+                async with client(served.port) as one:
+                    await begun[state](one, number, state)
+                    _leave(one, dice)
+                    left[number] = time.monotonic()
+
+            async def to_the_server(one: Client, number: int, state: str) -> None:
+                event = server.asked[number] = asyncio.Event()
+                one.send(request(chat(seed=number, top_k=state, stream=state != "in a plain answer")))
+                await event.wait()
+                if dice.random() < 0.5:
+                    await asyncio.sleep(0.005)  # so that what the server said has come through, or not
+
+            async def in_head(one: Client, number: int, _: str) -> None:
+                one.send(request(chat(seed=number))[: dice.randrange(1, 60)])
+                await asyncio.sleep(0.001)
+
+            async def in_body(one: Client, number: int, _: str) -> None:
+                one.send(request(chat(seed=number))[:-1])
+                await asyncio.sleep(0.001)
+
+            async def connecting(one: Client, number: int, _: str) -> None:
+                one.send(request(chat(seed=number, model="full")))
+                await asyncio.sleep(0.002)
+
+            begun: dict[str, Callable[[Client, int, str], Awaitable[None]]] = dict.fromkeys(STATES, to_the_server)
+            begun |= {"in its head": in_head, "in its body": in_body, "while connecting": connecting}
+
+            async def many() -> None:
+                for number in numbers:
+                    await leave(number)
+
+            await asyncio.gather(*(many() for _ in range(AT_ONCE)))
+            await until(lambda: len(server.ended) == len(server.asked), 30)
+            await until(lambda: served.in_flight == 0, 30)
+            assert set(seen) == {*STATES, *UNSENT}
+            assert {record.status for record in served.relay.records} == {499}
+            assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
+            assert served.total("server_ejected") == 0
+            took = sorted(server.ended[number] - left[number] for number in server.ended)
+            p99 = took[int(0.99 * len(took))]
+            assert p99 < (0.2 if FULL else 5.0)
+            await until(lambda: upstream.open == 0)
+            assert sum(len(each._parking) for each in served.relay.fleet) == baseline
+            async with client(served.port) as one:
+                reply = await one.ask(request(chat(seed=-1, top_k="none")))
+                assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")
+    measured(f"{LEAVING:,} clients left in {len(seen)} states; {len(took):,} requests ended at the server, "
+             f"p99 {p99 * 1000:.0f} ms later (most {took[-1] * 1000:.0f} ms); nothing left over")  # fmt: skip
