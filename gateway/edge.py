@@ -36,6 +36,8 @@ MAX_HEAD = 64 * 1024
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 """Requests that a client may send ahead of their answers."""
+_FRAMING_PER_BYTE = 8
+"""Bytes of framing that come with each of a body: a chunk of one byte has five. Longer ones, with extensions, add up like a head."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
 
@@ -92,7 +94,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.door = door
         self._call: Call | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
-        self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
+        self._head_size = 0  # of what is no body: a head, chunks' framing and trailers, as far as it is more than a body's usual
         self._lingering = False
         self._resuming = False
         self.due: Callable[[], None] | None = None
@@ -195,11 +197,15 @@ class EdgeProtocol(HttpToolsProtocol):
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
         parser, targets = self.parser, self.door.targets
+        version = parser.get_http_version()
+        http10 = version != "1.1"
+        if http10 and version != "1.0":
+            raise Refusal("invalid_request", "The version of HTTP is not 1.0 or 1.1.")
         target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
             return
-        unique, limit = _unique(headers), self.door.body_limit
+        unique, limit = _unique(headers, http10), self.door.body_limit
         call = self._incoming = Call(
             self,
             target,
@@ -208,7 +214,7 @@ class EdgeProtocol(HttpToolsProtocol):
             limit,
             self.door.body_allowance,
             b"content-length" in unique and int(unique[b"content-length"]) > limit,
-            parser.get_http_version() == "1.0",
+            http10,
             parser.should_keep_alive(),
         )
         if busy:
@@ -237,7 +243,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
 
     def on_body(self, body: bytes) -> None:
-        self._head_size = 0
+        left = self._head_size - _FRAMING_PER_BYTE * len(body)
+        self._head_size = left if left > 0 else 0
         if self._incoming is not None:
             self._incoming.received(body)  # no other route reads its body
 
@@ -413,11 +420,11 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
 
 
-def _unique(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+def _unique(headers: list[tuple[bytes, bytes]], http10: bool) -> dict[bytes, bytes]:
     """The headers by name. Raises Refusal when one that decides something is there twice, or for a strange encoding."""
     unique = dict(headers)
-    if unique.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-        raise Refusal("invalid_request", "The only transfer encoding is 'chunked'.")
+    if b"transfer-encoding" in unique and (http10 or unique[b"transfer-encoding"].lower() != b"chunked"):
+        raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
     if len(unique) < len(headers):
         seen: set[bytes] = set()
         for name, _ in headers:
