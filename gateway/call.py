@@ -192,8 +192,9 @@ class Call(msgspec.Struct, eq=False):
         return not self.over
 
     def _make_room(self, size: int) -> bool:
-        """Take memory for the body, in steps that double where nobody knows how long it will be."""
-        wanted = self._length if not self._streamed and self._length >= size else min(2 * size, self.limit)
+        """Take memory for the body: for the whole, or step by step where nobody knows how much of it will be held."""
+        whole = self._length or self.limit
+        wanted = whole if self._length and not self._streamed else min(size + FREE, whole)
         if not self.edge.door.memory.take(wanted - self._charged):
             return False
         self._charged = self.allowance = wanted

@@ -23,8 +23,8 @@ import pytest
 from tests.faults.conftest import FULL
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
-from tests.support.scripted import Conversation, scripted
-from tests.support.wire import HELLO, chat, request
+from tests.support.scripted import Conversation, Script, scripted
+from tests.support.wire import COMPLETION, DONE, HELLO, chat, request
 
 MODEL = "sim/one"
 MiB = 1 << 20
@@ -39,7 +39,7 @@ def descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-QUICK = launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0, "max-model-len": 1 << 30})
+QUICK = launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0})
 """A simulator that answers at once."""
 
 
@@ -212,17 +212,30 @@ async def _flood(talk: Conversation) -> None:
         return
     await talk.begin_stream()
     while True:
-        await talk.chunk(HELLO * 50)
+        await talk.chunk(HELLO * 400)
+
+
+async def _steady(talk: Conversation) -> None:
+    """A stream of five seconds; everything else at once."""
+    if talk.request.head.startswith(b"GET") or not talk.request.json.get("stream"):
+        await talk.respond(COMPLETION)
+        return
+    await talk.begin_stream()
+    for _ in range(50):
+        await talk.chunk(HELLO)
+        await asyncio.sleep(0.1)
+    await talk.chunk(DONE)
+    await talk.end_stream()
 
 
 @contextmanager
-def flooding() -> Iterator[int]:
-    """A server whose streams never end and are as fast as they are read, in a thread of its own."""
+def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
+    """A model of that name on a scripted server in a thread of its own."""
     port: Queue[int] = Queue()
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
-        async with scripted(_flood) as server:
+        async with scripted(script) as server:
             port.put(server.port)
             await stop.wait()
 
@@ -233,7 +246,7 @@ def flooding() -> Iterator[int]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield port.get(timeout=30)
+        yield {"id": "beside", "servers": [{"url": f"http://127.0.0.1:{port.get(timeout=30)}"}]}
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
@@ -243,15 +256,14 @@ def flooding() -> Iterator[int]:
 @pytest.mark.timeout(400)
 def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 1000 if FULL else 60
-    with flooding() as port, ExitStack() as stack:
-        flood = {"id": "flood", "servers": [{"url": f"http://127.0.0.1:{port}"}]}
+    with serving_beside(_flood) as flood, ExitStack() as stack:
         running = stack.enter_context(gateway(tmp_path, configuration(QUICK, flood)))
         alone, process = healthy_alone(running), relay(running)
         before = process.memory_info().rss
         readers = connected(stack, running, count, receive=16384)
         for one in readers:
-            one.sendall(request(chat(model="flood", stream=True)))
-        wait_for(lambda: in_flight(running, "flood") == count, 120)
+            one.sendall(request(chat(model="beside", stream=True)))
+        wait_for(lambda: in_flight(running, "beside") == count, 120)
         with Healthy(running) as client:
             most, stop = 0, time.monotonic() + (20 if FULL else 4)
             while time.monotonic() < stop:
@@ -264,7 +276,7 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
         assert growth < 256, f"{growth:.0f} MiB"
         for one in readers:
             one.close()
-        wait_for(lambda: in_flight(running, "flood") == 0, 60)
+        wait_for(lambda: in_flight(running, "beside") == 0, 60)
     measured(
         f"{count} slow readers: RSS grew by {growth:.0f} MiB; a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
     )
@@ -297,12 +309,13 @@ def _at_once(running: Gateway, bodies: list[bytes]) -> Iterator[list[bytes]]:
 @pytest.mark.parametrize("framing", ["sized", "chunked"])
 def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: str, measured: Callable[[str], None]) -> None:
     limit, budget, count = (20 * MiB, 256 * MiB, 100) if FULL else (2 * MiB, 8 * MiB, 40)
-    data = request(chat(model=MODEL, messages=[{"role": "user", "content": "a" * (limit - 1000)}]))
+    data = request(chat(model="beside", messages=[{"role": "user", "content": "a" * (limit - 1000)}]))
     if framing == "chunked":
         head, _, body = data.partition(b"\r\n\r\n")
         lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
         data = b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", b""]) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    with started(tmp_path, body_limit=f"{limit}B", body_memory=f"{budget}B") as running:
+    with serving_beside(_steady) as beside, ExitStack() as stack:
+        running = stack.enter_context(gateway(tmp_path, configuration(beside, body_limit=f"{limit}B", body_memory=f"{budget}B")))
         process = relay(running)
         before = most = process.memory_info().rss
         with _at_once(running, [data] * count) as answers:
@@ -312,7 +325,7 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
         growth, refused = most - before, answers.count(b"HTTP/1.1 503")
         assert set(answers) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"} and b"HTTP/1.1 200" in answers
         assert growth < 4 * budget + 32 * MiB, f"{growth / MiB:.0f} MiB"
-        wait_for(lambda: in_flight(running) == 0)
+        wait_for(lambda: in_flight(running, "beside") == 0)
         with _at_once(running, [data]) as alone:
             pass
         assert alone == [b"HTTP/1.1 200"], "what was taken was given back"
@@ -377,3 +390,44 @@ def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[
         assert running.stop() == 0
         assert "Traceback" not in running.said
     measured("standard output is /dev/full: every request served, an orderly stop")
+
+
+@pytest.mark.row(28)
+def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock, as a false NTP server would set it: the monotonic one goes on."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        pytest.skip("libfaketime is not installed (Debian: faketime)")
+    clock = tmp_path / "clock"
+
+    def set_clock(jump: str) -> None:
+        (tmp_path / "next").write_text(jump + "\n")
+        (tmp_path / "next").replace(clock)
+
+    set_clock("+0")
+    faked = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": clock, "FAKETIME_NO_CACHE": 1, "FAKETIME_DONT_FAKE_MONOTONIC": 1}
+    with serving_beside(_steady) as beside, ExitStack() as stack:
+        with monkeypatch.context() as environ:
+            for name, value in faked.items():
+                environ.setenv(name, str(value))
+            running = stack.enter_context(gateway(tmp_path, configuration(beside)))
+        streams = connected(stack, running, 10)
+        for one in streams:
+            one.sendall(request(chat(model="beside", stream=True), extra=("connection: close",)))
+        wait_for(lambda: in_flight(running, "beside") == len(streams))
+        days = {_day(running)}
+        for jump in ("+48h", "-48h"):
+            set_clock(jump)
+            wait_for(lambda: _day(running) not in days)
+            days.add(_day(running))
+        told = ended(streams, 60)
+        assert all(each.count(HELLO) == 50 and each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
+        assert in_flight(running, "beside") == 0 and running.relays() and "ended unexpectedly" not in running.said
+    measured("two days forth and back: 10 of 10 streams whole, every request served")
+
+
+def _day(running: Gateway) -> str:
+    """The day that an answer was given on, as the gateway has it."""
+    answer = running.ask(model="beside")
+    assert answer.status_code == 200
+    return answer.headers["date"][:16]
