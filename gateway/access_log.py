@@ -29,6 +29,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     time: datetime
     request_id: str
+    client: str | None = None
     key: str | None = None
     user: str | None = None
     endpoint: str
@@ -58,6 +59,7 @@ def line(record: Record) -> bytes:
     made = _Line(
         time=datetime.fromtimestamp(record.started, UTC),
         request_id=record.id,
+        client=record.client,
         key=record.key,
         user=record.user,
         endpoint=record.endpoint,

@@ -46,7 +46,8 @@ class Announcer:
     def summary(self, config: Config, data: socket.socket, admin: socket.socket) -> None:
         """Models, servers, addresses, and where metrics are."""
         self._show(config)
-        self._say(f"requests  [bold]http://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
+        scheme = "https" if config.server.tls else "http"
+        self._say(f"requests  [bold]{scheme}://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
         self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
 
     def _show(self, config: Config) -> None:

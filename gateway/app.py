@@ -23,17 +23,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.access_log import AccessLog
+from gateway.addresses import Connections, Proxies, shown
 from gateway.admission import House, part
 from gateway.auth import Keyring
 from gateway.call import Call, request_ids
 from gateway.catalog import Catalog, Entry, card
+from gateway.certificate import Certificate
 from gateway.cors import Cors
-from gateway.edge import EdgeProtocol
+from gateway.edge import FORWARDED, EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
-from gateway.exchange import exchange
+from gateway.exchange import authenticate, exchange
 from gateway.ledger.books import Books
 from gateway.limits import Admission
 from gateway.link import Health
+from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
 from gateway.state import Key, State
@@ -43,6 +46,7 @@ from upstream.deadlines import Deadlines
 from upstream.pool import Fleet
 
 _MODELS = "/v1/models"
+_SWEEP_EVERY = 4  # ticks
 _log = logging.getLogger("vllm_gateway.relay")
 
 
@@ -74,6 +78,11 @@ class Relay:
         self.deadlines = Deadlines()
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.draining = False
+        self.connections: set[Any] = set()  # uvicorn's own, once it serves
+        self.memory = BodyMemory(state.clients.body_memory)
+        self.addresses = Connections()
+        self.certificate = Certificate(state.tls) if state.tls else None
+        self._ticks = 0
         self.request_ids = request_ids()
         self._log = log
         self._max_model_len: dict[str, int] = {}
@@ -97,7 +106,11 @@ class Relay:
         self.catalog.retire()
         self.catalog = Catalog(state.models, servers)
         self.targets = self.catalog.targets
+        self.clients = state.clients
+        self.proxies = Proxies(state.clients.trusted_proxies)
+        self.memory.limit = state.clients.body_memory
         self.body_limit = state.body_limit
+        self.body_allowance = min(state.body_limit, FREE)
         if self.books is not None:
             self.books.take(state)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
@@ -123,6 +136,18 @@ class Relay:
         self.lobby.tick()
         self._log.flush()
         self._spans.flush()
+        self._ticks += 1
+        if self._ticks % _SWEEP_EVERY == 0:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """What is done about once a second for all connections, the servers' and the clients'."""
+        self.fleet.sweep()
+        now = time.monotonic()
+        for connection in tuple(self.connections):
+            connection.check(now)
+        if self.certificate is not None and self.state.tls is not None:
+            self.certificate.look(self.state.tls)
 
     def _tell_time(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -152,14 +177,25 @@ class Relay:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # it would believe whoever connects from this machine
             timeout_keep_alive=3600,  # the edge watches idleness itself
         )
-        return uvicorn.Server(config)
+        server = uvicorn.Server(config)
+        self.connections = server.server_state.connections
+        return server
 
     def cors_lines(self, origin: bytes) -> bytes:
         """The headers for a page of an origin, as lines."""
         headers = self.cors.headers(origin.decode("latin-1"))
         return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
+
+    def knows(self, call: Call) -> bool:
+        """Whether a request that waits for its turn has a key that is good now."""
+        try:
+            authenticate(call, self.keyring)
+        except Refusal:
+            return False
+        return True
 
     def serve(self, call: Call) -> Coroutine[Any, Any, None]:
         """The story of a request of the data port."""
@@ -243,10 +279,10 @@ class _Accounted:
             await send(message)
 
         await self._application(scope, receive, stamped)
-        self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent))
+        self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent, self._relay.proxies))
 
 
-def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int]) -> Record:
+def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:
     state, path = scope["state"], scope["path"]
     key: Key | None = state.get("key")
     endpoint = path if path in ("/health", _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
@@ -254,8 +290,16 @@ def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int]) 
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key.id if key else None, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
         incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
-        user=None, failures=(), detail=None,
+        user=None, failures=(), detail=None, client=_client(scope, proxies),
     )  # fmt: skip
+
+
+def _client(scope: Scope, proxies: Proxies) -> str | None:
+    if scope["client"] is None:
+        return None
+    address = shown(scope["client"][0])
+    forwarded = b",".join(value for name, value in scope["headers"] if name == FORWARDED)
+    return proxies.client(address, forwarded) if proxies.trusts(address) else address
 
 
 def _raw_path(request: Request) -> str:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from gateway.catalog import Target
 from gateway.errors import Refusal
+from gateway.memory import FREE
 from gateway.routes import Body
 from gateway.tracing import Trace
 from upstream.story import Signal, Story
@@ -58,7 +59,10 @@ class Call(msgspec.Struct, eq=False):
     id: str
     limit: int
     """Bytes that the body may have."""
-    too_large: bool
+    allowance: int
+    """Bytes that it may have without being looked at."""
+    over: bool
+    """Nothing more of the body is kept: it is larger than its limit, or was refused."""
     http10: bool
     keep_alive: bool
     began: float = field(default_factory=monotonic)
@@ -69,7 +73,9 @@ class Call(msgspec.Struct, eq=False):
     _size: int = 0
     _ahead: bool = False
     _waiter: Signal | None = None
-    _continued: bool = False
+    _asked: bool = False
+    _passes_on: bool = False
+    _charged: int = 0
     _spoilt: Refusal | None = None
     bytes_in: int = 0
     more_body: bool = True
@@ -92,42 +98,64 @@ class Call(msgspec.Struct, eq=False):
     # Reading
 
     async def body(self) -> bytes:
-        """The whole body. Raises Refusal request_too_large beyond the limit."""
-        self._go_on()
-        while self.more_body and not self._over:
+        """The whole body, once. Raises Refusal request_too_large beyond the limit, and overloaded where there is no memory for it."""
+        if self.more_body:
+            self._ask()
+        while self.more_body and not self.over:
             await self._wait()
         self._check()
-        return self._received[0] if len(self._received) == 1 else b"".join(self._received)
+        received, self._received = self._received, []
+        return received[0] if len(received) == 1 else b"".join(received)
 
     async def next_bytes(self) -> bytes:
-        """The next part of the body as it comes, ``b""`` at its end. Raises Refusal request_too_large."""
-        self._go_on()
-        while self.more_body and not self._received and not self._over:
+        """The next part of the body as it comes, ``b""`` at its end. Raises Refusal as ``body`` does."""
+        self._ask()
+        while self.more_body and not self._received and not self.over:
             await self._wait()
         self._check()
         data, self._received, self._size = b"".join(self._received), [], 0
         self.edge.flow.resume_reading()
         return data
 
+    def pass_on(self) -> None:
+        """What comes from now on goes to a server as it comes, and is not kept."""
+        self._passes_on = True
+
     def read_ahead(self) -> None:
         """Read a body that is streamed on before anybody takes it, up to its limit: its client's leaving is to be seen meanwhile."""
         self._ahead = True
+        self.allowance = min(self.allowance, max(self.bytes_in, FREE))
         if self.edge.flow.read_paused:
             self.edge.flow.resume_reading()
 
     @property
-    def _over(self) -> bool:
-        return self.too_large or self._spoilt is not None
+    def awaits_body(self) -> bool:
+        """The client has been asked for the body, and it makes a difference whether it comes."""
+        return self._asked and not self.started and not self.over
 
-    def _go_on(self) -> None:
-        if b"expect" in self.headers and not (self._continued or self.too_large) and self.headers[b"expect"].lower() == b"100-continue":
+    def _ask(self) -> None:
+        """From now on it is the client who is waited for; one that waits for a word gets it (RFC 9110, section 10.1.1)."""
+        if self._asked:
+            return
+        self._asked = True
+        if self._length > self.allowance and not self._streamed and not self.over and not self._make_room(self._length):
+            self.refuse_body(_no_memory())
+        elif not self.over and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self.edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._continued = True
+
+    @property
+    def _length(self) -> int:
+        """What the client says that the body has, 0 when it does not."""
+        return int(self.headers.get(b"content-length", b"0"))
+
+    @property
+    def _streamed(self) -> bool:
+        return self.target.route.body is Body.FORM
 
     def _check(self) -> None:
         if self._spoilt is not None:
             raise self._spoilt
-        if self.too_large:
+        if self.over:
             raise Refusal("request_too_large", f"The body is larger than {self.limit} bytes.")
 
     async def _wait(self) -> None:
@@ -141,24 +169,50 @@ class Call(msgspec.Struct, eq=False):
 
     def received(self, data: bytes) -> None:
         """The parser gave more of the body."""
-        if self.response_complete or self.too_large:
+        if self.response_complete or self.over:
             return  # nobody will read it
         size = self.bytes_in = self.bytes_in + len(data)
+        if size > self.allowance and not self._may_have(size):
+            return
         self._received.append(data)
-        if size > self.limit:
-            self.too_large = True
-            self._wake()
-        elif self.target.route.body is Body.FORM:
+        if self.target.route.body is Body.FORM:
             self._size += len(data)
             if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()
 
-    def spoil(self, refusal: Refusal) -> None:
-        """The rest of the body is no HTTP: whoever reads it gets the refusal."""
+    def _may_have(self, size: int) -> bool:
+        """Whether the body may grow to this size. If not, nothing of it is kept, and whoever reads it is told."""
+        if size > self.limit:
+            self.over = True
+            self._received = []
+            self._wake()
+        elif self._passes_on and not self._ahead:
+            self.allowance = self.limit
+        elif not self._make_room(size):
+            self.refuse_body(_no_memory())
+        return not self.over
+
+    def _make_room(self, size: int) -> bool:
+        """Take memory for the body: for the whole, or step by step where nobody knows how much of it will be held."""
+        whole = self._length or self.limit
+        wanted = whole if self._length and not self._streamed else min(size + FREE, whole)
+        if not self.edge.door.memory.take(wanted - self._charged):
+            return False
+        self._charged = self.allowance = wanted
+        return True
+
+    def refuse_body(self, refusal: Refusal) -> None:
+        """Nothing more of the body is kept: whoever reads it gets the refusal."""
         self._spoilt = refusal
-        self.keep_alive = False
+        self.over = True
+        self._received = []
         self._wake()
+
+    def spoil(self, refusal: Refusal) -> None:
+        """The rest of the body is no HTTP, or does not come: whoever reads it gets the refusal."""
+        self.refuse_body(refusal)
+        self.keep_alive = False
 
     def received_all(self) -> None:
         """The body is in."""
@@ -260,7 +314,13 @@ class Call(msgspec.Struct, eq=False):
 
     def settled(self) -> None:
         """Its story is over."""
+        if self._charged:
+            self._give_back()
         self.edge.on_call_settled(self)
+
+    def _give_back(self) -> None:
+        self.edge.door.memory.give(self._charged)
+        self._charged = 0
 
     # What the edge tells
 
@@ -270,3 +330,9 @@ class Call(msgspec.Struct, eq=False):
             self.disconnected = True
             if self.task is not None:
                 self.task.cancel()
+            else:
+                self._give_back()
+
+
+def _no_memory() -> Refusal:
+    return Refusal("overloaded", "The gateway holds too many large requests at the moment.")

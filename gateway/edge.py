@@ -5,20 +5,27 @@ is taken out of it here: it gets a ``Call``, which the story reads and writes di
 between, so that a chunk goes from the server's callback to the client's transport without a task switch.
 
 The rules: reading from a client never pauses once its body is in, or its leaving would not be seen; when a
-client leaves, every call on its connection is told at once; requests are answered in the order in which they came.
+client leaves, every call on its connection is told at once; requests are answered in the order in which they came;
+whatever is waited for of a client has an end (``patience``).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway.addresses import Connections, Proxies, counted_as, shown
 from gateway.call import Call
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
+from gateway.memory import BodyMemory
+from gateway.metrics import RelayMetrics
+from gateway.patience import Patience, Wait
+from gateway.state import Clients
 from upstream.story import Story
 
 if TYPE_CHECKING:
@@ -29,10 +36,21 @@ MAX_HEAD = 64 * 1024
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 """Requests that a client may send ahead of their answers."""
-KEEP_ALIVE = 75.0
-"""Seconds for which a connection may be idle between two requests."""
+_FRAMING_PER_BYTE = 8
+"""Bytes of framing that come with each of a body: a chunk of one byte has five. Longer ones, with extensions, add up like a head."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
+
+# By names of the module's own: that of a member costs a call with CPython 3.11.
+_FIRST_BYTE, _HEAD, _BODY, _NEXT_REQUEST = Wait.FIRST_BYTE, Wait.HEAD, Wait.BODY, Wait.NEXT_REQUEST
+_FAULTS = {
+    Wait.FIRST_BYTE: "silent",
+    Wait.HEAD: "slow_head",
+    Wait.BODY: "slow_body",
+    Wait.REST: "slow_body",
+    Wait.READER: "slow_reader",
+}
+"""How it is counted that a client has kept its connection waiting for too long; being idle is no fault."""
 
 
 class Door(Protocol):
@@ -41,6 +59,13 @@ class Door(Protocol):
     request_ids: Iterator[str]
     body_limit: int
     """Bytes that a body may have."""
+    body_allowance: int
+    """Bytes of it that are no matter."""
+    memory: BodyMemory
+    clients: Clients
+    proxies: Proxies
+    addresses: Connections
+    metrics: RelayMetrics
     date_line: bytes
     """The Date header of this second."""
 
@@ -50,6 +75,9 @@ class Door(Protocol):
 
     def serve(self, call: Call) -> Coroutine[Any, Any, None]:
         """The story of a request."""
+
+    def knows(self, call: Call) -> bool:
+        """Whether the request has a key that is good now."""
 
     def cors_lines(self, origin: bytes) -> bytes:
         """The headers for a page of an origin."""
@@ -66,20 +94,39 @@ class EdgeProtocol(HttpToolsProtocol):
         self.door = door
         self._call: Call | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
         self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
-        self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
+        self._head_size = 0  # of what is no body: a head, chunks' framing and trailers, as far as it is more than a body's usual
         self._lingering = False
         self._resuming = False
         self.due: Callable[[], None] | None = None
         """What is to be done when the parser has returned: the stories of this connection run outside of it."""
-        self.quiet_since: float | None = None
-        """When the connection was first seen idle; None since it last said something."""
+        self.address = ""
+        """The other end's."""
+        self.proxied = False
+        """The other end is a trusted proxy, which says who the client is."""
+        self._counted: str | None = None
+        self._reading = _FIRST_BYTE  # what the parser is in
+        self._patience = Patience()
 
     # Transport callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]  # both loops give a full Transport here
+        self.address = shown(self.client[0]) if self.client else ""
+        self.proxied = self.door.proxies.trusts(self.address)
+        most = self.door.clients.max_per_address
+        if most is not None and not self.proxied:
+            self._count(counted_as(self.address), most)
+
+    def _count(self, client: str, most: int) -> None:
+        if self.door.addresses.enter(client, most):
+            self._counted = client
+        else:
+            self.door.metrics.client_fault("too_many")
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering and self._incoming is None:
             return
-        self.quiet_since = None
         self._head_size += len(data)
         try:
             self.parser.feed_data(data)
@@ -101,6 +148,8 @@ class EdgeProtocol(HttpToolsProtocol):
             if isinstance(cycle, Call):
                 cycle.lost()
         self.pipeline.clear()
+        if self._counted is not None:
+            self.door.addresses.leave(self._counted)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -120,6 +169,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self._resuming:
+            self._reading = _HEAD
             self._incoming = None
             self.url = b""
             self.headers = []
@@ -137,6 +187,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._resuming:
             self._resuming = False
             return
+        self._reading = _BODY
         if self._lingering:
             return
         headers = self.headers
@@ -146,25 +197,36 @@ class EdgeProtocol(HttpToolsProtocol):
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
         parser, targets = self.parser, self.door.targets
+        version = parser.get_http_version()
+        http10 = version != "1.1"
+        if http10 and version != "1.0":
+            raise Refusal("invalid_request", "The version of HTTP is not 1.0 or 1.1.")
         target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
             return
-        unique, limit = _unique(headers), self.door.body_limit
+        unique, limit = _unique(headers, http10), self.door.body_limit
         call = self._incoming = Call(
             self,
             target,
             unique,
             next(self.door.request_ids),
             limit,
+            self.door.body_allowance,
             b"content-length" in unique and int(unique[b"content-length"]) > limit,
-            parser.get_http_version() == "1.0",
+            http10,
             parser.should_keep_alive(),
         )
         if busy:
-            self.pipeline.appendleft((call, self.app))
+            self._let_wait(call)
         else:
             self._start(call)
+
+    def _let_wait(self, call: Call) -> None:
+        """It was sent ahead: its key is looked at in its turn, but for one that has none no body is kept until then."""
+        if not self.door.knows(call):
+            call.over = True
+        self.pipeline.appendleft((call, self.app))
 
     def _size_of_head(self) -> int:
         """Worked out only where it might be too much: what came in the same read may be a part of the body."""
@@ -181,7 +243,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
 
     def on_body(self, body: bytes) -> None:
-        self._head_size = 0
+        left = self._head_size - _FRAMING_PER_BYTE * len(body)
+        self._head_size = left if left > 0 else 0
         if self._incoming is not None:
             self._incoming.received(body)  # no other route reads its body
 
@@ -189,6 +252,7 @@ class EdgeProtocol(HttpToolsProtocol):
         call = self._incoming
         if call is not None and self.parser.should_upgrade():
             return  # its body comes all the same: see _read_on
+        self._reading = _NEXT_REQUEST
         self._head_size = 0
         self._incoming = None
         if call is not None:
@@ -214,6 +278,10 @@ class EdgeProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
         self.data_received(rest)
 
+    def client_of(self, headers: Mapping[bytes, bytes]) -> str:
+        """The address of who sent a request, as far as that is known."""
+        return self.door.proxies.client(self.address, headers.get(FORWARDED, b"")) if self.proxied else self.address
+
     # The way of a call
 
     @property
@@ -222,7 +290,6 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start(self, call: Call) -> None:
         self.cycle = self._call = call
-        self.quiet_since = None
         call.task = story = Story(self.door.serve(call))
         self.tasks.add(story)  # type: ignore[arg-type]  # it can be cancelled, which is all that is done to what is in there
         self.due = story.step
@@ -254,7 +321,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # check_idle does it for all connections with one clock
+        self._unset_keepalive_if_required()  # check does it for all connections with one clock
 
     def _close_or_wait(self, call: Call) -> None:
         if not call.keep_alive:
@@ -271,20 +338,57 @@ class EdgeProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self.loop.call_later(LINGER, self.transport.close)
 
-    def check_idle(self, now: float) -> None:
-        """Close the connection if it has been idle for too long. Called every second or so with ``time.monotonic``."""
-        if self._busy:
-            return
-        if self.quiet_since is None:
-            self.quiet_since = now
-        elif now - self.quiet_since > KEEP_ALIVE:
+    # The clock
+
+    def check(self, now: float) -> None:
+        """Act if the client has kept the connection waiting for too long. Called every second or so with ``time.monotonic``."""
+        wait, message, moved = self._awaited()
+        if self._patience.is_over(wait, message, moved, now, self.door.clients):
+            self._give_up(wait)
+
+    def _awaited(self) -> tuple[Wait, object, int]:
+        """What is waited for, in which request, and how many bytes of it have moved."""
+        behind = self.transport.get_write_buffer_size()
+        if behind:
+            return Wait.READER, None, (self._call.bytes_out if self._call is not None else 0) - behind
+        if self._lingering or self.transport.is_closing():
+            return Wait.NOTHING, None, 0
+        if self._reading is _BODY:
+            return self._awaited_body()
+        return (Wait.NOTHING, None, 0) if self._busy else (self._reading, self.headers, 0)
+
+    def _awaited_body(self) -> tuple[Wait, object, int]:
+        call = self._incoming
+        if call is None:
+            return (Wait.NOTHING if self._busy else Wait.REST), self.headers, 0
+        if call.awaits_body and not self.flow.read_paused:
+            return Wait.BODY, call, call.bytes_in
+        return Wait.NOTHING, None, 0
+
+    def _give_up(self, wait: Wait) -> None:
+        if wait in _FAULTS:
+            self.door.metrics.client_fault(_FAULTS[wait])
+        if wait is Wait.READER:
+            self.transport.abort()
+        elif wait in (Wait.HEAD, Wait.BODY):
+            self._end_with(Refusal("request_timeout", "The request was not sent in time."))
+            self._go_on()
+        else:
             self.transport.close()
 
+    # Refusals
+
     def _refuse_bytes(self, refusal: Refusal) -> None:
-        """These bytes are no request that could be served. What is being served ends first; then close."""
+        """These bytes are no request that could be served."""
+        if not self._lingering:  # else it was refused already
+            self.door.metrics.client_fault("malformed")
+        self._end_with(refusal)
+
+    def _end_with(self, refusal: Refusal) -> None:
+        """No more requests are taken. What is being served ends first; then close."""
         call, self._incoming = self._incoming, None
         if self._lingering:
-            return  # it was refused already; nothing more is parsed
+            return  # nothing more is parsed
         self._lingering = True
         if call is not None:
             call.spoil(refusal)
@@ -311,19 +415,21 @@ def _refusal_of(error: BaseException) -> Refusal:
     return cause if isinstance(cause, Refusal) else Refusal("invalid_request", "The request is not valid HTTP/1.1.")
 
 
+FORWARDED = b"x-forwarded-for"
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
 
 
-def _unique(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+def _unique(headers: list[tuple[bytes, bytes]], http10: bool) -> dict[bytes, bytes]:
     """The headers by name. Raises Refusal when one that decides something is there twice, or for a strange encoding."""
     unique = dict(headers)
-    if unique.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-        raise Refusal("invalid_request", "The only transfer encoding is 'chunked'.")
+    if b"transfer-encoding" in unique and (http10 or unique[b"transfer-encoding"].lower() != b"chunked"):
+        raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
     if len(unique) < len(headers):
         seen: set[bytes] = set()
         for name, _ in headers:
             if name in seen and name in _ONCE:
                 raise Refusal("invalid_request", f"The header '{name.decode('latin-1')}' was sent more than once.")
             seen.add(name)
+        unique[FORWARDED] = b",".join(value for name, value in headers if name == FORWARDED)  # one list (RFC 9110, section 5.3)
     return unique

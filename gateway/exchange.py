@@ -120,8 +120,13 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
 def _authenticate(call: Call, gate: Gate) -> Key:
     if gate.draining:
         raise Refusal("draining", "The gateway is shutting down.")
+    return authenticate(call, gate.keyring)
+
+
+def authenticate(call: Call, keyring: Keyring) -> Key:
+    """Whose key a request shows. Raises Refusal."""
     headers = call.headers
-    return gate.keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key") if call.target.route.anthropic else None)
+    return keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key") if call.target.route.anthropic else None)
 
 
 async def _body(call: Call, account: Account) -> bytes:
@@ -174,6 +179,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     form.obey(entry.policy)
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
+    call.pass_on()
     if entry.model.fallbacks and call.target.mounted is None:
         account.elsewhere = Elsewhere(gate.catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
     return Outbound.of_form(call, entry, name, form)
@@ -384,6 +390,7 @@ class Account(msgspec.Struct, eq=False):
             self.code, self.incomplete = passing.failure.code, "upstream"
         if attempt is not None and attempt.failures:
             self.failures += self._failures_of(attempt)
+        edge = call.edge
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         composed_at = self.outbound.composed_at if self.outbound is not None else None
@@ -392,6 +399,7 @@ class Account(msgspec.Struct, eq=False):
             id=call.id,
             started=self.started,
             endpoint=call.target.route.endpoint,
+            client=edge.client_of(call.headers) if edge.proxied else edge.address,
             status=CLIENT_CLOSED_REQUEST if call.disconnected and not self.delivered else call.status,
             code=self.code,
             key=self.key.id if self.key else None,

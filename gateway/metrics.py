@@ -68,6 +68,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "queued_requests": Family("gauge", "Requests waiting for a server.", ("model",)),
         "auth_failures_total": Family("counter", "Requests refused for their key.", ("reason",)),
         "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
+        "client_faults_total": Family("counter", "Connections that were ended for what their client did.", ("reason",)),
         "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
         "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
@@ -94,6 +95,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
 _PER_MODEL = ("time_to_first_token_seconds", "inter_token_latency_seconds", "inflight_requests", "queued_requests", "retries_total")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
+CLIENT_FAULTS = ("malformed", "silent", "slow_head", "slow_body", "slow_reader", "too_many")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class RelayMetrics:
         """Make the series that a configuration implies, so that their first increase is seen as one."""
         for reason in AUTH_REASONS.values():
             self.cells("auth_failures_total", reason)
+        for reason in CLIENT_FAULTS:
+            self.cells("client_faults_total", reason)
         for name in (*(model.id for model in state.models), OTHER):
             for endpoint in ENDPOINTS:
                 self.cells("requests_total", name, endpoint, "200")
@@ -171,6 +175,10 @@ class RelayMetrics:
 
     def auth_failed(self, code: str) -> None:
         self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
+
+    def client_fault(self, reason: str) -> None:
+        """Count a connection that is ended for a reason of ``CLIENT_FAULTS``."""
+        self.cells("client_faults_total", reason)[0] += 1
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""

@@ -18,7 +18,7 @@ from gateway import config as conf
 from gateway.config import Config, plain_variables
 from gateway.fairness import weight_of
 from gateway.logs import LogSettings
-from gateway.state import BodyRules, Key, Model, Queue, State, Tracing
+from gateway.state import BodyRules, Clients, Key, Model, Queue, State, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -140,6 +140,20 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         relays=config.server.relays,
         log=log_settings(config),
         tracing=_tracing(config),
+        clients=_clients(config.server),
+        tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
+    )
+
+
+def _clients(server: conf.ServerSection) -> Clients:
+    """Memory is each relay's share of the whole, but never less than one body needs."""
+    return Clients(
+        headers_timeout=server.headers_timeout,
+        body_timeout=server.body_timeout,
+        write_timeout=server.write_timeout,
+        body_memory=max(server.body_memory // server.relays, server.body_limit),
+        max_per_address=server.max_connections_per_address,
+        trusted_proxies=tuple(map(str, server.trusted_proxies)),
     )
 
 

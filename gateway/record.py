@@ -29,7 +29,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
     wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
-    ``trace`` where the request stands in its trace, None where nothing is traced.
+    ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address.
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
@@ -59,3 +59,4 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[tuple[str, str, str], ...]
     detail: str | None
     trace: Trace | None = None
+    client: str | None = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -24,7 +27,7 @@ import uvloop
 from gateway import logs
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
-from gateway.edge import EdgeProtocol
+from gateway.edge import LINGER, EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
@@ -36,9 +39,12 @@ from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
 
-_SWEEP_EVERY = 4  # ticks
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _FRAME_BUFFER = 1024 * 1024
+_UNSENT = 128 * 1024
+"""Bytes of answers that the kernel takes for a client beyond what is on its way. More would hide from the gateway that a
+client has stopped reading, and would be memory that nobody counts."""
+_NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT of linux/tcp.h, for which the socket module has no name
 _SWITCH_INTERVAL = 0.0005
 """Seconds for which the access log's thread may hold up requests; the interpreter's own 5 ms would be seen in the 99th percentile."""
 
@@ -50,6 +56,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logs.configure(LogSettings(), f"relay {arguments.number}")  # until control says how
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a descriptor, and the usual 1,024 are few
     books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
     with access_log(sys.stdout.fileno()) as log, spans() as traced:
         orphaned = uvloop.run(_run(arguments, log, books, traced))
@@ -154,14 +162,10 @@ class _Process:
         count = 0
         while True:
             await asyncio.sleep(TICK)
-            count += 1
             self.relay.tick()
+            count += 1
             if count % _SWEEP_EVERY == 0:
-                self.relay.fleet.sweep()
-                now = monotonic()
-                logs.tell(now)
-                for connection in self._connections():
-                    connection.check_idle(now)
+                logs.tell(monotonic())
 
     def _connections(self) -> list[EdgeProtocol]:
         assert self._server is not None
@@ -195,15 +199,29 @@ async def _settled(done: Callable[[], bool], seconds: float) -> None:
 async def started(relay: Relay, listener: socket.socket) -> uvicorn.Server:
     """The data port's server, accepting connections.
 
-    These are the first steps of uvicorn's own ``serve``; its signal handlers and its way of shutting down are left
-    out, because this process ignores the signals and drains when control says so.
+    These are the first steps of uvicorn's own ``serve``, with deadlines for TLS that it does not pass on; its signal handlers
+    and its way of shutting down are left out, because this process ignores the signals and drains when control says so.
     """
     server = relay.server()
     server.config.load()
-    server.lifespan = server.config.lifespan_class(server.config)
-    await server.startup(sockets=[listener])
+    listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # what is accepted takes it over
+    loop = asyncio.get_running_loop()
+    accept = functools.partial(relay.protocol(), server.config, server.server_state, {})
+    server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(relay))]
+    server.started = True
     await server.on_tick(0)
     return server
+
+
+def _tls(relay: Relay) -> dict[str, Any]:
+    """What the loop is told where the data port speaks TLS. A handshake is a part of the head; it is not seen by the edge."""
+    if relay.certificate is None:
+        return {}
+    return {
+        "ssl": relay.certificate.context,
+        "ssl_handshake_timeout": relay.clients.headers_timeout,
+        "ssl_shutdown_timeout": LINGER,
+    }
 
 
 if __name__ == "__main__":

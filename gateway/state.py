@@ -102,6 +102,27 @@ class Tracing:
 
 
 @dataclass(frozen=True, slots=True)
+class Clients:
+    """What a relay asks of its clients' connections. Timeouts are in seconds; ``body_memory`` is in bytes, those of all bodies
+    that this relay holds at once; ``trusted_proxies`` are networks, ``max_per_address`` connections."""
+
+    headers_timeout: float = 10.0
+    body_timeout: float = 60.0
+    write_timeout: float = 60.0
+    body_memory: int = 256 * 1024 * 1024
+    max_per_address: int | None = None
+    trusted_proxies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files of the data port's certificate chain and its key, PEM."""
+
+    cert: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together."""
 
@@ -117,6 +138,8 @@ class State:
     relays: int = 1
     log: LogSettings = field(default_factory=LogSettings)
     tracing: Tracing | None = None
+    clients: Clients = field(default_factory=Clients)
+    tls: Tls | None = None
 
     @property
     def bases(self) -> tuple[Model, ...]:

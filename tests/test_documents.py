@@ -22,6 +22,7 @@ from gateway.config.models import Admin
 from gateway.errors import ROWS, Refusal, anthropic_error
 from gateway.metrics import FAMILIES, PREFIX
 from gateway.routes import ROUTES
+from tests.support.certificates import certificate
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.running import KEY
 
@@ -89,6 +90,9 @@ def checked(folder: Path, text: str) -> str:
         if kind == "file":
             (folder / name).write_text("a-secret\n")
     (folder / "gateway.yaml").write_text(text)
+    if "tls:" in text:
+        for file, name in zip(certificate(folder), ("tls.crt", "tls.key"), strict=True):
+            file.rename(folder / name)
     for path in re.findall(r" (\./[\w./-]+)", text):
         (folder / path).mkdir(parents=True)
     program = folder / "bin" / "nvidia-smi"  # a machine with more GPUs than are spoken of

@@ -13,8 +13,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, Strict, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from gateway.certificate import CertificateError, Pair
 from gateway.config.problems import Note
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store
@@ -42,6 +54,7 @@ from gateway.config.values import (
     WeightsPlace,
 )
 from gateway.logs import PARTS
+from gateway.state import Tls as Files
 from upstream.address import Address
 
 
@@ -72,10 +85,18 @@ class Cors(Section):
 
 
 class Tls(Section):
-    """TLS on the data port."""
+    """TLS on the data port. The files are followed: a renewed certificate is taken over within seconds."""
 
     cert: ReadableFile = Field(description="file with the certificate chain, PEM")
     key: ReadableFile = Field(description="file with the private key, PEM")
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Tls:
+        try:
+            Pair.read(Files(str(self.cert), str(self.key))).check()
+        except CertificateError as error:
+            raise ValueError(f"cert and key cannot be used: {error}") from None
+        return self
 
 
 class ServerSection(Section):
@@ -88,10 +109,14 @@ class ServerSection(Section):
     tls: Tls | None = Field(default=None, description="TLS on the data port")
     cors: Cors = Field(default=Cors(), description="browsers that may call the gateway")
     trusted_proxies: tuple[Network, ...] = Field(default=(), description="networks of the proxies whose X-Forwarded-For is believed")
+    max_connections_per_address: Count | None = Field(
+        default=None, description="connections that one client address may have to each relay; those of trusted proxies do not count"
+    )
     body_limit: Size = _quantity("20MiB", "largest request body")
+    body_memory: Size = _quantity("256MiB", "bytes of request bodies that all relays together hold at once; more are refused")
     headers_timeout: Duration = _quantity("10s", "time a client has to send the head of a request")
-    body_timeout: Duration = _quantity("60s", "time a client has to send the body of a request")
-    write_timeout: Duration = _quantity("60s", "time a client may leave its answer unread")
+    body_timeout: Duration = _quantity("60s", "time for which a client may send nothing of its body, or less than 1 KiB/s of it")
+    write_timeout: Duration = _quantity("60s", "time for which a client may read nothing of its answer")
     max_inflight: Count | None = Field(
         default=None, description="requests at once in the whole gateway, those that wait included; more are refused"
     )

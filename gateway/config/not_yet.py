@@ -14,11 +14,6 @@ from gateway.config.references import Draft, Place
 _NONE = "has no effect yet"
 
 NOT_YET: dict[str, str] = {
-    "server.tls": _NONE,
-    "server.trusted_proxies": _NONE,
-    "server.headers_timeout": _NONE,
-    "server.body_timeout": _NONE,
-    "server.write_timeout": _NONE,
     "models[].discover": _NONE,
     "keys[].limits": _NONE,
     "teams[].limits": _NONE,

@@ -19,6 +19,7 @@ from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration
 from gateway.config.references import Draft
 from gateway.config.source import parse
 from gateway.config.values import KeyHash
+from tests.support.certificates import certificate
 
 HASH = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 CANARY = "canary-9f2c41"
@@ -122,9 +123,9 @@ def sample(write: Any) -> Config:
 
 
 @pytest.fixture
-def further(write: Any) -> Config:
-    for name in ("cert.pem", "key.pem", "token"):
-        write(f"{CANARY}\n", name)
+def further(write: Any, tmp_path: Path) -> Config:
+    certificate(tmp_path)
+    write(f"{CANARY}\n", "token")
     return load(write(FURTHER), {"LLAMA_KEY": CANARY})
 
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.config import ConfigurationError, Model, load, schema
+from tests.support.certificates import certificate
 
 HASH = "sha256:" + "9f" * 32
 CANARY = "canary-9f2c41"
@@ -292,6 +293,19 @@ def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
 )
 def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
     assert about_server(tmp_path, text) == said
+
+
+def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    assert about_server(tmp_path, f"{{tls: {{cert: {cert}, key: {key}}}}}") == []
+    assert about_server(tmp_path, f"{{tls: {{cert: {cert}, key: {cert}}}}}") == [
+        "server.tls: cert and key cannot be used: one of the files is not PEM"
+    ]
+    (tmp_path / "other").mkdir()
+    other, _ = certificate(tmp_path / "other")
+    assert about_server(tmp_path, f"{{tls: {{cert: {other}, key: {key}}}}}") == [
+        "server.tls: cert and key cannot be used: key values mismatch"
+    ]
 
 
 @pytest.mark.parametrize(

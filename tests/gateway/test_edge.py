@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from gateway import edge
-from gateway.edge import KEEP_ALIVE, MAX_PIPELINED, EdgeProtocol
+from gateway.edge import MAX_PIPELINED, EdgeProtocol
+from gateway.patience import KEEP_ALIVE
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, ask, chat, client, request
@@ -164,14 +165,14 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
                 if ahead:
                     await one.reply()
                 await until(lambda: served.relay.admission.in_flight == 1)
-                connection.check_idle(later)
+                connection.check(later)
                 release.set()
                 assert (await one.reply()).body == COMPLETION, "a request in progress was cut"
                 now = connection.loop.time()
-                connection.check_idle(now)  # seen idle for the first time
-                connection.check_idle(now + KEEP_ALIVE - 5)
+                connection.check(now)  # seen idle for the first time
+                connection.check(now + KEEP_ALIVE - 5)
                 assert not connection.transport.is_closing()
-                connection.check_idle(now + KEEP_ALIVE + 1)
+                connection.check(now + KEEP_ALIVE + 1)
                 assert await one.closed()
             await until(lambda: not served.connections)
 

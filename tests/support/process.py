@@ -23,7 +23,7 @@ from gateway import keys
 from tests.support.running import KEY
 
 SIMULATOR = [sys.executable, "-P", "-m", "upstream.simulator"]
-_ADDRESS = re.compile(r"""(?:^|"message": ")(requests|metrics)\s+http://([^:/]+):(\d+)""", re.MULTILINE)
+_ADDRESS = re.compile(r"""(?:^|"message": ")(requests|metrics)\s+https?://([^:/]+):(\d+)""", re.MULTILINE)
 
 
 def launched(identity: str = "sim/one", **args: Any) -> dict[str, Any]:

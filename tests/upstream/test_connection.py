@@ -7,7 +7,6 @@ import random
 import socket
 import ssl
 import struct
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.certificates import certificate
 from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
@@ -276,17 +276,12 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-               "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("tls"))
 
 
-async def test_tls_is_checked(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
+async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
+    cert, key = pair
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
 

@@ -1,0 +1,433 @@
+"""Clients that are slow, silent, greedy or many, against a gateway that runs as a process: others do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import select
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.faults.conftest import FULL
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+from tests.support.scripted import Conversation, Script, scripted
+from tests.support.wire import COMPLETION, DONE, HELLO, chat, request
+
+MODEL = "sim/one"
+MiB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def descriptors() -> Iterator[None]:
+    """As many as may be, for the sockets of many clients."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+QUICK = launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0})
+"""A simulator that answers at once."""
+
+
+def started(folder: Path, **server: Any) -> Any:
+    return gateway(folder, configuration(QUICK, **server))
+
+
+def relay(running: Gateway) -> psutil.Process:
+    return psutil.Process(running.relays()[0])
+
+
+def connected(stack: ExitStack, running: Gateway, count: int, *, receive: int | None = None) -> list[socket.socket]:
+    """So many connections, which are closed with the stack; ``receive``: the size of their buffers for what they receive."""
+    made = []
+    for _ in range(count):
+        one = stack.enter_context(socket.socket())
+        if receive is not None:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+        one.settimeout(60)
+        one.connect(("127.0.0.1", running.data))
+        made.append(one)
+    return made
+
+
+def ended(sockets: list[socket.socket], seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
+    """What each of them was told until its end. Raises AssertionError when that does not come in time."""
+    told = {one.fileno(): b"" for one in sockets}
+    by_number, poll, deadline = {one.fileno(): one for one in sockets}, select.epoll(), time.monotonic() + seconds
+    last = 0.0
+    with poll:
+        for number in by_number:
+            poll.register(number, select.EPOLLIN)
+        while by_number:
+            assert time.monotonic() < deadline, f"{len(by_number)} of {len(sockets)} connections are still open"
+            for number, _ in poll.poll(0.25):
+                data = _received(by_number[number])
+                told[number] += data
+                if not data:
+                    poll.unregister(number)
+                    del by_number[number]
+            if time.monotonic() - last > 0.25:
+                meanwhile()
+                last = time.monotonic()
+    return list(told.values())
+
+
+def _received(one: socket.socket) -> bytes:
+    try:
+        return one.recv(65536)
+    except ConnectionError:
+        return b""
+
+
+class Healthy:
+    """A client that asks one thing after the other, in a thread of its own; ``times`` are its seconds for each."""
+
+    def __init__(self, running: Gateway) -> None:
+        self._running = running
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.times: list[float] = []
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Healthy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        body = chat(model=MODEL)
+        with httpx2.Client(base_url=self._running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False) as one:
+            while not self._stop.is_set():
+                since = time.perf_counter()
+                answer = one.post("/v1/chat/completions", json=body)
+                self.times.append(time.perf_counter() - since)
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+                time.sleep(0.005)
+
+    @property
+    def p99(self) -> float:
+        return statistics.quantiles(self.times, n=100)[98]
+
+
+def healthy_alone(running: Gateway) -> float:
+    """The 99th percentile of a client's times when nobody else is there."""
+    with Healthy(running) as client:
+        wait_for(lambda: len(client.times) >= 200, 60)
+    assert client.failures == []
+    return client.p99
+
+
+def in_flight(running: Gateway, name: str = MODEL) -> float:
+    return running.metric(f'vllm_gateway_inflight_requests{{model="{name}"}}')
+
+
+def faults(running: Gateway, reason: str) -> float:
+    return running.metric(f'vllm_gateway_client_faults_total{{reason="{reason}"}}')
+
+
+@pytest.mark.row(10)
+@pytest.mark.timeout(400)
+def test_slow_and_silent_clients_are_ended_and_others_do_not_notice(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    count = 5000 if FULL else 200
+    limits = {} if FULL else {"headers_timeout": "2s", "body_timeout": "3s"}
+    longest = 60 if FULL else 3
+    head, body = (
+        request(chat(model=MODEL)).partition(b"host: te")[0] + b"host: te",
+        request(chat(model=MODEL, user="u" * 100_000))[:-50_000],
+    )
+    with started(tmp_path, **limits) as running, ExitStack() as stack:
+        alone, since = healthy_alone(running), time.monotonic()
+        silent, heads, bodies = (connected(stack, running, number) for number in (count, count, count // 10))
+        for one in heads:
+            one.sendall(head)
+        for one in bodies:
+            one.sendall(body)
+
+        def trickle() -> None:
+            """A byte now and then is no help."""
+            for one in (*heads[::10], *bodies):
+                try:
+                    one.send(b"a")
+                except OSError:
+                    pass  # it has been ended
+
+        with Healthy(running) as client:
+            told = ended([*silent, *heads, *bodies], 3 * longest + 60, trickle)
+        took = time.monotonic() - since
+        assert client.failures == [] and len(client.times) > 10
+        assert told[: len(silent)] == [b""] * len(silent)
+        assert {each[:12] for each in told[len(silent) :]} == {b"HTTP/1.1 408"}
+        counted = {reason: faults(running, reason) for reason in ("silent", "slow_head", "slow_body")}
+        assert counted == {"silent": len(silent), "slow_head": len(heads), "slow_body": len(bodies)}
+        wait_for(lambda: in_flight(running) == 0)
+    measured(
+        f"{count} silent connections, {count} slow heads, {len(bodies)} slow bodies: all ended after {took:.0f} s; "
+        f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
+    )
+
+
+def _stream(tokens: int) -> bytes:
+    return request(chat(model=MODEL, stream=True, simulate={"tokens": tokens, "tokens_per_second": 0}))
+
+
+@pytest.mark.row(9)
+@pytest.mark.timeout(200)
+def test_a_reader_that_stops_frees_its_slot(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with started(tmp_path, **({} if FULL else {"write_timeout": "2s"})) as running, ExitStack() as stack:
+        (one,) = connected(stack, running, 1, receive=65536)
+        one.sendall(_stream(100_000))
+        wait_for(lambda: in_flight(running) == 1)
+        since = time.monotonic()
+        wait_for(lambda: in_flight(running) == 0, 100)
+        took = time.monotonic() - since
+        assert faults(running, "slow_reader") == 1
+        assert running.metric(f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="client"}}') == 1
+        wait_for(lambda: running.log)
+        (line,) = [json.loads(line) for line in running.log.splitlines() if "chat" in line]
+        assert (line["status"], line["incomplete"]) == (499, "client")
+    measured(f"slot freed after {took:.1f} s with a write_timeout of {60 if FULL else 2} s")
+
+
+async def _flood(talk: Conversation) -> None:
+    if talk.request.head.startswith(b"GET"):
+        await talk.respond(b"{}")
+        return
+    await talk.begin_stream()
+    while True:
+        await talk.chunk(HELLO * 400)
+
+
+async def _steady(talk: Conversation) -> None:
+    """A stream of five seconds; everything else at once."""
+    if talk.request.head.startswith(b"GET") or not talk.request.json.get("stream"):
+        await talk.respond(COMPLETION)
+        return
+    await talk.begin_stream()
+    for _ in range(50):
+        await talk.chunk(HELLO)
+        await asyncio.sleep(0.1)
+    await talk.chunk(DONE)
+    await talk.end_stream()
+
+
+@contextmanager
+def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
+    """A model of that name on a scripted server in a thread of its own."""
+    port: Queue[int] = Queue()
+    stop, loop = asyncio.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with scripted(script) as server:
+            port.put(server.port)
+            await stop.wait()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield {"id": "beside", "servers": [{"url": f"http://127.0.0.1:{port.get(timeout=30)}"}]}
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+@pytest.mark.row(8)
+@pytest.mark.timeout(400)
+def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    count = 1000 if FULL else 60
+    with serving_beside(_flood) as flood, ExitStack() as stack:
+        running = stack.enter_context(gateway(tmp_path, configuration(QUICK, flood)))
+        alone, process = healthy_alone(running), relay(running)
+        before = process.memory_info().rss
+        readers = connected(stack, running, count, receive=16384)
+        for one in readers:
+            one.sendall(request(chat(model="beside", stream=True)))
+        wait_for(lambda: in_flight(running, "beside") == count, 120)
+        with Healthy(running) as client:
+            most, stop = 0, time.monotonic() + (20 if FULL else 4)
+            while time.monotonic() < stop:
+                most = max(most, process.memory_info().rss)
+                for one in readers[::10]:
+                    one.recv(1024)
+                time.sleep(0.1)
+        growth = (most - before) / MiB
+        assert client.failures == [] and len(client.times) > 10
+        assert growth < 256, f"{growth:.0f} MiB"
+        for one in readers:
+            one.close()
+        wait_for(lambda: in_flight(running, "beside") == 0, 60)
+    measured(
+        f"{count} slow readers: RSS grew by {growth:.0f} MiB; a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
+    )
+
+
+def _post(port: int, data: bytes, answers: list[bytes]) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as one:
+        one.settimeout(120)
+        try:
+            one.sendall(data)
+        except ConnectionError:
+            pass  # it was refused before it was sent; the answer is there to be read
+        answers.append(_received(one)[:12])
+
+
+@contextmanager
+def _at_once(running: Gateway, bodies: list[bytes]) -> Iterator[list[bytes]]:
+    """Send all of them at the same time; ``answers`` fill while the block runs, and are whole behind it."""
+    answers: list[bytes] = []
+    threads = [threading.Thread(target=_post, args=(running.data, body, answers)) for body in bodies]
+    for each in threads:
+        each.start()
+    yield answers
+    for each in threads:
+        each.join()
+
+
+@pytest.mark.row(11)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("framing", ["sized", "chunked"])
+def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: str, measured: Callable[[str], None]) -> None:
+    limit, budget, count = (20 * MiB, 256 * MiB, 100) if FULL else (2 * MiB, 8 * MiB, 40)
+    data = request(chat(model="beside", messages=[{"role": "user", "content": "a" * (limit - 1000)}]))
+    if framing == "chunked":
+        head, _, body = data.partition(b"\r\n\r\n")
+        lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
+        data = b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", b""]) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    with serving_beside(_steady) as beside, ExitStack() as stack:
+        running = stack.enter_context(gateway(tmp_path, configuration(beside, body_limit=f"{limit}B", body_memory=f"{budget}B")))
+        process = relay(running)
+        before = most = process.memory_info().rss
+        with _at_once(running, [data] * count) as answers:
+            while len(answers) < count:
+                most = max(most, process.memory_info().rss)
+                time.sleep(0.02)
+        growth, refused = most - before, answers.count(b"HTTP/1.1 503")
+        assert set(answers) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"} and b"HTTP/1.1 200" in answers
+        assert growth < 4 * budget + 32 * MiB, f"{growth / MiB:.0f} MiB"
+        wait_for(lambda: in_flight(running, "beside") == 0)
+        with _at_once(running, [data]) as alone:
+            pass
+        assert alone == [b"HTTP/1.1 200"], "what was taken was given back"
+    measured(
+        f"{count} bodies of {limit // MiB} MiB at once, {framing}, with {budget // MiB} MiB for them: RSS grew by {growth / MiB:.0f} MiB, "
+        f"{refused} were refused"
+    )
+
+
+@pytest.mark.row(11)
+def test_a_body_beyond_the_limit(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    limit = 100_000
+    head = request(b"")[:-4].replace(b"content-length: 0", b"transfer-encoding: chunked") + b"\r\n\r\n"
+    with started(tmp_path, body_limit=f"{limit}B") as running:
+        for data in (request(b"a" * (limit + 1)), head + b"%x\r\n%b\r\n0\r\n\r\n" % (limit + 1, b"a" * (limit + 1))):
+            answers: list[bytes] = []
+            _post(running.data, data, answers)
+            assert answers == [b"HTTP/1.1 413"]
+        answers = []
+        _post(running.data, request(b"a" * limit), answers)
+        assert answers == [b"HTTP/1.1 400"], "a body of exactly the limit is read"
+    measured("limit + 1, sized and chunked: 413")
+
+
+@pytest.mark.row(28)
+def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with started(tmp_path) as running:
+        process = relay(running)
+        assert running.ask().status_code == 200
+        most = process.num_fds() + 10
+        process.rlimit(resource.RLIMIT_NOFILE, (most, most))
+        with ExitStack() as stack:
+            held = connected(stack, running, 50)
+            wait_for(lambda: process.num_fds() == most)
+            turned_away = held[11:]
+            ended(turned_away, 30)
+            held[0].sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert held[0].recv(12) == b"HTTP/1.1 200", "those who are there go on"
+        wait_for(lambda: process.num_fds() < most)
+        wait_for(lambda: _answered(running))
+        assert running.relays() == {0: process.pid}, "the relay has not been replaced"
+    measured("descriptors used up: new connections closed, those that are there served, and all again when some are free")
+
+
+def _answered(running: Gateway) -> bool:
+    try:
+        return running.ask().status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+@pytest.mark.row(28)
+def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    (tmp_path / "stdout").symlink_to("/dev/full")
+    with started(tmp_path) as running:
+        for _ in range(50):
+            assert running.ask().status_code == 200
+        wait_for(lambda: in_flight(running) == 0)
+        pids = running.relays()
+        time.sleep(1)  # a few ticks, in which lines are written
+        assert running.ask().status_code == 200 and running.relays() == pids
+        assert running.stop() == 0
+        assert "Traceback" not in running.said
+    measured("standard output is /dev/full: every request served, an orderly stop")
+
+
+@pytest.mark.row(28)
+def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock, as a false NTP server would set it: the monotonic one goes on."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        pytest.skip("libfaketime is not installed (Debian: faketime)")
+    clock = tmp_path / "clock"
+
+    def set_clock(jump: str) -> None:
+        (tmp_path / "next").write_text(jump + "\n")
+        (tmp_path / "next").replace(clock)
+
+    set_clock("+0")
+    faked = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": clock, "FAKETIME_NO_CACHE": 1, "FAKETIME_DONT_FAKE_MONOTONIC": 1}
+    with serving_beside(_steady) as beside, ExitStack() as stack:
+        with monkeypatch.context() as environ:
+            for name, value in faked.items():
+                environ.setenv(name, str(value))
+            running = stack.enter_context(gateway(tmp_path, configuration(beside)))
+        streams = connected(stack, running, 10)
+        for one in streams:
+            one.sendall(request(chat(model="beside", stream=True), extra=("connection: close",)))
+        wait_for(lambda: in_flight(running, "beside") == len(streams))
+        days = {_day(running)}
+        for jump in ("+48h", "-48h"):
+            set_clock(jump)
+            wait_for(lambda: _day(running) not in days)
+            days.add(_day(running))
+        told = ended(streams, 60)
+        assert all(each.count(HELLO) == 50 and each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
+        assert in_flight(running, "beside") == 0 and running.relays() and "ended unexpectedly" not in running.said
+    measured("two days forth and back: 10 of 10 streams whole, every request served")
+
+
+def _day(running: Gateway) -> str:
+    """The day that an answer was given on, as the gateway has it."""
+    answer = running.ask(model="beside")
+    assert answer.status_code == 200
+    return answer.headers["date"][:16]

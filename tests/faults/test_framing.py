@@ -1,0 +1,316 @@
+"""Where one request ends and the next begins: what can be read in two ways is not read at all.
+
+The table's bytes go over real sockets, each with a second request behind it that a wrong reading would let through. The
+comparison with h11, an HTTP parser with another history, goes through the connection's own callbacks, thousands of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import h11
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.access_log import AccessLog
+from gateway.app import Relay
+from gateway.call import Call
+from gateway.edge import MAX_HEAD, EdgeProtocol
+from gateway.errors import Refusal
+from gateway.metrics import RelayMetrics
+from gateway.state import State
+from tests.faults.conftest import FULL
+from tests.faults.invariants import unharmed
+from tests.gateway.test_cost import Wire
+from tests.support.running import KEY, board, key, model
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, Client, ask, chat, client, request
+from upstream.pool import fleet
+
+BODY = orjson.dumps(chat())
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
+HOST = b"host: a\r\n"
+KEYED = f"authorization: Bearer {KEY}\r\ncontent-type: application/json\r\n".encode()
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+CHUNKED = b"transfer-encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+def sized(*lines: bytes, body: bytes = BODY) -> bytes:
+    return LINE + HOST + KEYED + b"".join(lines) + b"\r\n" + body
+
+
+def chunked(size: bytes, *, behind: bytes = b"\r\n", last: bytes = b"0\r\n\r\n") -> bytes:
+    """A body of one chunk with this line for its size, without its CRLF."""
+    return LINE + HOST + KEYED + CHUNKED + b"\r\n" + size + b"\r\n" + BODY + behind + last
+
+
+SIZE = b"%x" % len(BODY)
+AMBIGUOUS = {
+    "a length and chunks": sized(LENGTH, CHUNKED, body=CHUNKS),
+    "chunks and a length": sized(CHUNKED, LENGTH, body=CHUNKS),
+    "the same length twice": sized(LENGTH, LENGTH),
+    "two lengths": sized(LENGTH, b"content-length: 5\r\n"),
+    "a list of lengths": sized(b"content-length: %d, %d\r\n" % (len(BODY), len(BODY))),
+    "a negative length": sized(b"content-length: -5\r\n"),
+    "a length with a plus": sized(b"content-length: +%d\r\n" % len(BODY)),
+    "a hexadecimal length": sized(b"content-length: 0x%x\r\n" % len(BODY)),
+    "a length with a fraction": sized(b"content-length: %d.0\r\n" % len(BODY)),
+    "a length with an underscore": sized(b"content-length: 1_0\r\n"),
+    "a length in two parts": sized(b"content-length: 1 0\r\n"),
+    "a length beyond all numbers": sized(b"content-length: 99999999999999999999999\r\n"),
+    "no length": sized(b"content-length: \r\n"),
+    "xchunked": sized(b"transfer-encoding: xchunked\r\n", body=CHUNKS),
+    "another encoding first": sized(b"transfer-encoding: gzip, chunked\r\n", body=CHUNKS),
+    "another encoding last": sized(b"transfer-encoding: chunked, identity\r\n", body=CHUNKS),
+    "identity": sized(b"transfer-encoding: identity\r\n", LENGTH),
+    "no encoding": sized(b"transfer-encoding: \r\n", body=CHUNKS),
+    "chunked twice": sized(CHUNKED, CHUNKED, body=CHUNKS),
+    "chunked with a parameter": sized(b"transfer-encoding: chunked;q=1\r\n", body=CHUNKS),
+    "chunked in quotes": sized(b'transfer-encoding: "chunked"\r\n', body=CHUNKS),
+    "chunked behind a control character": sized(b"transfer-encoding: \x0bchunked\r\n", body=CHUNKS),
+    "chunked of an old client": sized(CHUNKED, body=CHUNKS).replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+    "an offer of another protocol": sized(b"upgrade: h2c\r\nconnection: upgrade\r\n", LENGTH, CHUNKED, body=CHUNKS),
+    "a folded header": sized(LENGTH, b"x: a\r\n b\r\n"),
+    "a folded encoding": sized(b"transfer-encoding:\r\n chunked\r\n", body=CHUNKS),
+    "a fold before all headers": LINE + b" x: y\r\n" + HOST + KEYED + LENGTH + b"\r\n" + BODY,
+    "bare line feeds": sized(LENGTH).replace(b"\r\n", b"\n"),
+    "a bare line feed": sized(LENGTH.replace(b"\r\n", b"\n")),
+    "a bare line feed behind the head": LINE + HOST + KEYED + LENGTH + b"\n" + BODY,
+    "a bare line feed behind the first line": sized(LENGTH).replace(b"\r\n", b"\n", 1),
+    "a bare carriage return": sized(b"x: a\rb: c\r\n", LENGTH),
+    "a zero byte in a value": sized(b"x: a\0b\r\n", LENGTH),
+    "a zero byte in a name": sized(b"x\0: ab\r\n", LENGTH),
+    "a space before the colon": sized(b"content-length : %d\r\n" % len(BODY)),
+    "a space before the encoding's colon": sized(b"transfer-encoding : chunked\r\n", body=CHUNKS),
+    "no colon": sized(b"xyz\r\n", LENGTH),
+    "no name": sized(b": xyz\r\n", LENGTH),
+    "two hosts": sized(HOST, LENGTH),
+    "a chunk without its end": chunked(SIZE, behind=b"XX"),
+    "a chunk with half an end": chunked(SIZE, behind=b"\n"),
+    "a chunk that is longer": chunked(b"%x" % (len(BODY) - 1)),
+    "a chunk of 0x": chunked(b"0x" + SIZE),
+    "a chunk of +": chunked(b"+" + SIZE),
+    "a chunk of -": chunked(b"-" + SIZE),
+    "a chunk behind a space": chunked(b" " + SIZE),
+    "a chunk before a space": chunked(SIZE + b" "),
+    "a chunk without a size": chunked(b""),
+    "a chunk beyond all numbers": chunked(b"fffffffffffffffff"),
+    "a line feed in an extension": chunked(SIZE + b";a\nb"),
+    "lines of a chunk that end in line feeds": sized(CHUNKED, body=CHUNKS.replace(b"\r\n", b"\n")),
+    "a length in the trailers": chunked(SIZE, last=b"0\r\ncontent-length: 5\r\n\r\n"),
+    "no version": LINE.replace(b" HTTP/1.1", b""),
+    "another version": sized(LENGTH).replace(b"HTTP/1.1", b"HTTP/1.2", 1),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a tunnel": b"CONNECT a:80 HTTP/1.1\r\n" + HOST + KEYED + b"\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00",
+}
+
+
+async def answers(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+async def _refused(port: int, data: bytes, status: int) -> None:
+    """One answer, with its error, and the end, although a good request stands behind it."""
+    async with client(port) as one:
+        one.send(data + request())
+        reply = await one.reply()
+        assert (reply.status, reply.headers["connection"]) == (status, "close"), data[:300]
+        async with asyncio.timeout(20):
+            assert await one.reader.read() == b"", "what stands behind was answered"
+
+
+@pytest.mark.row(13)
+async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str], None]) -> None:
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
+        await asyncio.gather(*(_refused(served.port, data, 400) for data in AMBIGUOUS.values()))
+        assert server.requests == []
+        assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
+        for good in (sized(LENGTH), sized(CHUNKED, body=CHUNKS), chunked(b"00" + SIZE + b";a=b")):
+            assert (await ask(served.port, good)).status == 200
+        assert len(server.requests) == 3
+    measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400 and the end, 0 requests upstream")
+
+
+@pytest.mark.row(13)
+async def test_framing_without_end_is_refused(measured: Callable[[str], None]) -> None:
+    """A chunk of one byte may have an extension of any length; many of them would be work without end."""
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+        one.send(LINE + HOST + KEYED + CHUNKED + b"\r\n")
+        refused = asyncio.create_task(one.reply())
+        sent = 0
+        while not refused.done():
+            one.send(b"1;%b\r\n{\r\n" % (b"a" * 4000))
+            sent += 1
+            await asyncio.sleep(0.001)
+        assert (await refused).status == 431 and sent < 2000
+        assert server.requests == []
+    measured("chunks of a byte with 4,000 bytes of extension: refused")
+
+
+@pytest.mark.row(13)
+async def test_chunks_of_a_byte_are_a_body_too() -> None:
+    body = orjson.dumps(chat(user="u" * 30_000))
+    data = sized(CHUNKED, body=b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+        for at in range(0, len(data), 50_000):
+            one.send(data[at : at + 50_000])
+            await asyncio.sleep(0.005)
+        assert (await one.reply()).status == 200
+        assert server.requests[0].json["user"] == "u" * 30_000
+
+
+@pytest.mark.row(12)
+async def test_heads_without_measure(measured: Callable[[str], None]) -> None:
+    heads = {
+        "a header of 64 KiB": request(extra=("x: " + "a" * MAX_HEAD,)),
+        "1,000 headers": request(extra=("x: y",) * 1000),
+        "a path of 64 KiB": request(path="/" + "a" * MAX_HEAD),
+        "a name of 64 KiB": request(extra=("a" * MAX_HEAD + ": x",)),
+    }
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
+        await asyncio.gather(*(_refused(served.port, data, 431) for data in heads.values()))
+        assert server.requests == []
+    measured(f"{', '.join(heads)}: 431")
+
+
+@pytest.mark.row(12)
+async def test_a_head_that_never_ends_is_not_gathered() -> None:
+    async def pour(one: Client) -> None:
+        while True:
+            one.send(b"x: " + b"a" * 1000 + b"\r\n")
+            await one.writer.drain()
+
+    async with unharmed([model(1)]) as served, client(served.port) as one:
+        one.send(LINE)
+        pouring = asyncio.create_task(pour(one))
+        assert (await one.reply()).status == 431
+        pouring.cancel()
+        await asyncio.gather(pouring, return_exceptions=True)
+
+
+# Beside another parser
+
+
+class Taking(Relay):
+    """Takes every request that has a body, and answers."""
+
+    taken: list[bytes]
+
+    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+        return self._take(call)
+
+    async def _take(self, call: Call) -> None:
+        try:
+            self.taken.append(await call.body())
+            call.respond(200, b"", b"{}")
+        except Refusal as refusal:
+            call.respond(refusal.row.status, b"", b"")
+        except asyncio.CancelledError:
+            pass  # the client has left
+        finally:
+            call.settled()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def taking() -> Iterator[Taking]:
+    with board() as counts, fleet() as servers:
+        state = State(1, (key(),), (model(1),))
+        yield Taking(state, fleet=servers, metrics=RelayMetrics(counts), log=AccessLog(-1))
+
+
+async def taken_by_the_gateway(relay: Taking, data: bytes, pieces: list[int]) -> list[bytes]:
+    relay.taken = []
+    uvicorn = relay.server()
+    uvicorn.config.load()
+    connection: EdgeProtocol = relay.protocol()(uvicorn.config, uvicorn.server_state, {})
+    connection.connection_made(Wire())
+    at = 0
+    for size in [*pieces, len(data)]:
+        connection.data_received(data[at : at + size])
+        await asyncio.sleep(0)  # the next of those that were sent ahead begins in a turn of its own
+        at += size
+    for _ in range(4):
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+    return relay.taken
+
+
+def taken_by_h11(data: bytes) -> list[bytes]:
+    """The bodies that it reads, up to what it does not accept."""
+    bodies: list[bytes] = []
+    while data := data.lstrip(b"\r\n"):  # blank lines between requests are skipped (RFC 9112, section 2.2)
+        connection, body = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20), b""
+        connection.receive_data(data)
+        try:
+            while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    return bodies
+                if isinstance(event, h11.Data):
+                    body += bytes(event.data)
+        except h11.RemoteProtocolError:
+            return bodies
+        bodies.append(body)
+        data = connection.trailing_data[0]
+    return bodies
+
+
+FIXED = LINE + HOST + KEYED  # another Host, or a gap in the first line, the two take differently, and nothing hangs on it
+HEADERS = st.sampled_from([b"", b"x: y\r\n", b"upgrade: h2c\r\nconnection: upgrade\r\n", b"accept: */*\r\naccept: b\r\n"])
+BODIES = st.sampled_from([b"{}", b"0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", LINE + HOST + KEYED + b"content-length: 2\r\n\r\n{}", b"a" * 300])
+SPLINTERS = st.sampled_from(
+    [b"\r\n", b"\n", b"\r", b" ", b"\t", b":", b";", b"0", b"1", b"a", b",", b"+", b"-", b"\0", b"\x0b", b"\xff", b"\r\n\r\n", b"0\r\n\r\n",
+     b"content-length: 3\r\n", b"transfer-encoding: chunked\r\n", b"Content-Length: 2\r\n", b"chunked", b"connection: close\r\n"]
+)  # fmt: skip
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """A request, in two parts: its beginning, which is left alone, and what may be changed."""
+    body, more = draw(BODIES), draw(HEADERS)
+    if draw(st.booleans()):
+        return FIXED, more + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    step = draw(st.integers(1, 40))
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + step]), body[at : at + step]) for at in range(0, len(body), step))
+    return FIXED, more + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+def _changed(data: bytes, at: float, cut: int, splinter: bytes) -> bytes:
+    place = int(at * len(data))
+    return data[:place] + splinter + data[place + cut :]
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), st.integers(0, 3), SPLINTERS), max_size=3)
+PIECES = st.lists(st.integers(1, 400), max_size=6)
+
+
+@pytest.mark.row(13)
+@settings(max_examples=20_000 if FULL else 400, deadline=None)
+@given(requests=st.lists(parts(), min_size=1, max_size=3), changes=CHANGES, pieces=PIECES)
+def test_nothing_is_dispatched_that_another_parser_does_not_read(
+    runner: asyncio.Runner,
+    taking: Taking,
+    requests: list[tuple[bytes, bytes]],
+    changes: list[tuple[int, float, int, bytes]],
+    pieces: list[int],
+) -> None:
+    whole = list(requests)
+    for number, at, cut, splinter in changes:
+        if number < len(whole):
+            whole[number] = (whole[number][0], _changed(whole[number][1], at, cut, splinter))
+    data = b"".join(beginning + rest for beginning, rest in whole)
+    expected, taken = taken_by_h11(data), runner.run(taken_by_the_gateway(taking, data, pieces))
+    assert taken == expected[: len(taken)]
+    if not changes:
+        assert len(taken) == len(requests)
