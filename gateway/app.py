@@ -32,7 +32,8 @@ from gateway.edge import EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
 from gateway.exchange import exchange
 from gateway.ledger.books import Books
-from gateway.limits import Admission
+from gateway.limits import Admission, Limiter
+from gateway.limits.meters import Meters
 from gateway.link import Health
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
@@ -60,6 +61,7 @@ class Relay:
         log: AccessLog,
         ask: Ask = nobody,
         books: Books | None = None,
+        meters: Meters | None = None,
         number: int = 0,
     ) -> None:
         self.number = number
@@ -67,6 +69,7 @@ class Relay:
         self.books = books
         self.metrics = metrics
         self.admission = Admission()
+        self.limits = Limiter(metrics, meters or Meters.private())
         self.deadlines = Deadlines()
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.draining = False
@@ -95,6 +98,7 @@ class Relay:
         self.body_limit = state.body_limit
         if self.books is not None:
             self.books.take(state)
+        self.limits.take(state)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
 
     def _part(self, whole: int | None, index: int, relays: int) -> float:
@@ -113,6 +117,7 @@ class Relay:
         self._tell_time()
         self.deadlines.tick()
         self.lobby.tick()
+        self.limits.tick()
         self._log.flush()
 
     def _tell_time(self) -> None:

@@ -27,7 +27,7 @@ from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, from_se
 from gateway.form import Form
 from gateway.keepalive import Keepalive
 from gateway.ledger.books import Books
-from gateway.limits import Admission
+from gateway.limits import Admission, Limiter
 from gateway.metrics import RelayMetrics
 from gateway.outbound import Outbound
 from gateway.payload import merge, parse, prepare
@@ -52,6 +52,7 @@ class Gate(Protocol):
     keyring: Keyring
     catalog: Catalog
     admission: Admission
+    limits: Limiter
     deadlines: Deadlines
     lobby: Lobby
     metrics: RelayMetrics
@@ -75,11 +76,16 @@ async def exchange(call: Call, gate: Gate) -> None:
         if gate.house is not None:
             gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):
+            if key.allowances:
+                call.permit = gate.limits.permit(key, call.id)
+                await call.permit.arrive()
             _check_media_type(call)
             if call.target.route.body is Body.FORM:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
+            if call.permit is not None:
+                await call.permit.claim()
             model = outbound.entry.model
             with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
                 account.attempt = attempt
@@ -120,6 +126,8 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
+    if call.permit is not None:
+        call.permit.weigh(prepared.document, prepared.upstream, body, entry.model)
     account.stream = prepared.stream
     if (books := account.gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, prepared.stream, document)
@@ -141,6 +149,8 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
     form.obey(entry.policy)
+    if call.permit is not None:
+        call.permit.weigh_form(entry.model)
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     return Outbound.of_form(call, entry, name, form)
@@ -244,7 +254,10 @@ class Account(msgspec.Struct, eq=False):
             if error is not None:
                 self._failed(error)
         finally:
-            self.gate.settled(self._record())
+            record = self._record()
+            if self.call.permit is not None:
+                self.call.permit.settle(record)
+            self.gate.settled(record)
             self.call.settled()
         return isinstance(error, Exception | asyncio.CancelledError)
 

@@ -1,7 +1,7 @@
 """A relay process: the data port's connections, served by the ``State`` that control sends.
 
 Started by control with its number and inherited descriptors: the listening socket, the socket to control, the
-scoreboard and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
+scoreboard, the limits' meters and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
 end other programs are control's to handle: this process ignores them, and drains when it is told to.
 """
 
@@ -27,6 +27,7 @@ from gateway.app import Relay
 from gateway.edge import EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
+from gateway.limits.meters import Meters
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
@@ -62,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
+    parser.add_argument("--meters-fd", type=int, required=True)
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
@@ -78,7 +80,14 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
         if not isinstance(first, Configure):
             return True
         process.relay = Relay(
-            first.state, fleet=servers, metrics=process.metrics, log=log, ask=process.ask, books=books, number=arguments.number
+            first.state,
+            fleet=servers,
+            metrics=process.metrics,
+            log=log,
+            ask=process.ask,
+            books=books,
+            meters=Meters.inherited(arguments.meters_fd, arguments.number),
+            number=arguments.number,
         )
         process.learn(first.health)  # before the first request, or it would find no server
         await process.serve(socket.socket(fileno=arguments.listen_fd), messages)

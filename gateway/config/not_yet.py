@@ -22,10 +22,6 @@ NOT_YET: dict[str, str] = {
     "models[].discover": _NONE,
     "models[].fallbacks": _NONE,
     "models[].rewrite_model": _NONE,
-    "keys[].limits": _NONE,
-    "teams[].limits": _NONE,
-    "limits": _NONE,
-    "limits_store": _NONE,
     "log.format": _NONE,
     "tracing": _NONE,
 }
