@@ -49,31 +49,37 @@ local function add(meter, period, tokens, cost, p, other)
 end
 """
 
+CALENDAR = """
+-- Months since the year 0, of days since the epoch, and back; the years that are reckoned with here begin in March.
+local function month_of(day)
+  local shifted = day + 719468
+  local era = math.floor(shifted / 146097)
+  local rest = shifted - era * 146097
+  local year = math.floor((rest - math.floor(rest / 1460) + math.floor(rest / 36524) - math.floor(rest / 146096)) / 365)
+  rest = rest - (365 * year + math.floor(year / 4) - math.floor(year / 100))
+  return (year + era * 400) * 12 + math.floor((5 * rest + 2) / 153) + 2
+end
+local function first_day_of(month)
+  local year, since_march = math.floor((month - 2) / 12), (month - 2) % 12
+  local era = math.floor(year / 400)
+  local of_era = year - era * 400
+  local days = era * 146097 + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100)
+  return days + math.floor((153 * since_march + 2) / 5) - 719468
+end
+"""
+
 ADMIT = (
     _COMMON
+    + CALENDAR
     + """
 -- KEYS: of each holder its meter and its leases. ARGV: the request's id, the seconds of a lease, then of each holder its
 -- limits (requests, tokens per minute, tokens a day, a month, cost a day, a month, at once; 0 for none) and what is asked
 -- (requests, slots, tokens, cost).
 local id, lease = ARGV[1], tonumber(ARGV[2])
 local day = math.floor(now / 86400)
--- The month of a day since the epoch, in years that begin with March.
-local z = day + 719468
-local era = math.floor(z / 146097)
-local of_era = z - era * 146097
-local year = math.floor((of_era - math.floor(of_era / 1460) + math.floor(of_era / 36524) - math.floor(of_era / 146096)) / 365)
-local of_year = of_era - (365 * year + math.floor(year / 4) - math.floor(year / 100))
-local shifted = math.floor((5 * of_year + 2) / 153)
-local month = (year + era * 400) * 12 + shifted + 2
-local function first_of(number)
-  local y, m = math.floor(number / 12), number % 12 - 2
-  if m < 0 then y, m = y - 1, m + 12 end
-  local e = math.floor(y / 400)
-  local of_e = y - e * 400
-  return e * 146097 + of_e * 365 + math.floor(of_e / 4) - math.floor(of_e / 100) + math.floor((153 * m + 2) / 5) - 719468
-end
+local month = month_of(day)
 local left_of_day = (day + 1) * 86400 - now
-local left_of_month = first_of(month + 1) * 86400 - now
+local left_of_month = first_day_of(month + 1) * 86400 - now
 
 local function turn(meter, p, period)
   if meter[p] == period then return end
