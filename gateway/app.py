@@ -34,7 +34,8 @@ from gateway.edge import FORWARDED, EdgeProtocol
 from gateway.errors import Refusal, render, unknown_model
 from gateway.exchange import authenticate, exchange
 from gateway.ledger.books import Books
-from gateway.limits import Admission
+from gateway.limits import Admission, Limiter
+from gateway.limits.meters import Meters
 from gateway.link import Health
 from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
@@ -65,6 +66,7 @@ class Relay:
         log: AccessLog,
         ask: Ask = nobody,
         books: Books | None = None,
+        meters: Meters | None = None,
         number: int = 0,
         spans: Spans | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class Relay:
         self._spans = spans or Spans()
         self.metrics = metrics
         self.admission = Admission()
+        self.limits = Limiter(metrics, meters or Meters.private())
         self.deadlines = Deadlines()
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.draining = False
@@ -113,6 +116,7 @@ class Relay:
         self.body_allowance = min(state.body_limit, FREE)
         if self.books is not None:
             self.books.take(state)
+        self.limits.take(state)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
         self.sampler = None
         if state.tracing is not None:
@@ -134,6 +138,7 @@ class Relay:
         self._tell_time()
         self.deadlines.tick()
         self.lobby.tick()
+        self.limits.tick()
         self._log.flush()
         self._spans.flush()
         self._ticks += 1

@@ -24,6 +24,7 @@ from upstream.story import Signal, Story
 
 if TYPE_CHECKING:
     from gateway.edge import EdgeProtocol
+    from gateway.limits import Permit
 
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a streamed body that may wait for the server, or of an answer that is not copied
 
@@ -94,6 +95,8 @@ class Call(msgspec.Struct, eq=False):
     disconnected: bool = False
     message_event: _Unheard = _UNHEARD
     task: Story | None = None
+    permit: Permit | None = None
+    """Its share of its key's limits, where the key has any."""
 
     # Reading
 
@@ -276,6 +279,8 @@ class Call(msgspec.Struct, eq=False):
             framing += door.cors_lines(self.headers[b"origin"])
         if self.told:
             framing += self.told
+        if self.permit is not None:
+            framing += self.permit.lines()
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read

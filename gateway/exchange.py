@@ -31,7 +31,7 @@ from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, fault, from_failure, 
 from gateway.form import Form
 from gateway.keepalive import Keepalive
 from gateway.ledger.books import Books
-from gateway.limits import Admission
+from gateway.limits import Admission, Limiter
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.outbound import Outbound
 from gateway.payload import Document, merge, parse, prepare
@@ -59,6 +59,7 @@ class Gate(Protocol):
     keyring: Keyring
     catalog: Catalog
     admission: Admission
+    limits: Limiter
     deadlines: Deadlines
     lobby: Lobby
     metrics: RelayMetrics
@@ -86,11 +87,16 @@ async def exchange(call: Call, gate: Gate) -> None:
         if gate.house is not None:
             gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):
+            if key.allowances:
+                call.permit = gate.limits.permit(key, call.id)
+                await call.permit.arrive()
             _check_media_type(call)
             if call.target.route.body is Body.FORM:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
+            if call.permit is not None:
+                await call.permit.claim()
             while True:  # once, and once more for each fallback
                 try:
                     return await _sent(outbound, key, account)
@@ -145,19 +151,21 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     account.user = document.get("user")
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
-    outbound = _prepared(document, len(body), call, entry, name, account, key)
+    outbound = _prepared(document, body, call, entry, name, account, key)
     if (books := account.gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
     if entry.model.fallbacks and call.target.mounted is None:
         account.elsewhere = Elsewhere(
-            catalog.fallbacks(entry, key), lambda other: _prepared(merge(parse(body)), len(body), call, other, name, account, key)
+            catalog.fallbacks(entry, key), lambda other: _prepared(merge(parse(body)), body, call, other, name, account, key)
         )
     return outbound
 
 
-def _prepared(document: Document, size: int, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
-    """A merged body, of so many bytes before, by the policy of the model that it goes to."""
-    prepared = prepare(document, entry.policy, call.target.route, size, key.fields)
+def _prepared(document: Document, body: bytes, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+    """A merged body by the policy of the model that it goes to, and the limits of its key. ``body``: as it came."""
+    prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
+    if call.permit is not None:
+        call.permit.weigh(prepared.document, prepared.upstream, body, entry.model)
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
@@ -177,6 +185,8 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
     form.obey(entry.policy)
+    if call.permit is not None:
+        call.permit.weigh_form(entry.model)
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     call.pass_on()
@@ -327,7 +337,10 @@ class Account(msgspec.Struct, eq=False):
             if error is not None:
                 self._failed(error)
         finally:
-            self.gate.settled(self._record())
+            record = self._record()
+            if self.call.permit is not None:
+                self.call.permit.settle(record)
+            self.gate.settled(record)
             self.call.settled()
         return isinstance(error, Exception | asyncio.CancelledError)
 

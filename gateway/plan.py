@@ -16,9 +16,10 @@ from typing import Any
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
+from gateway.config.redis_url import limits_store
 from gateway.fairness import weight_of
 from gateway.logs import LogSettings
-from gateway.state import BodyRules, Clients, Key, Model, Queue, State, Tls, Tracing
+from gateway.state import Allowance, BodyRules, Clients, Key, Limits, LimitsStore, Model, Queue, State, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -129,7 +130,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
             specs[place.model.id].append(_spec(place, known))
     return State(
         generation=generation,
-        keys=tuple(_key(key, config.isolate_prefix_cache) for key in config.keys),
+        keys=_keys(config),
         models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
@@ -142,6 +143,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         tracing=_tracing(config),
         clients=_clients(config.server),
         tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
+        limits_store=_limits_store(config),
     )
 
 
@@ -215,7 +217,33 @@ def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
         yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
 
 
-def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
+def _keys(config: Config) -> tuple[Key, ...]:
+    teams = {team.id: tuple(_allowances(f"team {team.id}", team.limits)) for team in config.teams}
+    return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
+
+
+def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
+    """No name has a space in it, so no two holders are called the same."""
+    if limits is None:
+        return
+    amounts = _amounts(limits)
+    if amounts != Limits():
+        yield Allowance(holder, amounts)
+    for row in limits.models:
+        yield Allowance(f"{holder} for {' '.join(sorted(row.models))}", _amounts(row), row.models)
+
+
+def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
+    return Limits(**limits.model_dump(exclude={"models"}))
+
+
+def _limits_store(config: Config) -> LimitsStore | None:
+    if config.limits_store is None:
+        return None
+    return limits_store(config.limits_store.get_secret_value(), refuses=config.limits.on_store_failure == "refuse")
+
+
+def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tuple[Allowance, ...]) -> Key:
     return Key(
         id=key.id,
         digests=tuple(_digest(one.text) for one in key.hashes),
@@ -228,6 +256,7 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> Key:
         labels=key.labels,
         revoked=key.revoked,
         weight=weight_of(key.priority),
+        allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
     )
 
 

@@ -1,7 +1,7 @@
 """A relay process: the data port's connections, served by the ``State`` that control sends.
 
 Started by control with its number and inherited descriptors: the listening socket, the socket to control, the
-scoreboard and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
+scoreboard, the limits' meters and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
 end other programs are control's to handle: this process ignores them, and drains when it is told to.
 """
 
@@ -30,6 +30,7 @@ from gateway.app import Relay
 from gateway.edge import LINGER, EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
+from gateway.limits.meters import Meters
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
 from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
@@ -40,6 +41,7 @@ from upstream.deadlines import TICK
 from upstream.pool import fleet
 
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
+_TELL_EVERY = 4  # ticks
 _FRAME_BUFFER = 1024 * 1024
 _UNSENT = 128 * 1024
 """Bytes of answers that the kernel takes for a client beyond what is on its way. More would hide from the gateway that a
@@ -72,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
+    parser.add_argument("--meters-fd", type=int, required=True)
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
@@ -96,6 +99,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
             log=log,
             ask=process.ask,
             books=books,
+            meters=Meters.inherited(arguments.meters_fd, arguments.number),
             number=arguments.number,
             spans=traced,
         )
@@ -164,7 +168,7 @@ class _Process:
             await asyncio.sleep(TICK)
             self.relay.tick()
             count += 1
-            if count % _SWEEP_EVERY == 0:
+            if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
 
     def _connections(self) -> list[EdgeProtocol]:

@@ -1,6 +1,6 @@
 """The relay processes, as control keeps them: started, told, watched, replaced.
 
-The rules: a relay's number, listening socket, scoreboard and journal outlive its process, so its successor takes over its
+The rules: a relay's number, listening socket, scoreboard, meters and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
 dies again and again is replaced more slowly.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.limits.meters import Meters
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
@@ -47,9 +48,12 @@ class RelayStatus:
 class _Relay:
     """One relay: its place, and the process that fills it at the moment."""
 
-    def __init__(self, number: int, listener: socket.socket, board: Board, on_word: Callable[[], None], ledger: Ledger | None) -> None:
+    def __init__(
+        self, number: int, listener: socket.socket, board: Board, meters: Meters, on_word: Callable[[], None], ledger: Ledger | None
+    ) -> None:
         self.number = number
         self.board = board
+        self._meters = meters
         self._ledger = ledger
         self._listener = listener
         self._on_word = on_word
@@ -124,7 +128,12 @@ class _Relay:
     async def _running(self) -> AsyncIterator[Link]:
         """A process and the link to it. In the end it is gone: by itself when its link closes, by SIGKILL otherwise."""
         ours, theirs = socket.socketpair()
-        fds = {"--listen-fd": self._listener.fileno(), "--control-fd": theirs.fileno(), "--board-fd": self.board.fd}
+        fds = {
+            "--listen-fd": self._listener.fileno(),
+            "--control-fd": theirs.fileno(),
+            "--board-fd": self.board.fd,
+            "--meters-fd": self._meters.fd,
+        }
         words = ["--spool", str(self._ledger.folder)] if self._ledger is not None else []
         if self._ledger is not None:
             fds["--journal-fd"] = self._ledger.journals[self.number].fd
@@ -161,7 +170,10 @@ class Relays:
     """All relays. ``on_word`` is called when one has said something, or is gone."""
 
     def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None) -> None:
-        self._relays = tuple(_Relay(number, listener, Board.create(f"relay-{number}"), on_word, ledger) for number in range(count))
+        self._meters = Meters.create("meters", count)
+        self._relays = tuple(
+            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, on_word, ledger) for number in range(count)
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
         self._health = Health({}, {})
@@ -227,6 +239,7 @@ class Relays:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for relay in self._relays:
             relay.board.close()
+        self._meters.close()
 
 
 @asynccontextmanager

@@ -16,11 +16,41 @@ from upstream.server import ServerSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be used; None: any amount. Costs are in the currency of the prices; ``max_tokens`` is of one request."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    cost_per_day: float | None = None
+    cost_per_month: float | None = None
+    concurrent: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def calendar(self) -> bool:
+        """Whether one of them is for a day or a month."""
+        return not (
+            self.tokens_per_day is None and self.tokens_per_month is None and self.cost_per_day is None and self.cost_per_month is None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Limits, and who shares them: whatever has the same ``holder`` counts as one. ``models`` are globs, None for all."""
+
+    holder: str
+    limits: Limits
+    models: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Key:
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
     seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
     are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger; ``weight`` is its share
-    where requests of several keys wait."""
+    where requests of several keys wait; ``allowances`` are its own limits and its team's."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -33,6 +63,7 @@ class Key:
     ends: Mapping[bytes, float] = field(default_factory=dict, repr=False)
     revoked: bool = False
     weight: float = 1.0
+    allowances: tuple[Allowance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +83,26 @@ class BodyRules:
     max_n: int | None = None
     max_tokens: int | None = None
     media_hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsStore:
+    """A Redis where several gateways count together, at a host and port or at a socket's ``path``.
+
+    ``refuses``: while it is away requests are refused, and not counted by each gateway for itself.
+    """
+
+    host: str = "localhost"
+    port: int = 6379
+    path: str | None = None
+    tls: bool = False
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    database: int = 0
+    refuses: bool = False
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +191,7 @@ class State:
     tracing: Tracing | None = None
     clients: Clients = field(default_factory=Clients)
     tls: Tls | None = None
+    limits_store: LimitsStore | None = None
 
     @property
     def bases(self) -> tuple[Model, ...]:

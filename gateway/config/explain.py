@@ -96,6 +96,7 @@ _WANTED = {
     "string_too_short": "some text",
     "string_too_long": "at most {max_length} characters",
     "string_pattern_mismatch": "a name such as HF_HOME",
+    "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
 }

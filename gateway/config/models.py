@@ -233,7 +233,7 @@ class Body(Section):
 
 
 class Price(Section):
-    """What tokens cost, for the ledger; in any one currency, the same for all models, per million tokens."""
+    """What tokens cost, in any one currency, the same for all models, per million tokens."""
 
     prompt: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(default=0.0, description="per million prompt tokens")
     completion: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(
@@ -281,13 +281,30 @@ class Group(Section):
     max_running: Count = Field(default=1, description="models of the group that run at once")
 
 
-class Limits(Section):
-    """How much a key or a team may use."""
+_Cost = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
+
+class _Amounts(Section):
     requests_per_minute: Count | None = Field(default=None, description="requests in a minute")
     tokens_per_minute: Count | None = Field(default=None, description="prompt and completion tokens in a minute")
-    tokens_per_day: Count | None = Field(default=None, description="prompt and completion tokens in a day")
+    tokens_per_day: Count | None = Field(default=None, description="prompt and completion tokens in a day of UTC")
+    tokens_per_month: Count | None = Field(default=None, description="prompt and completion tokens in a month of UTC")
+    cost_per_day: _Cost | None = Field(default=None, description="cost in a day of UTC, by the models' prices")
+    cost_per_month: _Cost | None = Field(default=None, description="cost in a month of UTC, by the models' prices")
     concurrent: Count | None = Field(default=None, description="requests at once")
+    max_tokens: Count | None = Field(default=None, description="tokens of one answer; for a request that does not say, also its max_tokens")
+
+
+class ModelLimits(_Amounts):
+    """Limits for some models, in addition to the others."""
+
+    models: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(description="the models that share them: ids or patterns with *")
+
+
+class Limits(_Amounts):
+    """How much a key or a team may use."""
+
+    models: tuple[ModelLimits, ...] = Field(default=(), description="limits for some models, in addition to these")
 
 
 class Key(Section):
@@ -410,7 +427,7 @@ class Config(Section):
     teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")
     limits: LimitsSection = Field(default=LimitsSection(), description="how limits behave")
     limits_store: LimitsStore = Field(
-        default=None, description="where limits are counted: redis://… for several relays or replicas; default: memory"
+        default=None, description="where limits are counted: redis://… for several gateways together; default: memory"
     )
     ledger: Annotated[Ledger, BeforeValidator(_ledger, json_schema_input_type=LedgerStore | Ledger)] | None = Field(
         default=None, description="usage that can be billed: a URL, or its section; default: none is kept"

@@ -15,10 +15,6 @@ _NONE = "has no effect yet"
 
 NOT_YET: dict[str, str] = {
     "models[].discover": _NONE,
-    "keys[].limits": _NONE,
-    "teams[].limits": _NONE,
-    "limits": _NONE,
-    "limits_store": _NONE,
 }
 
 

@@ -408,17 +408,34 @@ def _ports(draft: Draft) -> Iterator[Problem]:
             yield admin.place.problem(f"the admin port and the data port are both {data.port}; they need one each")
 
 
-def _shared_limits(draft: Draft) -> Iterator[Problem]:
-    relays = draft.top.get("server", "relays").value
-    if not isinstance(relays, int) or relays < 2 or draft.top.get("limits_store").value not in (None, "memory"):
-        return
+def _limits(draft: Draft) -> Iterator[Place]:
+    """Every mapping of limits: those of teams and keys, and those for some of the models below them."""
     for owner in [*draft.top.each("teams"), *draft.keys]:
-        limits = owner.get("limits")
-        if isinstance(limits.value, dict) and limits.value:
-            yield limits.problem(
-                f"{relays} relays would count apart and let more than the limit pass: set limits_store, or server.relays to 1"
-            )
-            return
+        yield owner.get("limits")
+        yield from owner.get("limits").each("models")
+
+
+def _limited_models(draft: Draft) -> Iterator[Problem]:
+    for limits in _limits(draft):
+        for place in limits.each("models"):
+            if isinstance(place.value, str) and not any(matches(place.value, name) for name in draft.known):
+                yield place.problem(f"matches no model{did_you_mean(place.value, draft.known)}")
+
+
+def _empty_limits(draft: Draft) -> Iterator[Problem]:
+    for limits in _limits(draft):
+        if "models" in limits.path and isinstance(limits.value, dict) and set(limits.value) == {"models"}:
+            yield limits.problem("limits nothing; write e.g. requests_per_minute")
+
+
+def _priced(draft: Draft) -> Iterator[Problem]:
+    """Without a price, a limit of cost would never be reached."""
+    if any(isinstance(model.get("price").value, dict) for model in draft.models):
+        return
+    for limits in _limits(draft):
+        for name in ("cost_per_day", "cost_per_month"):
+            if limits.get(name).value is not None:
+                yield limits.get(name).problem("no model has a price, so nothing would cost anything; write models[].price")
 
 
 def _divided_bounds(draft: Draft) -> Iterator[Problem]:
@@ -455,6 +472,8 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _scopes,
     _teams,
     _ports,
-    _shared_limits,
+    _limited_models,
+    _empty_limits,
+    _priced,
     _divided_bounds,
 )

@@ -7,7 +7,7 @@ was found in the place of a secret.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
 
+from gateway.config.redis_url import limits_store
 from gateway.config.source import reason
 
 MAX_SECRET_BYTES = 65_536
@@ -99,12 +100,14 @@ def _no_memory(value: object) -> object:
     return None if value == "memory" else value
 
 
-def _store_url(schemes: tuple[str, ...], example: str) -> Any:
+def _store_url(schemes: tuple[str, ...], example: str, understands: Callable[[str], object] | None = None) -> Any:
     def check(value: object, info: ValidationInfo) -> SecretStr:
         secret = SecretStr(value) if isinstance(value, str) else resolve(value, info)
         scheme, password = _scheme_and_password(secret.get_secret_value())
         if scheme not in schemes:
             raise ValueError(f"expected a URL such as {example}")
+        if understands is not None:
+            understands(secret.get_secret_value())
         if password and isinstance(value, str):
             raise ValueError(f"a password is not written into this file: {_HOW} for the whole URL")
         return secret
@@ -137,11 +140,11 @@ Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_
 
 _REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
-    Annotated[SecretStr, PlainValidator(_store_url(("redis", "rediss"), _REDIS))] | None,
+    Annotated[SecretStr, PlainValidator(_store_url(("redis", "rediss", "unix"), _REDIS, limits_store))] | None,
     BeforeValidator(_no_memory),
-    _url_schema("^(memory$|rediss?:)", _REDIS),
+    _url_schema("^(memory$|rediss?:|unix:)", _REDIS),
 ]
-"""Where counts are shared; None is the memory of each relay. A URL with a password in it comes from a secret's place."""
+"""Where several gateways count together; None is this one's memory. A URL with a password in it comes from a secret's place."""
 
 _ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
 

@@ -334,13 +334,44 @@ def test_ports_of_launched_servers(tmp_path: Path, first: str, second: str, said
     assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in said]
 
 
-def test_limits_in_memory_do_not_hold_over_relays(tmp_path: Path) -> None:
-    text = "server: {relays: 4}\nmodels: [{id: m, launch: {}}]\nkeys:\n  - {id: k, anonymous: true, limits: {concurrent: 1}}\n"
-    said = "g.yaml:4: keys[0].limits: 4 relays would count apart and let more than the limit pass: set limits_store, or server.relays to 1"
-    assert problems(tmp_path, text) == [said]
-    assert problems(tmp_path, text + "limits_store: memory\n") == [said]
-    assert problems(tmp_path, text + "limits_store: redis://localhost\n") == []
-    assert problems(tmp_path, text.replace("relays: 4", "relays: 1")) == []
+def about_limits(folder: Path, key: str, *, price: str = "", rest: str = "") -> list[str]:
+    """What is said about a key with these limits, without file and line."""
+    models = f"models: [{{id: m, launch: {{}}{price}}}]\n"
+    said = problems(folder, f"{models}keys:\n  - {{id: k, anonymous: true, limits: {{{key}}}}}\n{rest}\n")
+    return [each.split(": ", 1)[1] for each in said]
+
+
+def test_limits(tmp_path: Path) -> None:
+    assert about_limits(tmp_path, "concurrent: 1", rest="server: {relays: 4}") == []
+    assert about_limits(tmp_path, "models: [{models: [m], max_tokens: 5}]") == []
+    assert about_limits(tmp_path, "models: [{models: [n], max_tokens: 5}]") == ["keys[0].limits.models[0].models[0]: matches no model"]
+    assert about_limits(tmp_path, "models: [{models: [m]}]") == ["keys[0].limits.models[0]: limits nothing; write e.g. requests_per_minute"]
+    assert about_limits(tmp_path, "cost_per_day: 0") == [
+        "keys[0].limits.cost_per_day: expected more than 0.0, found 0",
+        "keys[0].limits.cost_per_day: no model has a price, so nothing would cost anything; write models[].price",
+    ]
+    assert about_limits(tmp_path, "cost_per_day: 0.5", price=", price: {prompt: 1}") == []
+    assert about_limits(tmp_path, "concurrent: 1", rest="teams: [{id: t, limits: {models: [{models: [x], concurrent: 1}]}}]") == [
+        "teams[0].limits.models[0].models[0]: matches no model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://localhost", None),
+        ("rediss://me@redis.example:6380/2", None),
+        ("unix:///run/redis.sock?db=1", None),
+        ("unix://", "the path of the socket is missing: unix:///run/redis.sock"),
+        ("redis:///0", "the host is missing: redis://localhost:6379/0"),
+        ("redis://h:0x/0", "the host or the port is not valid"),
+        ("redis://h/one", "what follows the host is the number of a database, as in redis://localhost:6379/0"),
+        ("http://h", "expected a URL such as redis://localhost:6379/0"),
+    ],
+)
+def test_where_limits_are_counted(tmp_path: Path, url: str, said: str | None) -> None:
+    expected = [] if said is None else [f"limits_store: {said}"]
+    assert about_limits(tmp_path, "concurrent: 1", rest=f"limits_store: {url}") == expected
 
 
 def test_the_file_of_keys_speaks_for_itself(tmp_path: Path) -> None:

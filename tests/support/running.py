@@ -140,6 +140,7 @@ async def serving(
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()
             ticking.cancel()
+            relay.limits.close()
             await asyncio.gather(ticking, *server.server_state.tasks, return_exceptions=True)
 
 

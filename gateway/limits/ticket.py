@@ -1,4 +1,4 @@
-"""Admission: what a key may have in flight, and the ticket that counts it.
+"""Tickets: how many requests of each key are in flight.
 
 The rule: a ticket is a ``with``; leaving it, on whatever way, gives it back once.
 """

@@ -1,0 +1,12 @@
+"""What keys may use: counted when a request comes, and set right when it is over.
+
+The rule: what was taken for a request is settled once, on whatever way it ends. ``rules`` decides and knows no clock and
+no memory; ``meters`` keeps the counts in memory that all relays of a gateway share, ``store`` in a Redis that several
+gateways share; a ``Permit`` is one request's share in both.
+"""
+
+from gateway.limits.limiter import Limiter
+from gateway.limits.permit import Permit
+from gateway.limits.ticket import Admission
+
+__all__ = ["Admission", "Limiter", "Permit"]

@@ -1,0 +1,129 @@
+"""What a request may use, guessed before it is sent, and what it has used, by its record. Pure.
+
+The rule: a guess is only ever reserved; what stays counted is the server's own usage. Where an answer was broken off
+before its usage came, what the client has seen of it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
+from gateway.limits.rules import Ask
+from gateway.record import Record
+
+BYTES_PER_TOKEN = 4
+"""Of a body; English text has a little more in a token, most other languages less."""
+DEFAULT_COMPLETION = 1024
+"""Tokens that an answer may have where the request does not say."""
+MEDIA_TOKENS = 1024
+"""Tokens for an image, sound or film that the body holds."""
+
+_MEDIA = b";base64,"
+_MILLION = 1_000_000
+
+
+class Tokens(NamedTuple):
+    """Of one request."""
+
+    prompt: int = 0
+    completion: int = 0
+
+
+class _Output(NamedTuple):
+    """How a route's body bounds its answer: the members' names, the one to be set last; and what the server takes when none is there."""
+
+    names: tuple[str, ...]
+    default: int | None = None
+
+
+_OUTPUTS: Mapping[str, _Output] = MappingProxyType(
+    {
+        "/v1/chat/completions": _Output(("max_completion_tokens", "max_tokens")),
+        "/v1/completions": _Output(("max_tokens",), 16),
+        "/v1/responses": _Output(("max_output_tokens",)),
+        "/v1/messages": _Output(("max_tokens",)),
+    }
+)
+"""By the path at the server. What is not here generates nothing."""
+
+
+def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
+    """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
+    output = _OUTPUTS.get(path)
+    return Tokens(_prompt(body), 0 if output is None else _completion(document, output) * _choices(document))
+
+
+def _prompt(body: bytes) -> int:
+    size, media, start = len(body), 0, body.find(_MEDIA)
+    while start >= 0:
+        end = body.find(b'"', start)
+        end = len(body) if end < 0 else end
+        size, media, start = size - (end - start), media + 1, body.find(_MEDIA, end)
+    return size // BYTES_PER_TOKEN + media * MEDIA_TOKENS
+
+
+def _completion(document: Mapping[str, Any], output: _Output) -> int:
+    for name in output.names:
+        value = document.get(name)
+        if type(value) is int and value > 0:
+            return value
+    return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
+
+
+def _choices(document: Mapping[str, Any]) -> int:
+    """Answers that are asked for: of each prompt of a list as many as ``n`` says."""
+    n, prompt = document.get("n"), document.get("prompt")
+    many = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return many * n if type(n) is int and n > 1 else many
+
+
+def cap(document: dict[str, Any], path: str, limit: int) -> None:
+    """Hold a request to so many tokens of an answer: refuse one that asks for more, and set it where none is asked for."""
+    output = _OUTPUTS.get(path)
+    if output is None:
+        return
+    given = [name for name in output.names if document.get(name) is not None]
+    for name in given:
+        value = document[name]
+        if type(value) is not int:
+            raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
+        if value > limit:
+            raise Refusal("invalid_value", f"The field '{name}' may be {limit} at most for this key.", param=name)
+    unsaid = output.default is None or output.names[-1] in document
+    if not given and (unsaid or (output.default or 0) > limit):
+        document[output.names[-1]] = limit
+
+
+def ask(tokens: Tokens, price: tuple[float, float] | None, *, requests: int = 0, slots: int = 0) -> Ask:
+    """Tokens as what limits count. ``price`` is per million prompt and completion tokens."""
+    cost = 0.0 if price is None else (tokens.prompt * price[0] + tokens.completion * price[1]) / _MILLION
+    return Ask(requests, slots, tokens.prompt + tokens.completion, cost)
+
+
+def used(record: Record, guess: Tokens) -> Tokens:
+    """What counts of a request that is over.
+
+    Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever.
+    """
+    if record.server is None or (record.status >= 400 and record.status != CLIENT_CLOSED_REQUEST):
+        return Tokens()
+    usage = record.usage
+    if record.incomplete is None:
+        return Tokens() if usage is None else Tokens(usage.prompt, usage.completion)
+    seen = 0 if record.gaps is None else 1 + sum(record.gaps.counts)
+    if usage is None:
+        return Tokens(guess.prompt, seen)
+    return Tokens(usage.prompt or guess.prompt, max(usage.completion, seen))
+
+
+def counts_as_request(record: Record) -> bool:
+    """Whether a request counts as one: not where a limit, the gateway or the server refused or failed it."""
+    return record.status < 500 and record.status != 429
+
+
+def smallest(limits: Iterable[int | None]) -> int | None:
+    """The bound that holds where several do."""
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,116 @@
+"""The limits of a relay's keys: who counts for which holders, and where the counts are.
+
+The rule: what a request of a key without limits pays is one look at the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from gateway.limits import estimate
+from gateway.limits.meters import Holder, Meters
+from gateway.limits.permit import Permit
+from gateway.limits.store import Store
+from gateway.metrics import RelayMetrics
+from gateway.state import Allowance, Key, Limits, LimitsStore, Model, State
+
+REASONS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "tokens_per_month",
+    "cost_per_day",
+    "cost_per_month",
+    "concurrent",
+)
+"""The limits that are counted, by which refusals are, too."""
+
+_WEIGHING = frozenset(REASONS) - {"requests_per_minute", "concurrent"}
+
+
+class Counted:
+    """Whom the requests of one key count for. ``is_early``: all of it is known before the body is."""
+
+    __slots__ = ("_allowances", "_of_models", "_tops", "always", "is_early", "weighing")
+
+    def __init__(self, meters: Meters, allowances: tuple[Allowance, ...]) -> None:
+        holders = [(each, meters.holder(each.holder, each.limits)) for each in allowances if _named(each.limits)]
+        self.always = tuple(holder for each, holder in holders if each.models is None)
+        self.weighing = tuple(holder for holder in self.always if not _WEIGHING.isdisjoint(_named(holder.limits)))
+        self.is_early = not self.weighing and len(self.always) == len(holders)
+        self._allowances = holders
+        self._of_models: dict[str, tuple[Holder, ...]] = {}
+        self._tops = [each for each in allowances if each.limits.max_tokens is not None]
+
+    def of_model(self, model: Model) -> tuple[Holder, ...]:
+        """Who counts for this model beside those who always do."""
+        found = self._of_models.get(model.id)
+        if found is None:
+            found = tuple(holder for each, holder in self._allowances if each.models is not None and _covers(each, model))
+            self._of_models[model.id] = found
+        return found
+
+    def max_tokens(self, model: Model) -> int | None:
+        """How many tokens an answer of this model may have at most."""
+        if not self._tops:
+            return None
+        return estimate.smallest(each.limits.max_tokens for each in self._tops if _covers(each, model))
+
+
+def _named(limits: Limits) -> tuple[str, ...]:
+    """The limits that are set, of those that are counted."""
+    return tuple(name for name in REASONS if getattr(limits, name) is not None)
+
+
+def _covers(allowance: Allowance, model: Model) -> bool:
+    if allowance.models is None:
+        return True
+    return any(fnmatchcase(name, glob) for name in (model.id, *model.aliases) for glob in allowance.models)
+
+
+class Limiter:
+    """What a relay asks about limits. ``meters`` outlive it; the store is opened and closed with the configuration."""
+
+    def __init__(self, metrics: RelayMetrics, meters: Meters) -> None:
+        self.meters = meters
+        self.store: Store | None = None
+        self._metrics = metrics
+        self._counted: dict[str, Counted] = {}
+        self._place: LimitsStore | None = None
+
+    def take(self, state: State) -> None:
+        """Serve by this generation from now on. What has been used stays used."""
+        self._counted = {key.id: Counted(self.meters, key.allowances) for key in state.keys if key.allowances}
+        for key in state.keys:
+            for reason in _reasons(key):
+                self._metrics.cells("limited_total", key.id, reason)
+        place = state.limits_store if self._counted else None
+        if place != self._place:
+            self.close()
+            self._place = place
+            self.store = Store(place) if place is not None else None
+
+    def permit(self, key: Key, identity: str) -> Permit:
+        """For one request, known by its id, of a key that has limits."""
+        return Permit(self, key.id, self._counted[key.id], identity)
+
+    def count(self, key: str, reason: str) -> None:
+        """Count a request that was refused."""
+        self._metrics.cells("limited_total", key, reason)[0] += 1
+
+    def tick(self) -> None:
+        """What is done a few times a second."""
+        if self.store is not None:
+            self.store.tick()
+
+    def close(self) -> None:
+        """Leave the store."""
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+def _reasons(key: Key) -> Iterator[str]:
+    for allowance in key.allowances:
+        yield from _named(allowance.limits)

@@ -1,0 +1,185 @@
+"""One request's share of the limits of its key: asked for when it comes, and settled when it is over.
+
+The rules: what needs only the head is asked before the body is read, the rest when the model and the size are known;
+whatever was taken, in this gateway's memory or in the store, is settled once, by the request's record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from time import monotonic, time
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gateway.errors import Refusal
+from gateway.limits import estimate, headers, rules
+from gateway.limits.estimate import Tokens
+from gateway.limits.meters import Holder
+from gateway.limits.rules import Ask, Meter, Moment, Refused
+from gateway.limits.store import Answer, StoreAwayError
+from gateway.record import Record
+from gateway.state import Limits, Model
+
+if TYPE_CHECKING:
+    from gateway.limits.limiter import Counted, Limiter
+
+_ONE = Ask(requests=1, slots=1)
+
+
+class Permit:
+    """Made for each request of a key that has limits."""
+
+    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_key", "_limiter", "_model", "_reserved", "_then")
+
+    def __init__(self, limiter: Limiter, key: str, counted: Counted, identity: str) -> None:
+        self._limiter = limiter
+        self._key = key
+        self._counted = counted
+        self._identity = identity
+        self._model: Model | None = None
+        self._guess = Tokens()
+        self._reserved: Sequence[tuple[Holder, Ask]] = ()
+        self._answer: Answer | None = None
+        self._then = Moment(monotonic(), time())
+
+    async def arrive(self) -> None:
+        """Ask for a request and a place, before anything of the body is read. Raises Refusal."""
+        counted, store = self._counted, self._limiter.store
+        if store is None:
+            self._take([(holder, _ONE) for holder in counted.always])
+        elif counted.is_early:
+            await self._ask([(holder, _ONE) for holder in counted.always])
+        else:
+            self._heed(store.known(counted.always, monotonic()))
+
+    def weigh(self, document: dict[str, Any], path: str, body: bytes, model: Model) -> None:
+        """Guess what a body will use that is about to be sent, and hold it to the largest answer that is allowed. Raises Refusal."""
+        self._model = model
+        limit = self._counted.max_tokens(model)
+        if limit is not None:
+            estimate.cap(document, path, limit)
+        self._guess = estimate.estimate(document, path, body)
+
+    def weigh_form(self, model: Model) -> None:
+        """Nothing is known of what a form will use."""
+        self._model = model
+
+    async def claim(self) -> None:
+        """Ask for the tokens, and for whatever the model's own limits count. Raises Refusal."""
+        counted, model = self._counted, self._model
+        assert model is not None
+        if counted.is_early:
+            return
+        of_model = counted.of_model(model)
+        guess = self._guess if self._guess.completion or self._guess.prompt else Tokens(1)
+        tokens = estimate.ask(guess, model.price)
+        whole = tokens._replace(requests=1, slots=1)
+        if self._limiter.store is not None and not self._reserved:
+            await self._ask([(holder, whole) for holder in (*counted.always, *of_model)])
+        else:
+            more = [(holder, tokens) for holder in counted.weighing]
+            self._take([*more, *((holder, whole) for holder in of_model)])
+
+    def _take(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
+        """In this gateway's own memory."""
+        if not wanted:
+            return
+        at = self._then
+        refused = self._limiter.meters.take(wanted, at)
+        if refused is not None:
+            raise self._refusal(*refused)
+        self._reserved = _joined(self._reserved, wanted) if self._reserved else wanted
+
+    async def _ask(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
+        """In the store; in memory while it is away, if that is allowed."""
+        store = self._limiter.store
+        assert store is not None
+        if not wanted:
+            return
+        try:
+            answer = await store.admit(self._identity, wanted)
+        except StoreAwayError:
+            if store.refuses:
+                self._limiter.count(self._key, "store")
+                raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
+            self._take(wanted)
+            return
+        self._heed(answer)
+        self._reserved = wanted
+
+    def _heed(self, answer: Answer | None) -> None:
+        """Remember what the store says. Raises Refusal."""
+        self._answer = answer
+        if answer is not None and answer.refused is not None:
+            raise self._refusal(*answer.refused)
+
+    def _refusal(self, holder: Holder, refused: Refused) -> Refusal:
+        self._limiter.count(self._key, refused.reason)
+        return refusal(holder.name, refused)
+
+    # The end
+
+    def settle(self, record: Record) -> None:
+        """Put what the request has used in the place of what was reserved for it."""
+        if not self._reserved:
+            return
+        reserved, self._reserved = self._reserved, ()
+        price = self._model.price if self._model is not None else None
+        requests = 1 if estimate.counts_as_request(record) else 0
+        used = estimate.ask(estimate.used(record, self._guess), price, requests=requests)
+        store = self._limiter.store
+        if self._answer is None:
+            self._limiter.meters.settle(reserved, used, self._then, monotonic())
+        elif store is not None:
+            store.settle(self._identity, reserved, used, self._answer)
+
+    def lines(self) -> bytes:
+        """How the minute's limits stand, as lines of an answer's head."""
+        found = self._standings()
+        now = monotonic()
+        return headers.lines(
+            [rules.standing(limits.requests_per_minute, meter.requests, now) for limits, meter in found if limits.requests_per_minute],
+            [rules.standing(limits.tokens_per_minute, meter.tokens, now) for limits, meter in found if limits.tokens_per_minute],
+        )
+
+    def _standings(self) -> Sequence[tuple[Limits, Meter]]:
+        if self._answer is not None:
+            return self._answer.standings
+        if self._limiter.store is not None and not self._reserved:
+            return ()  # it has not been asked
+        counted, model = self._counted, self._model
+        holders = counted.always if model is None else (*counted.always, *counted.of_model(model))
+        return [(holder.limits, self._limiter.meters.read(holder.meter)) for holder in holders]
+
+
+def _joined(before: Sequence[tuple[Holder, Ask]], more: Sequence[tuple[Holder, Ask]]) -> Sequence[tuple[Holder, Ask]]:
+    """What was reserved of each holder in two steps, as if in one."""
+    asks = dict(before)
+    for holder, ask in more:
+        first = asks.get(holder)
+        asks[holder] = ask if first is None else first._replace(tokens=ask.tokens, cost=ask.cost)
+    return tuple(asks.items())
+
+
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "concurrent": "{:g} requests at once",
+        "requests_per_minute": "{:g} requests per minute",
+        "tokens_per_minute": "{:g} tokens per minute",
+        "tokens_per_day": "{:g} tokens per day",
+        "tokens_per_month": "{:g} tokens per month",
+        "cost_per_day": "a cost of {:g} per day",
+        "cost_per_month": "a cost of {:g} per month",
+    }
+)
+
+
+def refusal(holder: str, refused: Refused) -> Refusal:
+    """A limit that is reached, as the client is told. A client that comes back after ``retry-after`` finds room."""
+    seconds = max(math.ceil(refused.wait or 0), 1)
+    message = f"The limit of {_WORDS[refused.reason].format(refused.limit)} is reached ({holder}). Try again in {seconds} s."
+    told = {"retry-after": str(seconds)}
+    if refused.reason in rules.QUOTAS:
+        return Refusal("insufficient_quota", message, headers=told | {"x-should-retry": "false"})  # what OpenAI's SDKs heed
+    return Refusal("rate_limit_exceeded", message, headers=told)

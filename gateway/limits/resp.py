@@ -1,0 +1,102 @@
+"""Redis' protocol, RESP2, without I/O: commands as bytes, bytes as replies.
+
+Source: the specification at redis.io, "Redis serialization protocol". The rule: a parser takes bytes in pieces of any size, and
+gives each reply once, when it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias, Union
+
+Reply: TypeAlias = Union[int, bytes, list["Reply"], "ReplyError", None]
+
+
+class ReplyError(Exception):
+    """What the server says instead of a reply; the words begin with a code such as NOSCRIPT. Given, not raised."""
+
+
+class NoReplyError(Exception):
+    """The bytes are no RESP2."""
+
+
+def command(*words: bytes | str | float) -> bytes:
+    """A command with its arguments."""
+    return array(map(argument, words), len(words))
+
+
+def array(arguments: Iterable[bytes], count: int) -> bytes:
+    """A command of so many arguments that were written before."""
+    return b"*%d\r\n%b" % (count, b"".join(arguments))
+
+
+def argument(word: bytes | str | float) -> bytes:
+    """One argument."""
+    data = word if isinstance(word, bytes) else str(word).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+class Parser:
+    """Bytes → replies."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def feed(self, data: bytes) -> Iterator[Reply]:
+        """The replies that are whole with these bytes. Raises NoReplyError."""
+        self._data += data
+        at = 0
+        try:
+            while at < len(self._data):
+                reply, at = self._parse(at)
+                yield reply
+        except _NotWhole:
+            pass
+        finally:
+            self._data = self._data[at:]
+
+    def _parse(self, at: int) -> tuple[Reply, int]:
+        """The reply that begins at a place, and where it ends."""
+        end = self._data.find(b"\r\n", at)
+        if end < 0:
+            raise _NotWhole
+        kind, rest, after = self._data[at : at + 1], self._data[at + 1 : end], end + 2
+        match kind:
+            case b"+":
+                return rest, after
+            case b"-":
+                return ReplyError(rest.decode("utf-8", "replace")), after
+            case b":":
+                return _number(rest), after
+            case b"$":
+                return self._bulk(_number(rest), after)
+            case b"*":
+                return self._array(_number(rest), after)
+        raise NoReplyError(f"a reply that begins with {kind!r}")
+
+    def _bulk(self, size: int, at: int) -> tuple[Reply, int]:
+        if size < 0:
+            return None, at
+        if len(self._data) < at + size + 2:
+            raise _NotWhole
+        return self._data[at : at + size], at + size + 2
+
+    def _array(self, size: int, at: int) -> tuple[Reply, int]:
+        if size < 0:
+            return None, at
+        found: list[Reply] = []
+        for _ in range(size):
+            reply, at = self._parse(at)
+            found.append(reply)
+        return found, at
+
+
+class _NotWhole(Exception):
+    """More bytes are needed."""
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise NoReplyError("a number was expected") from None

@@ -1,0 +1,174 @@
+"""Limits that several processes share, under load: as much is admitted as the limit says, and nothing is lost with who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+import pytest
+
+from gateway import keys
+from gateway.limits.store import LEASE
+from tests.faults.conftest import FULL
+from tests.support.process import Gateway, configuration, gateway
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.running import KEY, MODEL, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
+
+SECONDS = 20.0 if FULL else 3.0
+CONNECTIONS = 6
+USED = 5
+"""Tokens that an answer has used, by its usage."""
+
+
+async def respond(talk: Conversation) -> None:
+    if b" /health " in talk.request.head or b" /v1/models " in talk.request.head:
+        await talk.respond(b'{"object":"list","data":[{"id":"tiny","object":"model"}]}')
+    elif talk.request.json.get("stream"):
+        await talk.begin_stream()
+        for each in (ROLE, HELLO):
+            await talk.chunk(each)
+        await talk.closed_by_peer()
+    else:
+        await talk.respond(COMPLETION)
+
+
+@asynccontextmanager
+async def gateways(folder: Path, count: int, of_key: dict[str, Any], **more: Any) -> AsyncIterator[list[Gateway]]:
+    """As many gateways in front of one server; ``more`` goes into their configuration."""
+    server = more.pop("server", {})
+    async with scripted(respond) as upstream, AsyncExitStack() as stack:
+        model = {"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{upstream.port}"}]}
+        config = configuration(model, **server) | more
+        config["keys"] = [{"id": "team-a", "hash": keys.hash_of(KEY), "limits": of_key}]
+        yield await asyncio.gather(*(stack.enter_async_context(_started(place, config)) for place in _places(folder, count)))
+
+
+def _places(folder: Path, count: int) -> list[Path]:
+    """A folder for each."""
+    places = [folder / str(number) for number in range(count)]
+    for place in places:
+        place.mkdir()
+    return places
+
+
+@asynccontextmanager
+async def _started(place: Path, config: dict[str, Any]) -> AsyncIterator[Gateway]:
+    """A gateway, waited for beside the loop, on which its server runs."""
+    with ExitStack() as stack:
+        running = await asyncio.to_thread(stack.enter_context, gateway(place, config, seconds=60))
+        try:
+            yield running
+        finally:
+            await asyncio.to_thread(stack.close)
+
+
+async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object]) -> tuple[Counter[int], float]:
+    """Ask over and over; the answers by status, and the seconds from the first request to the last answer."""
+    data, seen, began = request(body), Counter[int](), monotonic()
+
+    async def one(port: int) -> None:
+        async with client(port) as visitor:
+            while monotonic() - began < seconds:
+                seen[(await visitor.ask(data)).status] += 1
+
+    await asyncio.gather(*(one(port) for port in ports for _ in range(CONNECTIONS)))
+    return seen, monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("limits", "each"), [({"requests_per_minute": 600}, 1), ({"tokens_per_minute": 4000}, USED)], ids=["requests", "tokens"]
+)
+async def test_three_gateways_on_one_redis_admit_what_the_limit_says(tmp_path: Path, limits: dict[str, int], each: int) -> None:
+    (limit,) = limits.values()
+    with redis_server() as redis:
+        async with gateways(tmp_path, 3, limits, limits_store=redis.url) as three:
+            seen, elapsed = await hammer([one.data for one in three], SECONDS, chat(max_tokens=1))
+    assert set(seen) == {200, 429}
+    assert seen[200] * each == pytest.approx(limit * (1 + elapsed / 60), rel=0.02)
+
+
+async def test_the_relays_of_one_gateway_need_no_store(tmp_path: Path) -> None:
+    async with gateways(tmp_path, 1, {"requests_per_minute": 600}, server={"relays": 3}) as (one,):
+        seen, elapsed = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1))
+        assert set(seen) == {200, 429}
+        assert seen[200] == pytest.approx(600 * (1 + elapsed / 60), rel=0.02)
+
+
+async def test_counts_outlive_a_relay_and_its_places_do_not(tmp_path: Path) -> None:
+    async with gateways(tmp_path, 1, {"tokens_per_day": 1000, "concurrent": 1}) as (one,):
+        async with client(one.data) as visitor:
+            await begin(visitor)
+            assert await status(one) == 429
+            os.kill(one.relays()[0], signal.SIGKILL)
+        await until(lambda: one.get("/status").json()["relays"][0]["restarts"] == 1 and one.get("/readyz").status_code == 200, 30)
+        assert await status(one, max_tokens=900) == 429, "what the dead one had reserved stays counted"
+        assert await status(one, max_tokens=1) == 200, "and its place is free"
+
+
+async def begin(visitor: Client) -> None:
+    """Have a stream that stays."""
+    visitor.send(request(chat(stream=True, max_tokens=500)))
+    await visitor.reader.readuntil(HELLO)
+
+
+async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) -> None:
+    with redis_server() as redis:
+        async with gateways(tmp_path, 2, {"concurrent": 2}, limits_store=redis.url) as (one, two), client(one.data) as stays:
+            await begin(stays)
+            async with client(two.data) as goes:
+                await begin(goes)
+                assert await status(one) == 429
+                kill(two)
+            killed = monotonic()
+            while await status(one) == 429:
+                assert monotonic() - killed < LEASE + 10, "its lease is over"
+                await asyncio.sleep(0.1)
+            async with client(one.data) as third:
+                await begin(third)
+                assert await status(one) == 429, "the other one's lease is renewed"
+
+
+async def status(one: Gateway, max_tokens: int = 1) -> int:
+    async with client(one.data) as visitor:
+        return (await visitor.ask(request(chat(max_tokens=max_tokens)))).status
+
+
+def kill(one: Gateway) -> None:
+    """The gateway and its relays at once, so that nobody tidies up."""
+    relays = [psutil.Process(pid) for pid in one.relays().values()]
+    for each in relays:
+        each.kill()
+    one.process.kill()
+    one.process.wait()
+
+
+@pytest.mark.parametrize(("policy", "meanwhile"), [("allow", {200, 429}), ("refuse", {503, 429, 200})])
+async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: str, meanwhile: set[int]) -> None:
+    with redis_server() as redis:
+        more = {"limits_store": redis.url, "limits": {"on_store_failure": policy}}
+        async with gateways(tmp_path, 1, {"requests_per_minute": 6000}, **more) as (one,):
+            load = asyncio.create_task(hammer([one.data], SECONDS, chat(max_tokens=1)))
+            await restart(redis, SECONDS / 4)
+            seen, _ = await load
+            assert seen.keys() <= meanwhile
+            assert (seen[503] > 0) is (policy == "refuse")
+            await until(lambda: "is back" in one.said, 30)
+            assert await status(one) == 200
+
+
+async def restart(redis: RedisServer, pause: float) -> None:
+    """Stop it after a while, and start it after another."""
+    await asyncio.sleep(pause)
+    await asyncio.to_thread(redis.stop)
+    await asyncio.sleep(pause)
+    await asyncio.to_thread(redis.start)

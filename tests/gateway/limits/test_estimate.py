@@ -1,0 +1,127 @@
+"""What a request is guessed to use, held to, and found to have used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from gateway.errors import Refusal
+from gateway.limits.estimate import Tokens, ask, cap, counts_as_request, estimate, used
+from gateway.record import Record
+from gateway.usage import Usage
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "completion"),
+    [
+        (CHAT, {}, 1024),
+        (CHAT, {"max_tokens": 50}, 50),
+        (CHAT, {"max_tokens": 50, "max_completion_tokens": 70}, 70),
+        (CHAT, {"max_tokens": None}, 1024),
+        (CHAT, {"max_tokens": 50, "n": 3}, 150),
+        (CHAT, {"max_tokens": "50", "n": "x"}, 1024),
+        (CHAT, {"max_tokens": -1}, 1024),
+        (COMPLETIONS, {"prompt": "a"}, 16),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": None}, 1024),
+        (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 5, "n": 2}, 20),
+        (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 5}, 5),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]], "max_tokens": 5}, 10),
+        (RESPONSES, {"max_output_tokens": 9}, 9),
+        (MESSAGES, {"max_tokens": 8}, 8),
+        ("/v1/embeddings", {"input": "a", "max_tokens": 8}, 0),
+    ],
+)
+def test_the_answer_is_guessed(path: str, fields: dict[str, Any], completion: int) -> None:
+    assert estimate(fields, path, b"x" * 400) == (100, completion)
+
+
+def test_media_do_not_count_by_their_bytes() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    body = orjson.dumps({"messages": [{"role": "user", "content": [picture, picture, {"type": "text", "text": "b" * 4000}]}]})
+    assert 3048 <= estimate({}, CHAT, body).prompt <= 3148
+    assert estimate({}, CHAT, b'{"a":";base64,AAAA').prompt == 1024 + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "becomes"),
+    [
+        (CHAT, {}, {"max_tokens": 100}),
+        (CHAT, {"max_tokens": None}, {"max_tokens": 100}),
+        (CHAT, {"max_completion_tokens": 100}, {"max_completion_tokens": 100}),
+        (COMPLETIONS, {}, {}),
+        (COMPLETIONS, {"max_tokens": None}, {"max_tokens": 100}),
+        (RESPONSES, {}, {"max_output_tokens": 100}),
+        (MESSAGES, {"max_tokens": 3}, {"max_tokens": 3}),
+        ("/v1/embeddings", {}, {}),
+    ],
+)
+def test_an_answer_is_held_to_its_limit(path: str, fields: dict[str, Any], becomes: dict[str, Any]) -> None:
+    cap(fields, path, 100)
+    assert fields == becomes
+
+
+def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
+    fields: dict[str, Any] = {}
+    cap(fields, COMPLETIONS, 10)
+    assert fields == {"max_tokens": 10}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 101}, {"max_tokens": 5, "max_completion_tokens": 101}, {"max_tokens": "50"}, {"max_tokens": 5.0}]
+)
+def test_a_longer_answer_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as caught:
+        cap(fields, CHAT, 100)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", list(fields)[-1])
+
+
+def test_costs() -> None:
+    assert ask(Tokens(1_000_000, 500_000), (0.5, 4.0), requests=1) == (1, 0, 1_500_000, 2.5)
+    assert ask(Tokens(7, 3), None).cost == 0
+
+
+class Reads(msgspec.Struct):
+    """How often a stream was read."""
+
+    counts: list[int]
+    total: float = 0.0
+
+
+def record(**more: Any) -> Record:
+    times = dict.fromkeys(("started", "duration", "overhead", "queued"), 0.0)
+    numbers = dict.fromkeys(("request_bytes", "answer_bytes", "retries"), 0)
+    unknown = dict.fromkeys(("code", "usage", "incomplete", "first_byte", "first_token", "gaps", "user", "detail"))
+    names = {"id": "r", "endpoint": CHAT, "key": "k", "model": "m", "server": "m#0"}
+    given: dict[str, Any] = {**times, **numbers, **unknown, **names, "status": 200, "stream": True, "failures": ()}
+    return Record(**given | more)
+
+
+@pytest.mark.parametrize(
+    ("what", "counts"),
+    [
+        ({"usage": Usage(30, 7)}, (30, 7)),
+        ({}, (0, 0)),
+        ({"status": 500, "code": "server_error"}, (0, 0)),
+        ({"status": 400, "code": "context_length_exceeded"}, (0, 0)),
+        ({"status": 499, "server": None, "incomplete": "client"}, (0, 0)),
+        ({"status": 499, "incomplete": "client"}, (100, 0)),
+        ({"status": 499, "incomplete": "client", "gaps": Reads([2, 0, 3])}, (100, 6)),
+        ({"incomplete": "upstream", "code": "upstream_disconnected", "gaps": Reads([0])}, (100, 1)),
+        ({"incomplete": "drain", "code": "draining", "usage": Usage(30, 0), "gaps": Reads([9])}, (30, 10)),
+        ({"incomplete": "upstream", "usage": Usage(30, 50), "gaps": Reads([9])}, (30, 50)),
+    ],
+)
+def test_what_was_used(what: dict[str, Any], counts: tuple[int, int]) -> None:
+    assert used(record(**what), Tokens(100, 1024)) == counts
+
+
+@pytest.mark.parametrize(
+    ("status", "counts"), [(200, True), (400, True), (404, True), (499, True), (429, False), (500, False), (503, False)]
+)
+def test_what_counts_as_a_request(status: int, counts: bool) -> None:
+    assert counts_as_request(record(status=status)) is counts

@@ -1,0 +1,247 @@
+"""Limits as clients meet them, in one relay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.state import Allowance, Key, Limits, State
+from tests.support.running import KEY, Served, key, model, serving, until
+from tests.support.scripted import Conversation, Scripted, scripted
+from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Reply, ask, chat, client, request
+
+USED = 5
+"""Tokens that an answer of these servers has used, by its usage."""
+
+
+async def answer(talk: Conversation) -> None:
+    """The answer whose prompt says which."""
+    said = str(talk.request.json.get("messages", talk.request.json.get("prompt")))
+    if "fail" in said:
+        await talk.respond(b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}', "400 Bad Request")
+    elif "stay" in said:
+        await talk.begin_stream()
+        for each in (ROLE, HELLO, HELLO):
+            await talk.chunk(each)
+            await asyncio.sleep(0.05)
+        await talk.closed_by_peer()
+    elif talk.request.json.get("stream"):
+        await talk.begin_stream()
+        for each in (ROLE, HELLO, STOP, COUNT, DONE):
+            await talk.chunk(each)
+        await talk.end_stream()
+    else:
+        await talk.respond(COMPLETION)
+
+
+def limited(identity: str = "team-a", token: str = KEY, *more: Allowance, **limits: Any) -> Key:
+    return key(identity, token, allowances=(Allowance(f"key {identity}", Limits(**limits)), *more))
+
+
+@asynccontextmanager
+async def gateway(*keys: Key, **more: Any) -> AsyncIterator[tuple[Served, Scripted]]:
+    async with scripted(answer) as server, serving([model(server.port, **more), model(server.port, identity="other")], keys) as served:
+        yield served, server
+
+
+def prompt(text: str, **fields: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": text}], **fields)
+
+
+async def statuses(served: Served, times: int, data: bytes) -> list[int]:
+    return [(await ask(served.port, data)).status for _ in range(times)]
+
+
+def limited_total(served: Served, reason: str, identity: str = "team-a") -> float:
+    return served.value("limited_total", identity, reason)
+
+
+def meter(served: Served, holder: str = "key team-a") -> Any:
+    meters = served.relay.limits.meters
+    return meters.read(meters.holder(holder, Limits()).meter)
+
+
+def ratelimits(reply: Reply) -> dict[str, str]:
+    return {name.removeprefix("x-ratelimit-"): value for name, value in reply.headers.items() if name.startswith("x-ratelimit-")}
+
+
+async def test_requests_per_minute() -> None:
+    async with gateway(limited(requests_per_minute=3)) as (served, server):
+        replies = [await ask(served.port, request(chat())) for _ in range(5)]
+        assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]
+        assert [ratelimits(reply)["remaining-requests"] for reply in replies] == ["2", "1", "0", "0", "0"]
+        assert ratelimits(replies[0]).keys() == {"limit-requests", "remaining-requests", "reset-requests"}
+        assert replies[3].error["code"] == "rate_limit_exceeded" and replies[3].headers["retry-after"] == "20"
+        assert replies[3].error["message"] == "The limit of 3 requests per minute is reached (key team-a). Try again in 20 s."
+        assert (limited_total(served, "requests_per_minute"), len(server.requests)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("limits", "body"), [(Limits(requests_per_minute=60), chat()), (Limits(tokens_per_minute=6000), chat(max_tokens=5900))]
+)
+async def test_who_waits_as_long_as_he_is_told_gets_in(limits: Limits, body: dict[str, object]) -> None:
+    data = request(body)
+    async with gateway(key(allowances=(Allowance("key team-a", limits),))) as (served, _):
+        while (reply := await ask(served.port, data)).status == 200:
+            pass
+        assert reply.status == 429
+        await asyncio.sleep(int(reply.headers["retry-after"]))
+        assert (await ask(served.port, data)).status == 200
+
+
+async def test_a_refusal_comes_before_the_body() -> None:
+    async with gateway(limited(requests_per_minute=1)) as (served, _):
+        await ask(served.port, request(chat()))
+        async with client(served.port) as visitor:
+            visitor.send(request(b"", extra=("x-note: the body never comes",)).replace(b"content-length: 0", b"content-length: 1000"))
+            reply = await visitor.reply()
+        assert reply.status == 429 and reply.error["code"] == "rate_limit_exceeded"
+
+
+async def test_tokens_are_reserved_and_settled() -> None:
+    async with gateway(limited(tokens_per_minute=2000)) as (served, _):
+        reply = await ask(served.port, request(chat(max_tokens=1000)))
+        assert 2000 - 1000 - 30 < int(ratelimits(reply)["remaining-tokens"]) < 2000 - 1000 - 10, "as it was when the answer began"
+        reply = await ask(served.port, request(chat(max_tokens=1000)))
+        assert int(ratelimits(reply)["remaining-tokens"]) >= 2000 - USED - 1000 - 30
+        reply = await ask(served.port, request(chat(max_tokens=100_000)))
+        assert reply.status == 429 and reply.headers["retry-after"] == "1", "more than all of it waits until it is untouched"
+        assert limited_total(served, "tokens_per_minute") == 1
+
+
+async def test_a_day_is_counted_by_usage_alone() -> None:
+    async with gateway(limited(tokens_per_day=1200, tokens_per_month=100_000)) as (served, _):
+        assert await statuses(served, 20, request(chat(max_tokens=1000))) == [200] * 20
+        assert await statuses(served, 2, request(chat(max_tokens=1000, stream=True))) == [200] * 2
+        assert (meter(served).day.tokens, meter(served).month.tokens) == (22 * USED, 22 * USED)
+        reply = await ask(served.port, request(chat(max_tokens=1100)))
+        assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
+        assert 0 < int(reply.headers["retry-after"]) <= 86400 and reply.headers["x-should-retry"] == "false"
+        assert ratelimits(reply) == {}
+        assert limited_total(served, "tokens_per_day") == 1
+
+
+async def test_costs_are_tokens_by_price() -> None:
+    async with gateway(limited(cost_per_day=0.01), price=(1000.0, 1000.0)) as (served, _):
+        assert await statuses(served, 3, request(chat(max_tokens=1))) == [200, 429, 429]
+        assert meter(served).day.cost == pytest.approx(0.005)
+        assert limited_total(served, "cost_per_day") == 2
+
+
+@pytest.mark.parametrize("text", ["fail", "nothing wrong, but for another model"])
+async def test_what_did_not_run_costs_no_tokens(text: str) -> None:
+    async with gateway(limited(tokens_per_day=100_000, requests_per_minute=100)) as (served, _):
+        fields = {} if text == "fail" else {"model": "unknown"}
+        reply = await ask(served.port, request(prompt(text, **fields)))
+        assert reply.status in (400, 404)
+        assert (meter(served).day.tokens, meter(served).in_flight) == (0, 0)
+        assert ratelimits(reply)["remaining-requests"] == "99"
+
+
+async def test_a_request_that_the_gateway_fails_does_not_count() -> None:
+    async with gateway(limited(tokens_per_day=100_000, requests_per_minute=2)) as (served, _):
+        served.relay.draining = True
+        assert await statuses(served, 4, request(chat())) == [503] * 4
+        served.relay.draining = False
+        assert await statuses(served, 3, request(chat())) == [200, 200, 429]
+        assert meter(served).day.tokens == 2 * USED
+
+
+async def test_a_refusal_by_tokens_takes_no_request() -> None:
+    async with gateway(limited(tokens_per_day=50, requests_per_minute=3)) as (served, _):
+        assert await statuses(served, 1, request(chat(max_tokens=10))) == [200]
+        assert await statuses(served, 5, request(chat(max_tokens=1000))) == [429] * 5
+        assert await statuses(served, 1, request(chat(max_tokens=10))) == [200]
+
+
+async def test_who_leaves_pays_for_what_was_seen() -> None:
+    async with gateway(limited(tokens_per_day=100_000, concurrent=1)) as (served, _):
+        body = prompt("stay", stream=True)
+        async with client(served.port) as visitor:
+            visitor.send(request(body))
+            await visitor.reader.readuntil(HELLO)
+            assert await statuses(served, 1, request(chat())) == [429]
+        await until(lambda: meter(served).in_flight == 0)
+        guess = len(orjson.dumps(body)) // 4
+        assert guess + 2 <= meter(served).day.tokens <= guess + 3
+
+
+async def test_requests_at_once() -> None:
+    async with gateway(limited(concurrent=2)) as (served, _):
+        async with client(served.port) as first, client(served.port) as second:
+            for visitor in (first, second):
+                visitor.send(request(prompt("stay", stream=True)))
+                await visitor.reader.readuntil(HELLO)
+            reply = await ask(served.port, request(chat()))
+            assert (reply.status, reply.headers["retry-after"], reply.error["code"]) == (429, "1", "rate_limit_exceeded")
+        await until(lambda: served.in_flight == 0)
+        assert await statuses(served, 3, request(chat())) == [200] * 3
+        assert limited_total(served, "concurrent") == 1
+
+
+async def test_a_teams_keys_share_its_limits() -> None:
+    team = Allowance("team research", Limits(requests_per_minute=3))
+    one, two = limited("one", "sk-one", team, requests_per_minute=100), limited("two", "sk-two", team, requests_per_minute=2)
+    async with gateway(one, two) as (served, _):
+        assert await statuses(served, 2, request(chat(), token="sk-one")) == [200, 200]
+        assert await statuses(served, 1, request(chat(), token="sk-two")) == [200]
+        reply = await ask(served.port, request(chat(), token="sk-one"))
+        assert reply.status == 429 and "team research" in str(reply.error["message"])
+        assert ratelimits(reply)["limit-requests"] == "3", "the tightest one"
+        assert (limited_total(served, "requests_per_minute", "one"), limited_total(served, "requests_per_minute", "two")) == (1, 0)
+
+
+async def test_limits_for_some_models() -> None:
+    row = Allowance("key team-a for ti*", Limits(requests_per_minute=1, tokens_per_minute=500, max_tokens=100), ("ti*",))
+    async with gateway(limited("team-a", KEY, row, requests_per_minute=5)) as (served, server):
+        assert await statuses(served, 3, request(chat())) == [200, 429, 429]
+        assert await statuses(served, 5, request(chat(model="other"))) == [200, 200, 200, 200, 429], "what a row refuses takes no request"
+        assert server.requests[0].json["max_tokens"] == 100
+        assert "max_tokens" not in server.requests[1].json
+        assert (await ask(served.port, request(chat(model="nothing")))).status == 429
+
+
+async def test_the_length_of_an_answer() -> None:
+    async with gateway(limited(max_tokens=100)) as (served, server):
+        reply = await ask(served.port, request(chat(extra_body={"max_completion_tokens": 101})))
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "invalid_value", "max_completion_tokens")
+        assert await statuses(served, 1, request(chat(prompt="raw", messages=None))) == [200]
+        assert await statuses(served, 1, request({"model": "tiny", "prompt": "a"}, "/v1/completions")) == [200]
+        assert [each.json.get("max_tokens") for each in server.requests] == [None, None]
+        assert await statuses(served, 1, request(chat())) == [200]
+        assert server.requests[-1].json["max_tokens"] == 100
+        assert served.total("limited_total") == 0
+
+
+async def test_a_reload_keeps_the_counts() -> None:
+    async with gateway(limited(requests_per_minute=4)) as (served, _):
+        assert await statuses(served, 2, request(chat())) == [200, 200]
+        before = served.relay.state
+        served.relay.take(State(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
+        assert await statuses(served, 5, request(chat())) == [200, 200, 200, 200, 429], "half of it was used"
+        served.relay.take(State(3, (key(),), before.models))
+        assert await statuses(served, 2, request(chat())) == [200, 200]
+        assert served.in_flight == 0
+
+
+async def test_a_form_is_limited_too() -> None:
+    async def heard(talk: Conversation) -> None:
+        await talk.respond(b'{"text":"hi"}')
+
+    boundary = "--b\r\ncontent-disposition: form-data; name="
+    form = f'{boundary}"model"\r\n\r\ntiny\r\n{boundary}"file"; filename="a"\r\n\r\n{"x" * 4000}\r\n--b--\r\n'.encode()
+    data = request(form, "/v1/audio/transcriptions").replace(b"application/json", b"multipart/form-data; boundary=b")
+    async with scripted(heard) as server, serving([model(server.port)], [limited(requests_per_minute=2, tokens_per_minute=10)]) as served:
+        assert await statuses(served, 3, data) == [200, 200, 429]
+
+
+async def test_a_key_without_limits_is_not_told_of_any() -> None:
+    async with gateway(key()) as (served, _):
+        reply = await ask(served.port, request(chat()))
+        assert reply.status == 200 and ratelimits(reply) == {}
+        assert served.total("limited_total") == 0

@@ -1,0 +1,112 @@
+"""Meters that several processes share: exact, and nothing is left of one that was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+import pytest
+
+from gateway.limits.meters import Meters
+from gateway.limits.rules import Ask, Moment
+from gateway.state import Limits
+
+LIMITS = Limits(tokens_per_day=1000, concurrent=10)
+WALL = 1_800_000_000.0
+TAKER = """
+import sys
+from gateway.limits.meters import Meters
+from gateway.limits.rules import Ask, Moment
+from gateway.state import Limits
+
+fd, relay = map(int, sys.argv[1:3])
+meters = Meters.inherited(fd, relay)
+holder = meters.holder("key a", Limits(tokens_per_day=1000, concurrent=10))
+at, taken = Moment(0.0, 1_800_000_000.0), 0
+sys.stdin.readline()
+while meters.take([(holder, Ask(slots=1, tokens=1))], at) is None:
+    taken += 1
+    meters.settle([(holder, Ask(slots=1, tokens=1))], Ask(tokens=1), at, 0.0)
+meters.take([(holder, Ask(slots=2))], at)
+print(taken, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def shared(relays: int) -> Iterator[Meters]:
+    meters = Meters.create("test", relays)
+    try:
+        yield meters
+    finally:
+        meters.close()
+
+
+@contextmanager
+def taker(meters: Meters, relay: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that takes a token at a time until there is none, and then two places, which it keeps."""
+    words = [sys.executable, "-P", "-c", TAKER, str(meters.fd), str(relay)]
+    with subprocess.Popen(words, pass_fds=(meters.fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_processes_count_together_and_a_dead_ones_places_come_back() -> None:
+    with shared(3) as meters:
+        holder = meters.holder("key a", LIMITS)
+        with taker(meters, 0) as first, taker(meters, 1) as second, taker(meters, 2) as third:
+            processes = (first, second, third)
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            taken = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
+            assert sum(taken) == 1000
+            assert meters.read(holder.meter).in_flight == 6
+            second.kill()
+            second.wait()
+        Meters.inherited(os.dup(meters.fd), 1).close()
+        assert meters.read(holder.meter).in_flight == 4, "the successor begins with none of its own"
+        assert meters.read(holder.meter).day.tokens == 1000
+
+
+def test_a_process_that_dies_with_the_lock_leaves_it() -> None:
+    code = "import sys, fcntl, time; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"
+    with shared(2) as meters:
+        holder = meters.holder("key a", LIMITS)
+        words = [sys.executable, "-c", code, str(meters.fd)]
+        with subprocess.Popen(words, pass_fds=(meters.fd,), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            process.kill()
+        assert said == "held\n"
+        assert meters.take([(holder, Ask(tokens=1))], Moment(monotonic(), WALL)) is None
+
+
+def test_a_name_is_a_meter() -> None:
+    meters = Meters.private()
+    holder = meters.holder("key a", LIMITS)
+    assert meters.take([(holder, Ask(tokens=400))], Moment(0.0, WALL)) is None
+    again = meters.holder("key a", Limits(tokens_per_day=500))
+    other = meters.holder("key b", LIMITS)
+    assert again.meter == holder.meter != other.meter
+    refused = meters.take([(other, Ask(tokens=1)), (again, Ask(tokens=200))], Moment(0.0, WALL))
+    assert refused is not None and refused[0] is again
+    assert meters.read(other.meter).day.tokens == 0, "from all or from none"
+
+
+@pytest.mark.parametrize("used", [0, 400, 700])
+def test_settling(used: int) -> None:
+    meters = Meters.private()
+    holder, at = meters.holder("key a", LIMITS), Moment(0.0, WALL)
+    reserved = [(holder, Ask(slots=1, tokens=400))]
+    assert meters.take(reserved, at) is None
+    meters.settle(reserved, Ask(tokens=used), at, 5.0)
+    meter = meters.read(holder.meter)
+    assert (meter.in_flight, meter.day.tokens) == (0, used)

@@ -1,0 +1,268 @@
+"""Limits that are counted in a Redis: the same decisions as in memory, and what happens while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, date, datetime, timedelta
+from time import monotonic, time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.limits import scripts
+from gateway.limits.meters import Holder, Meters
+from gateway.limits.rules import Ask, Moment, month_of
+from gateway.limits.store import Store, StoreAwayError
+from gateway.state import Allowance, Limits, LimitsStore
+from tests.faults.chaos import Weather, chaos
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.running import Served, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, HELLO, ROLE, ask, chat, client, request
+
+LIMITS = Limits(
+    requests_per_minute=6,
+    tokens_per_minute=90,
+    tokens_per_day=400,
+    tokens_per_month=500,
+    cost_per_day=3.0,
+    cost_per_month=5.0,
+    concurrent=4,
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RedisServer) -> RedisServer:
+    """The shared one, empty."""
+    with shared.client() as each:
+        each.flushall()
+    return shared
+
+
+@asynccontextmanager
+async def opened(place: LimitsStore) -> AsyncIterator[Store]:
+    store = Store(place)
+    try:
+        yield store
+    finally:
+        store.close()
+        await asyncio.sleep(0)
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(1, 120), st.booleans()),
+        st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from([0.0, 0.3, 1.0, 1.5])),
+    ),
+    max_size=25,
+)
+
+
+def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
+    """Two holders, over and over: the same is admitted, and the same limit refuses with the same wait."""
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(_STEPS)
+    def check(steps: list[Any]) -> None:
+        with server.client() as each:
+            each.flushall()
+        asyncio.run(_compare(server, steps))
+
+    check()
+
+
+async def _compare(server: RedisServer, steps: list[Any]) -> None:
+    meters = Meters.private()
+    one, both = meters.holder("key one", LIMITS), meters.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
+    running: list[Any] = []
+    async with opened(server.place()) as store:
+        for number, (kind, amount, what) in enumerate(steps):
+            if kind == "come":
+                at, identity = Moment(monotonic(), time()), str(number)
+                wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
+                expected, answer = meters.take(wanted, at), await store.admit(identity, wanted)
+                assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
+                if answer.refused is None:
+                    running.append((identity, wanted, at, answer))
+                elif expected is not None and expected[1].wait is not None:
+                    assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
+            elif running:
+                identity, wanted, at, answer = running.pop(amount % len(running))
+                used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
+                meters.settle(wanted, used, at, monotonic())
+                store.settle(identity, wanted, used, answer)
+
+
+def test_the_stores_calendar(server: RedisServer) -> None:
+    script = scripts.CALENDAR + "local m = month_of(tonumber(ARGV[1])) return {m, first_day_of(m)}"
+    days = [number for year in range(1970, 2470, 3) for number in range(_day(year, 2, 27), _day(year, 3, 3))]
+    days += range(_day(2026, 1, 1), _day(2028, 1, 1), 2)
+    with server.client() as each:
+        pipeline = each.pipeline(transaction=False)
+        for day in days:
+            pipeline.eval(script, 0, day)
+        found = pipeline.execute()
+    for day, (month, first) in zip(days, found, strict=True):
+        assert month == month_of(day)
+        assert date(1970, 1, 1) + timedelta(first) == (date(1970, 1, 1) + timedelta(day)).replace(day=1)
+
+
+def _day(year: int, month: int, day: int) -> int:
+    return (date(year, month, day) - date(1970, 1, 1)).days
+
+
+async def test_what_the_store_says(server: RedisServer) -> None:
+    holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
+    async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
+        answer = await store.admit("r1", [(holder, Ask(1, 1, 10))])
+        now = datetime.now(UTC)
+        assert (answer.day, answer.month) == (int(now.timestamp() // 86400), now.year * 12 + now.month - 1)
+        assert answer.standings[0][1].tokens == pytest.approx(monotonic() + 1, abs=0.9)
+        answer = await store.admit("r2", [(holder, Ask(1, 1, 1))])
+        assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
+    with server.client() as each:
+        each.execute_command("SELECT", 3)
+        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True], "every key ends by itself"
+
+
+async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
+    holder = Holder("key a", Limits(requests_per_minute=100, concurrent=1), 0)
+    wanted = [(holder, Ask(1, 1))]
+    async with opened(server.place()) as store:
+        for number in range(3):
+            answer = await store.admit(f"r{number}", wanted)
+            assert answer.refused is None
+            with server.client() as each:
+                each.script_flush()
+            store.settle(f"r{number}", wanted, Ask(1), answer)
+
+
+async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
+    holder = Holder("key a", Limits(requests_per_minute=100), 0)
+    async with opened(LimitsStore("127.0.0.1", 1)) as store:
+        for number in range(3):
+            with pytest.raises(StoreAwayError):
+                await store.admit(f"r{number}", [(holder, Ask(1, 1))])
+
+
+# Behind a relay
+
+
+async def respond(talk: Conversation) -> None:
+    if talk.request.json.get("stream"):
+        await talk.begin_stream()
+        for each in (ROLE, HELLO):
+            await talk.chunk(each)
+        await talk.closed_by_peer()
+    else:
+        await talk.respond(COMPLETION)
+
+
+@asynccontextmanager
+async def gateway(place: LimitsStore, **limits: Any) -> AsyncIterator[Served]:
+    allowance = Allowance("key team-a", Limits(**limits))
+    async with scripted(respond) as upstream, serving([model(upstream.port)], [key(allowances=(allowance,))], limits_store=place) as served:
+        yield served
+
+
+async def statuses(served: Served, times: int) -> list[int]:
+    return [(await ask(served.port, request(chat(max_tokens=1)))).status for _ in range(times)]
+
+
+async def test_two_relays_count_together(server: RedisServer) -> None:
+    async with gateway(server.place(), requests_per_minute=5) as one, gateway(server.place(), requests_per_minute=5) as two:
+        assert await statuses(one, 3) == [200] * 3
+        assert await statuses(two, 3) == [200, 200, 429]
+        reply = await ask(one.port, request(chat()))
+        assert (reply.status, reply.headers["x-ratelimit-remaining-requests"], reply.headers["retry-after"]) == (429, "0", "12")
+
+
+async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: RedisServer) -> None:
+    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+        assert await statuses(served, 2) == [200, 429]
+        async with client(served.port) as visitor:
+            visitor.send(request(b"").replace(b"content-length: 0", b"content-length: 1000"))
+            reply = await visitor.reply()
+        assert reply.status == 429 and int(reply.headers["retry-after"]) <= 60
+        assert reply.headers["x-ratelimit-limit-tokens"] == "1000"
+
+
+async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
+    async with gateway(server.place(), tokens_per_day=500, concurrent=1) as served:
+        assert await statuses(served, 4) == [200] * 4
+        with server.client() as each:
+            await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
+            assert each.exists("vllm-gateway:key team-a leases") == 0
+        assert served.in_flight == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(server.place(refuses=refuses), requests_per_minute=3) as served:
+        assert await statuses(served, 4) == [200, 200, 200, 429]
+        server.stop()
+        try:
+            if refuses:
+                replies = [await ask(served.port, request(chat())) for _ in range(3)]
+                told = [(reply.status, reply.error["code"], reply.headers["retry-after"]) for reply in replies]
+                assert told == [(503, "overloaded", "1")] * 3
+                assert served.value("limited_total", "team-a", "store") == 3
+            else:
+                assert await statuses(served, 5) == [200, 200, 200, 429, 429], "each gateway by itself"
+        finally:
+            server.start()
+        await until(lambda: "is back" in caplog.text, 30)
+        assert await statuses(served, 4) == [200, 200, 200, 429], "this one has forgotten everything"
+        assert [record.levelno for record in caplog.records if record.name == "vllm_gateway.limits"] == [logging.WARNING] * 2
+
+
+async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: RedisServer) -> None:
+    async with gateway(server.place(), requests_per_minute=1000) as served:
+        assert await statuses(served, 1) == [200]
+        server.signal(signal.SIGSTOP)
+        try:
+            assert await asyncio.wait_for(statuses(served, 1), 20) == [200]
+            began = monotonic()
+            assert await statuses(served, 5) == [200] * 5
+            quick = (monotonic() - began) / 5
+        finally:
+            server.signal(signal.SIGCONT)
+        assert quick < 0.25, "they did not wait for it"
+        with server.client() as each:
+            before = float(each.hget("vllm-gateway:key team-a", "r") or 0)
+
+            async def counted_again() -> bool:
+                await statuses(served, 1)
+                return float(each.hget("vllm-gateway:key team-a", "r") or 0) > before + 0.05
+
+            async with asyncio.timeout(30):
+                while not await counted_again():  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+
+
+async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(server: RedisServer) -> None:
+    async with chaos(server.port, Weather(delay=0.05)) as network:
+        place = LimitsStore("127.0.0.1", network.port)
+        async with gateway(place, requests_per_minute=10, concurrent=2) as served:
+            assert await statuses(served, 1) == [200]
+            passed = network.passed
+            async with client(served.port) as visitor:
+                visitor.send(request(chat()))
+                await until(lambda: served.relay.started == 2)
+            await until(lambda: network.passed > passed and served.in_flight == 0)
+            with server.client() as each:
+                await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
+            assert [record.status for record in served.relay.records][-1] == 499
+            await until(lambda: not served.relay.limits.store._leases)  # type: ignore[union-attr]

@@ -1,0 +1,94 @@
+"""A real Redis, on a port and in a folder of its own, that a test stops, freezes and starts again."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+from gateway.state import LimitsStore
+from tests.support.process import wait_for
+
+
+@dataclass
+class RedisServer:
+    """The server, which remembers nothing when it is started again."""
+
+    port: int
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.folder / "redis.sock"
+
+    def place(self, *, refuses: bool = False) -> LimitsStore:
+        return LimitsStore("127.0.0.1", self.port, refuses=refuses)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)
+
+    def start(self) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.skip("redis-server is not installed (Debian: redis-server)")
+        words = [program, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self.folder)]
+        words += ["--unixsocket", str(self.socket_path)]
+        user = _user()
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, user=user, extra_groups=[] if user is not None else None)
+        wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Freeze it (SIGSTOP) or thaw it (SIGCONT)."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def _user() -> int | None:
+    """Somebody else for whoever is root."""
+    return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
+
+
+@contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    """One that runs."""
+    with tempfile.TemporaryDirectory(prefix="redis-") as name, socket.socket() as held:
+        folder = Path(name)
+        folder.chmod(0o777)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's has: both may be bound, and nobody else
+        held.bind(("127.0.0.1", 0))
+        server = RedisServer(held.getsockname()[1], folder)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
