@@ -491,6 +491,7 @@ class Control:
             "reason": self.not_ready(),
             "generation": self._generation,
             "configuration": self.history.last.shown(),
+            "ledger": None if self.ledger is None else self.ledger.status(),
             "relays": [
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses

@@ -155,7 +155,19 @@ def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
     scheme, _, place = secret.get_secret_value().partition("://")
     if scheme == "sqlite" and (not place.startswith("/") or not place.strip("/") or "?" in place):
         raise ValueError(f"expected the file behind three slashes, as in {_SQLITE}")
+    _check_database(secret.get_secret_value())
     return secret
+
+
+def _check_database(url: str) -> None:
+    """Raises ValueError for a URL that SQLAlchemy, which takes passwords that others do not, cannot take apart."""
+    from sqlalchemy.engine import make_url  # loaded by those who have a ledger
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        make_url(url)
+    except (ArgumentError, ValueError):
+        raise ValueError("expected a URL such as postgresql://user@host:5432/name") from None
 
 
 LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]

@@ -79,6 +79,10 @@ class Ledger:
             Series("ledger_spool_bytes", ()): (self._spool.size,),
         }
 
+    def status(self) -> dict[str, Any]:
+        """How it is, as /status shows it; ``away`` says why the database takes nothing."""
+        return {"away": self.away, "waiting_rows": self._spool.rows, "waiting_bytes": self._spool.size, "dropped_rows": self.dropped}
+
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
         """The answer to a question. Raises QuestionError and AwayError."""
         asked = queries.question(words, datetime.now(UTC))

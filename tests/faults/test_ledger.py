@@ -195,6 +195,8 @@ def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(ser
             answered = {one.ask().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
             assert "the ledger's database takes nothing" in one.said
+            state = one.get("/status").json()["ledger"]
+            assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0) and state["away"]
             asked = one.get("/usage")
             assert (asked.status_code, "does not answer" in asked.json()["error"]) == (503, True)
             assert one.stop() == 0

@@ -1,0 +1,72 @@
+"""How the ledger is configured: a URL alone, or a section; and what relays are told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway import plan
+from gateway.config import Config, ConfigurationError, load
+from gateway.state import State
+from tests.support.process import configuration
+
+CANARY = "hunter2"
+
+
+def loaded(folder: Path, ledger: Any, **more: Any) -> Config:
+    file = folder / "gateway.yaml"
+    file.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}}) | {"ledger": ledger} | more))
+    return load(file, {"URL": f"postgresql://u:{CANARY}/@[::1]:5432/x?sslmode=require"})
+
+
+def told(config: Config) -> State:
+    return plan.state(config, plan.Knowledge({}, {}, {}), 1, 0)
+
+
+def test_a_url_alone_is_enough(tmp_path: Path) -> None:
+    ledger = loaded(tmp_path, "sqlite:///usage.db").ledger
+    assert ledger is not None and ledger.url.get_secret_value() == "sqlite:///usage.db"
+    assert (ledger.retention, ledger.user, ledger.metadata) == (None, False, False)
+
+
+@pytest.mark.parametrize("written", [{"env": "URL"}, {"url": {"env": "URL"}, "retention": "400d", "user": True}])
+def test_a_password_comes_from_a_secret(tmp_path: Path, written: Any) -> None:
+    config = loaded(tmp_path, written)
+    assert config.ledger is not None and CANARY in config.ledger.url.get_secret_value() and CANARY not in repr(config)
+    assert config.ledger.retention == (400 * 86400 if "url" in written else None)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("mysql://h/x", "ledger: expected a URL such as sqlite:///usage.db"),
+        ("sqlite://usage.db", "ledger: expected the file behind three slashes"),
+        ("sqlite:///", "ledger: expected the file behind three slashes"),
+        ("postgresql://u@h:port/x", "ledger: expected a URL such as postgresql://user@host:5432/name"),
+        (f"postgresql://u:{CANARY}@h/x", "ledger: a password is not written into this file"),
+        ({"url": f"postgresql://u:{CANARY}@h/x"}, "ledger.url: a password is not written into this file"),
+        ({"env": "NO_SUCH"}, "ledger: the environment variable NO_SUCH is not set"),
+        ({"retention": "1d"}, "ledger.url: is missing"),
+        ({"url": "sqlite:///x", "retention": 30}, "ledger.retention: expected a duration"),
+        ({"url": "sqlite:///x", "usr": True}, "ledger.usr: unknown key; did you mean `user`?"),
+        (7, "ledger: expected a mapping, found 7"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, written: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        loaded(tmp_path, written)
+    (problem,) = map(str, caught.value.problems)
+    assert said in problem and CANARY not in problem
+
+
+def test_relays_are_told_what_rows_say(tmp_path: Path) -> None:
+    key = configuration()["keys"][0] | {"team": "research", "labels": {"cost_centre": "17"}}
+    model = {"id": "m", "launch": {}, "price": {"prompt": 0.5}, "loras": [{"id": "m-sql", "path": "./l"}]}
+    config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])
+    state = told(config)
+    assert (state.keys[0].team, state.keys[0].labels) == ("research", {"cost_centre": "17"})
+    assert [each.price for each in state.models] == [(0.5, 0.0)] * 2
+    assert (state.ledger_user, state.ledger_metadata) == (True, False)
