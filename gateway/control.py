@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -39,6 +38,7 @@ from gateway.operations import RefusedOperation
 from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from gateway.reload import History, Reading, Reloader
+from gateway.signals import on_hangup, stop_signals
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
@@ -54,7 +54,6 @@ _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to 
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _ACQUAINT = 0.3  # seconds in which a server that a new configuration brings may answer its first probe
 _TAKEN = 5.0  # seconds in which every relay should have taken a generation
-_TERMINALS = (0, 2)  # standard input and error
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -79,7 +78,7 @@ def speak_by(config: Config) -> None:
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
     """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
-    asked = _stop_signals()
+    asked = stop_signals()
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
@@ -95,7 +94,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.ledger))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
-        _reload_on_hangup(asked, control.reloader)
+        on_hangup(asked, control.reloader.ask)
         await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin))
         if commands is not None:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
@@ -136,28 +135,6 @@ async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
     for task in (stopping, impatient):
         task.cancel()
     await asyncio.gather(stopping, impatient, return_exceptions=True)
-
-
-def _stop_signals() -> asyncio.Queue[int]:
-    """The signals that ask for the end, as a queue."""
-    asked: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, number)
-    return asked
-
-
-def _reload_on_hangup(asked: asyncio.Queue[int], reloader: Reloader) -> None:
-    """SIGHUP has the configuration read, but where it comes because the terminal was closed it asks for the end."""
-    terminals = [fd for fd in _TERMINALS if os.isatty(fd)]
-
-    def hung_up() -> None:
-        if all(map(os.isatty, terminals)):  # one that was closed is none any more
-            reloader.ask()
-        else:
-            asked.put_nowait(signal.SIGHUP)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
 
 
 def listen(host: str, port: int) -> socket.socket:

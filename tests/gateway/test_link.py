@@ -18,7 +18,8 @@ from upstream.server import Condition, ServerSpec
 
 STATE = State(
     7,
-    (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5), Key("b", anonymous=True)),
+    (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5, ends={b"\xff" * 32: 2.5}, revoked=True),
+     Key("b", anonymous=True)),
     (
         Model(
             "m",

@@ -99,6 +99,21 @@ def test_a_reason_is_told_without_the_log_that_is_shown_anyway() -> None:
     assert (shown.reason, shown.lines) == ("m#0 could not start: exit code 1", ("boom",))
 
 
+def test_a_configuration_that_is_not_in_use_is_told() -> None:
+    known = status(server())
+    read = {
+        "problems": ["g.yaml:3: x: unknown key", "g.yaml:9: y: <b>bad</b>"],
+        "when": known["time"] - 65,
+        "needs_restart": ["server.port needs a restart"],
+    }
+    shown = picture(known | {"configuration": read})
+    first, *rest = shown.warnings
+    assert first == "the configuration on disk cannot be used, for 1 min: g.yaml:3: x: unknown key"
+    assert rest == ["g.yaml:9: y: <b>bad</b>", "server.port needs a restart"]
+    assert "y: &lt;b&gt;bad" in page(shown)
+    assert picture(known).warnings == ()
+
+
 def test_nothing_acts_on_a_terminal() -> None:
     failed = server(condition="down", reason="\x1b]0;owned\x07 [bold]x", last_log_lines=["\x1b[2J", "[red]y"], state="failed", log="/l")
     out = io.StringIO()

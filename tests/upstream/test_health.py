@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
 from upstream.health import BODY_LIMIT, Doctor, ModelCard, Probe, Prober, Sighting, Standing, Target, judge, lost, read_models
 
@@ -301,3 +302,21 @@ async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.Monk
             told = Told()
             async with probing(told, Target("s", server.address)):
                 assert told[0].up
+
+
+async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_looked_at() -> None:
+    told: list[Probe] = []
+    async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0) as prober:
+        address = Address(port=server.port)
+        prober.set_targets([Target("a", address, "old")])
+        await prober.first_round()
+        assert [(probe.name, probe.up) for probe in told] == [("a", True)]
+        prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
+        assert [(probe.name, probe.up) for probe in prober.probes()] == [("a", True)], "and of another address nothing is known"
+        assert len(told) == 1, "that is no change"
+        await prober.first_round()
+        assert {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None}
+
+
+async def _healthy(talk: Conversation) -> None:
+    await talk.respond(b'{"object":"list","data":[]}')
