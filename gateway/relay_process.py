@@ -39,6 +39,7 @@ from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
 
+_TELL_EVERY = 4  # ticks
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _FRAME_BUFFER = 1024 * 1024
 _UNSENT = 128 * 1024
@@ -164,7 +165,7 @@ class _Process:
             await asyncio.sleep(TICK)
             self.relay.tick()
             count += 1
-            if count % _SWEEP_EVERY == 0:
+            if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
 
     def _connections(self) -> list[EdgeProtocol]:
