@@ -35,7 +35,7 @@ def main(data: Path, folder: Path) -> None:
             file = folder / f"{name}.png"
             _dashboard(dashboard).savefig(file, dpi=100)
             plt.close("all")
-            Image.open(file).convert("RGB").quantize(48).save(file, optimize=True)  # a third of the size
+            Image.open(file).convert("RGB").quantize(128).save(file, optimize=True)  # a third of the size
 
 
 def _dashboard(dashboard: dict[str, Any]) -> Any:
