@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import sys
@@ -13,10 +15,14 @@ import httpx2
 import psutil
 import pytest
 
-from gateway import keys
+from gateway import keys, logs
+from gateway.catalog import Catalog, Entry
+from gateway.state import Key
+from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
-from tests.support.running import KEY
+from tests.support.running import KEY, key, model
+from tests.support.wire import ask, request
 
 CANARY = "canary4d71"
 SECRETS = {name: f"{CANARY}-{name}" for name in ("admin", "server", "salt", "launched", "failing")}
@@ -72,7 +78,7 @@ _MORE: list[dict[str, Any]] = [
 
 def _asked(one: Gateway) -> list[bytes]:
     """The bodies of all errors."""
-    with httpx2.Client(base_url=one.url, timeout=60) as client:
+    with httpx2.Client(base_url=one.url, timeout=60, verify=False) as client:
         shown = [{"authorization": f"Bearer {token}"} for token in (GOOD, BAD, EXPIRED, GOOD[:-1], f"{GOOD} {BAD}", "x" * 600)]
         answers = [client.post(path, json=body, headers=headers) for path, body in _bodies() for headers in shown]
         answers += [client.post("/v1/messages", json={}, headers={"x-api-key": token}) for token in (GOOD, BAD)]
@@ -109,12 +115,13 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
         _servers_know_their_own_secrets_only(one)
         os.kill(one.relays()[0], signal.SIGKILL)
         one.named("upstream.simulator")[-1].kill()
-        wait_for(lambda: httpx2.get(one.url + "/health", timeout=10).status_code == 200)
+        wait_for(lambda: httpx2.get(one.url + "/health", timeout=10, verify=False).status_code == 200)
         places = {f"an error's body: {body[:60]!r}": body for body in errors}
         places |= {
-            path: httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=admin, timeout=10).content for path in ("/metrics", "/status")
+            path: httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=admin, timeout=10, verify=False).content
+            for path in ("/metrics", "/status")
         }
-        page = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers=admin | {"accept": "text/html"}, timeout=10)
+        page = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers=admin | {"accept": "text/html"}, timeout=10, verify=False)
         shown = one.command("status")
         command = one.command("command", "failing")
         places |= {"the page": page.content, "status": shown.stdout.encode(), "command": (command.stdout + command.stderr).encode()}
@@ -127,3 +134,35 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = len(places["stdout"].splitlines())
     measured(f"{len(places)} places searched after {lines} requests at log level debug: 0 hits")
     assert KEY.encode() not in places["stdout"]
+
+
+class _Broken(Catalog):
+    """A part of the gateway that fails, and says of what."""
+
+    def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
+        try:
+            raise KeyError(name, GOOD)
+        except KeyError:
+            raise ValueError(f"{PROMPT}, {name} and {GOOD}: {key!r}") from None
+
+
+@pytest.mark.row(20)
+@pytest.mark.parametrize("formatter", [logs.TextFormatter, logs.JsonFormatter])
+async def test_no_canary_in_a_trace(formatter: Callable[[str], logging.Formatter], measured: Callable[[str], None]) -> None:
+    written = io.StringIO()
+    handler = logs.Handler(written)
+    handler.setFormatter(formatter("relay 0"))
+    logger = logging.getLogger("vllm_gateway")
+    logger.addHandler(handler)
+    try:
+        async with unharmed([model(1)], [key(token=GOOD)]) as served:
+            served.relay.catalog = _Broken((), {})
+            for path, body in _bodies():
+                reply = await ask(served.port, request(body | {"model": f"{CANARY}-model"}, path, token=GOOD))
+                assert reply.status in (400, 404, 500) and CANARY.encode() not in reply.body
+    finally:
+        logger.removeHandler(handler)
+    text = written.getvalue()
+    assert "ValueError" in text and "test_secrets.py" in text, "the trace is there"
+    assert CANARY not in text
+    measured(f"{text.count('ValueError')} forced traces: their kinds and places, 0 hits")
