@@ -30,6 +30,7 @@ _SHORT = 2048  # bytes in which counting is as fast
 _MANY = 32  # members from which on it is quicker to ask for all their types at once
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
+_LARGE = 2.0**63
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Document = dict[str, Any]
@@ -70,9 +71,26 @@ def parse(body: bytes) -> Document:
         raise Refusal("invalid_json", "The body must be a JSON object.")
     if may_be_deep and _too_deep(document):
         raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
-    if _LONG_NUMBER in body.translate(_DIGITS):
+    if _may_have_long_integers(body, document):
         _refuse_long_integers(body)
     return document
+
+
+def _may_have_long_integers(body: bytes, document: Document) -> bool:
+    """Whether a number has so many digits, or, in a long body, is so large: what it holds is sooner walked through than its text."""
+    if len(body) < _SHORT:
+        return body.translate(_DIGITS).find(_LONG_NUMBER) >= 0
+    level: list[Any] = [document]
+    while level:
+        if any(_has_large_float(node) for node in level):
+            return True
+        level = [child for node in level for child in _containers(node)]
+    return False
+
+
+def _has_large_float(node: Any) -> bool:
+    values = node.values() if type(node) is dict else node
+    return float in set(map(type, values)) and any(type(value) is float and abs(value) >= _LARGE for value in values)
 
 
 def _refuse_long_integers(body: bytes) -> None:
@@ -89,7 +107,7 @@ def _within_64_bits(digits: str) -> int:
 def _may_be_deep(body: bytes) -> bool:
     """Whether it has that many brackets at all. They are few in most bodies, and searching a long one is much faster than counting."""
     if len(body) < _SHORT:
-        return _brackets(body) > MAX_DEPTH
+        return body.count(b"{") + body.count(b"[") > MAX_DEPTH
     found = 0
     for bracket in b"{", b"[":
         at = body.find(bracket)

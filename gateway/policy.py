@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import MediaHosts, forbidden
+from gateway.media import CONTAINERS, MediaHosts, forbidden
 from gateway.state import BodyRules, Model
 
 Document = dict[str, Any]
@@ -118,9 +118,10 @@ class Policy:
             self._named(document)
         if size > _LEAST_SIZE:
             self._large(document)
+        if "chat_template_kwargs" in document:
+            self._template(document["chat_template_kwargs"])
         for name, value in document.items():
-            kind = type(value)
-            if kind is list or kind is dict:
+            if type(value) in CONTAINERS and name not in _NO_MEDIA:
                 self._look_into(name, value)
 
     def refused_of(self, names: Set[str]) -> str | None:
@@ -148,10 +149,6 @@ class Policy:
                 raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
 
     def _look_into(self, name: str, value: Any) -> None:
-        if name in _NO_MEDIA:
-            if name == "chat_template_kwargs":
-                self._template(value)
-            return
         if len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list) and name not in self._allowed:
             raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
         member = forbidden(value, self._media)

@@ -38,12 +38,25 @@ def translate(document: Document) -> tuple[Document, str | None, Translation | N
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
-    developer, functions = _old_words(document["messages"])
+    developer, functions = _old_words(document["messages"]) if _has_old_words(document["messages"]) else (False, False)
     if developer:
         document = {**document, "messages": _as_system(document["messages"])}
     if functions or document.get("functions") is not None:
         return _tools(document), None, Functions() if document.get("functions") is not None else None
     return document, None, None
+
+
+_OLD_ROLES = ("developer", "function")  # no set: a client may send what has no hash
+
+
+def _has_old_words(messages: Any) -> bool:
+    """Whether a closer look is worth it."""
+    if type(messages) is not list:
+        return False
+    for message in messages:  # noqa: SIM110  a generator takes twice as long
+        if type(message) is dict and ("function_call" in message or message.get("role") in _OLD_ROLES):
+            return True
+    return False
 
 
 def _old_words(messages: Any) -> tuple[bool, bool]:

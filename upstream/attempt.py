@@ -262,15 +262,16 @@ class Attempt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Hold against the server what it did, and give everything back."""
         answer, server = self._answer, self.server
-        if answer is not None and server is not None:
-            fault = answer.fault or answer.error
-            if fault is None and error is not None and isinstance(error, UpstreamError):
-                fault = error
-            if fault is not None:
-                self._failed(server, fault)
-            elif server.doubted and answer.complete:
-                server.succeeded()
+        if answer is not None and server is not None and (error is not None or answer.fault or answer.error or server.doubted):
+            self._judge(server, answer, error)
         self._give_back()
+
+    def _judge(self, server: Server, answer: Answer, error: BaseException | None) -> None:
+        fault = answer.fault or answer.error or (error if isinstance(error, UpstreamError) else None)
+        if fault is not None:
+            self._failed(server, fault)
+        elif server.doubted and answer.complete:
+            server.succeeded()
 
     @property
     def last(self) -> str | None:
