@@ -160,7 +160,9 @@ async def test_two_servers_fill_up_evenly_and_lend_each_other_nothing() -> None:
         await one.let_go()
         await one.reaches(3)
         assert len(other.server.requests) == 2 and queued(served) == 1
-        for each in (other, other, one, one, other):
+        await other.let_go()
+        await other.reaches(3)
+        for each in (other, one, one, other):
             await each.let_go()
         assert await asyncio.gather(*tasks) == [200] * 6
         assert one.most == other.most == 2
@@ -233,6 +235,7 @@ async def test_a_client_that_leaves_frees_its_place_or_its_slot_at_once(stream: 
             first.leave()
             await slow.reaches(2)
             assert queued(served) == 0
+            await until(lambda: len(slow.under_way) == 1)
             await slow.let_go()
             assert (await third.reply()).status == 200
         assert slow.seeds == [0, 2] and slow.most == 1
