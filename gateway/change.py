@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from gateway.config import Config
 
-NEEDS_RESTART = ("server.host", "server.port", "server.relays", "server.admin", "ledger")
-"""What is decided when the gateway starts: its ports, how many processes there are, what they are given."""
+NEEDS_RESTART = ("server.host", "server.port", "server.relays", "server.tls", "server.admin", "ledger")
+"""What is decided when the gateway starts: its ports and what they speak, how many processes there are, what they are given."""
 S = TypeVar("S", bound=BaseModel)
 _NAMED = 5
 _ENTRIES = {"models": "model", "keys": "key", "groups": "group", "teams": "team"}

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from gateway import keys
+from tests.support.certificates import certificate
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
 
@@ -94,10 +95,12 @@ def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, con
 
 
 def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, config: dict[str, Any]) -> None:
-    server = config["server"] | {"relays": 3, "admin": {"port": 1}, "body_limit": "1kB"}
+    cert, key = map(str, certificate(running.folder))
+    server = config["server"] | {"relays": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
     write(running.folder / "gateway.yaml", config | {"server": server, "ledger": "sqlite:///usage.db"})
     wait_for(lambda: last(running)["needs_restart"])
-    waiting = ["server.relays needs a restart (3 in the file, 2 in use)", "server.admin needs a restart", "ledger needs a restart"]
+    parts = ("server.relays needs a restart (3 in the file, 2 in use)", "server.tls", "server.admin", "ledger")
+    waiting = [part if " " in part else f"{part} needs a restart" for part in parts]
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")
     assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
