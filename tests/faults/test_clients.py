@@ -206,13 +206,25 @@ def test_a_reader_that_stops_frees_its_slot(tmp_path: Path, measured: Callable[[
     measured(f"slot freed after {took:.1f} s with a write_timeout of {60 if FULL else 2} s")
 
 
-async def _flood(talk: Conversation) -> None:
-    if talk.request.head.startswith(b"GET"):
-        await talk.respond(b"{}")
-        return
-    await talk.begin_stream()
-    while True:
-        await talk.chunk(HELLO * 400)
+def _flood(count: int) -> Script:
+    """Streams without end, as fast as they are read, once so many of them have begun."""
+    begun, all_here = 0, asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        nonlocal begun
+        if talk.request.head.startswith(b"GET"):
+            await talk.respond(b"{}")
+            return
+        await talk.begin_stream()
+        await talk.chunk(HELLO)
+        begun += 1
+        if begun == count:
+            all_here.set()
+        await all_here.wait()
+        while True:
+            await talk.chunk(HELLO * 400)
+
+    return script
 
 
 async def _steady(talk: Conversation) -> None:
@@ -256,7 +268,7 @@ def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 1000 if FULL else 60
-    with serving_beside(_flood) as flood, ExitStack() as stack:
+    with serving_beside(_flood(count)) as flood, ExitStack() as stack:
         running = stack.enter_context(gateway(tmp_path, configuration(QUICK, flood)))
         alone, process = healthy_alone(running), relay(running)
         before = process.memory_info().rss
