@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import MediaHosts, forbidden
+from gateway.media import CONTAINERS, MediaHosts, forbidden
 from gateway.state import BodyRules, Model
 
 Document = dict[str, Any]
@@ -119,8 +119,7 @@ class Policy:
         if size > _LEAST_SIZE:
             self._large(document)
         for name, value in document.items():
-            kind = type(value)
-            if kind is list or kind is dict:
+            if type(value) in CONTAINERS:
                 self._look_into(name, value)
 
     def refused_of(self, names: Set[str]) -> str | None:
