@@ -72,8 +72,8 @@ def forbidden(value: Any, hosts: MediaHosts) -> str | None:
 _SHORT = 32  # members that are looked at one by one as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
 """The types of JSON values that hold no others."""
-CONTAINERS = frozenset({list, dict})
-"""Those of the others."""
+CONTAINERS = frozenset({dict, list})
+"""And those that do."""
 
 
 def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:

@@ -8,7 +8,7 @@ client's own bytes never are. So what was authorised is what is dispatched, what
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import SCALARS
+from gateway.media import CONTAINERS, SCALARS
 from gateway.policy import TOKEN_LIMITS, Policy
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation, translate
@@ -30,7 +30,6 @@ _SHORT = 2048  # bytes in which counting is as fast
 _MANY = 32  # members from which on it is quicker to ask for all their types at once
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
-_LARGE = 2.0**63
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Document = dict[str, Any]
@@ -71,26 +70,10 @@ def parse(body: bytes) -> Document:
         raise Refusal("invalid_json", "The body must be a JSON object.")
     if may_be_deep and _too_deep(document):
         raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
-    if _may_have_long_integers(body, document):
+    # 19 digits cover three of every sixth byte; ``find``, because ``in`` makes and drops an exception
+    if body[::6].translate(_DIGITS).find(b"000") >= 0 and body.translate(_DIGITS).find(_LONG_NUMBER) >= 0:
         _refuse_long_integers(body)
     return document
-
-
-def _may_have_long_integers(body: bytes, document: Document) -> bool:
-    """Whether a number has so many digits, or, in a long body, is so large: what it holds is sooner walked through than its text."""
-    if len(body) < _SHORT:
-        return body.translate(_DIGITS).find(_LONG_NUMBER) >= 0
-    level: list[Any] = [document]
-    while level:
-        if any(_has_large_float(node) for node in level):
-            return True
-        level = [child for node in level for child in _containers(node)]
-    return False
-
-
-def _has_large_float(node: Any) -> bool:
-    values = node.values() if type(node) is dict else node
-    return float in set(map(type, values)) and any(type(value) is float and abs(value) >= _LARGE for value in values)
 
 
 def _refuse_long_integers(body: bytes) -> None:
@@ -137,17 +120,21 @@ def _brackets(body: bytes) -> int:
 def _too_deep(document: Document) -> bool:
     level: list[Any] = [document]
     for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in _containers(node)]
+        level = _below(level)
         if not level:
             return False
     return True
 
 
-def _containers(node: Any) -> Iterable[Any]:
-    values = node.values() if type(node) is dict else node
-    if len(values) > _MANY and SCALARS.issuperset(map(type, values)):
-        return ()  # a prompt of tokens, a batch of texts
-    return (value for value in values if type(value) is dict or type(value) is list)
+def _below(level: list[Any]) -> list[Any]:
+    """The objects and lists that are members of these."""
+    found: list[Any] = []
+    for node in level:
+        values = node.values() if type(node) is dict else node
+        if len(values) > _MANY and SCALARS.issuperset(map(type, values)):
+            continue  # a prompt of tokens, a batch of texts
+        found += [value for value in values if type(value) in CONTAINERS]
+    return found
 
 
 def merge(document: Document) -> Document:
