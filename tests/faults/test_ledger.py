@@ -174,11 +174,11 @@ async def test_a_database_that_is_away_costs_no_request_and_no_row(
                 assert len(seen.answered) > before
                 await until(lambda: spooled(one) > 0, 60)
             finally:
-                await asyncio.to_thread(heal)
+                heal()  # on this thread, with which the server is to end
             most = spooled(one)
         assert (seen.refused, seen.broken) == ([], 0)
-        await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.answered), 120)
-        assert (spooled(one), rows(one, "lost"), rows(one, "dropped")) == (0, 0, 0)
+        await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.answered) and spooled(one) == 0, 120)
+        assert (rows(one, "lost"), rows(one, "dropped")) == (0, 0)
         found = kept(url, tmp_path)
     assert set(found) == set(seen.answered)
     check(found, seen)
@@ -224,7 +224,8 @@ async def test_a_relay_that_is_killed_loses_no_row_and_names_what_it_had_under_w
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
-    assert len(lost) - STREAMS <= CLIENTS and len(found) - len(seen.answered) - STREAMS <= CLIENTS
+    told = len(seen.answered) + len(seen.refused)  # a relay that has just begun may know of no server yet
+    assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - told - STREAMS <= CLIENTS
     measured(f"kill -9 of a relay: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
 
 

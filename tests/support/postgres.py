@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import signal
 import socket
@@ -11,15 +10,15 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import psycopg
 
 from tests.support.process import wait_for
 
+_DIES_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # also when the tests are killed
 NOT_INSTALLED = "PostgreSQL is not installed (Debian: postgresql)"
 
 
@@ -33,12 +32,9 @@ def installed() -> bool:
     return _program("postgres") is not None and _program("initdb") is not None
 
 
-def _user() -> dict[str, Any]:
+def _as_user() -> list[str]:
     """Root becomes the user that the package makes."""
-    if os.geteuid() != 0:
-        return {}
-    found = pwd.getpwnam("postgres")
-    return {"user": found.pw_uid, "group": found.pw_gid, "extra_groups": []}
+    return ["--reuid", "postgres", "--regid", "postgres", "--clear-groups"] if os.geteuid() == 0 else []
 
 
 @dataclass
@@ -48,7 +44,6 @@ class Postgres:
     folder: Path
     port: int
     process: subprocess.Popen[bytes] | None = None
-    _databases: list[str] = field(default_factory=list)
 
     def url(self, database: str) -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
@@ -63,10 +58,10 @@ class Postgres:
     def start(self) -> None:
         program = _program("postgres")
         assert program is not None
-        words = [program, "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder)]
+        words = [*_DIES_WITH_US, *_as_user(), program, "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder)]
         words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "max_connections=50"]
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", **_user())
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
         wait_for(self._answers, 60, why=lambda: (self.folder / "log").read_text())
 
     def _answers(self) -> bool:
@@ -92,11 +87,24 @@ def postgres() -> Iterator[Postgres]:
     assert program is not None, NOT_INSTALLED
     with tempfile.TemporaryDirectory(prefix="pg-") as name, socket.socket() as probe:  # a short path: unix sockets allow 107 bytes
         folder = Path(name)
-        user = _user()
-        if user:
-            os.chown(folder, user["user"], user["group"])
-        words = [program, "-D", str(folder / "data"), "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
-        subprocess.run(words, check=True, capture_output=True, cwd="/", **user)
+        if os.geteuid() == 0:
+            shutil.chown(folder, "postgres", "postgres")
+        words = [
+            *_DIES_WITH_US,
+            *_as_user(),
+            program,
+            "-D",
+            str(folder / "data"),
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        ]
+        subprocess.run(words, check=True, capture_output=True, cwd="/")
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
