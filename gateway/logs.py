@@ -34,7 +34,9 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "exchange": "vllm_gateway.exchange",
         "fleet": "vllm_gateway.fleet",
         "tracing": "vllm_gateway.tracing",
+        "limits": "vllm_gateway.limits",
         "ledger": "vllm_gateway.ledger",
+        "certificate": "vllm_gateway.certificate",
         "launcher": "upstream.launcher",
         "health": "upstream.health",
     }

@@ -172,6 +172,15 @@ MODELS = Dashboard(
         ),
         Panel("Broken off", "reqps", ((_sum("model, reason", _BROKEN_OFF), "{{model}} by {{reason}}"),)),
         Panel(
+            "Passed over, and answered by another model",
+            "short",
+            (
+                (f"vllm_gateway_server_ejected{_BOTH}", "{{server}} passed over"),
+                (_sum("model, fallback", _rate("vllm_gateway_fallbacks_total", _MODEL)), "{{model}} by {{fallback}}"),
+            ),
+            "Relays that pass a server over because it keeps failing; requests a second that a fallback answered.",
+        ),
+        Panel(
             "Starts",
             "short",
             (
@@ -204,6 +213,20 @@ KEYS = Dashboard(
         Panel("Models used", "short", ((_sum("key, model", _rate(_TOKENS, _USED)), "{{key}} {{model}}"),), "Tokens a second."),
         Panel("Refused by a limit", "reqps", ((_sum("key, reason", _rate("vllm_gateway_limited_total", _KEY)), "{{key}} {{reason}}"),)),
         Panel("Refused for their key", "reqps", ((_sum("reason", _rate("vllm_gateway_auth_failures_total", "")), "{{reason}}"),)),
+        Panel(
+            "Connections ended for what their client did",
+            "ops",
+            ((_sum("reason", _rate("vllm_gateway_client_faults_total", "")), "{{reason}}"),),
+        ),
+        Panel(
+            "The ledger",
+            "short",
+            (
+                (_sum("outcome", _rate("vllm_gateway_ledger_rows_total", "")), "{{outcome}} a second"),
+                ("vllm_gateway_ledger_spool_rows", "rows that wait"),
+            ),
+            "Only where `ledger` is configured.",
+        ),
         Panel("Until keys expire", "s", (("vllm_gateway_key_expires_timestamp_seconds - time()", "{{key}}"),)),
     ),
 )

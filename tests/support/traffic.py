@@ -12,16 +12,18 @@ from tests.support.process import Gateway, configuration, launched, wait_for
 from tests.support.running import KEY
 
 LIMITED = "sk-a-limited-test-key"
-MODEL, RESTING, BAD = "sim/one", "sim/rests", "sim/bad"
+MODEL, RESTING, BAD, AWAY = "sim/one", "sim/rests", "sim/bad", "sim/away"
 
 
 def everything() -> dict[str, Any]:
-    """Two servers of one model, one model that rests, one that cannot start; a key that expires and one with a limit."""
+    """Models that are up, rest, cannot start, and fall back; keys that expire and that have limits; a ledger."""
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
     rests = launched(RESTING)
     rests["launch"]["start"] = "on_demand"
-    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}))
+    away = {"id": AWAY, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
+    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), away)
+    config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
     config["keys"][0]["expires"] = expires
     config["keys"].append({"id": "team-b", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 2}})
@@ -46,6 +48,7 @@ class Traffic:
         self.ask(token=None)
         self.ask(model="no/such-model")
         self.ask(model=BAD)
+        self.ask(model=AWAY)
         self.ask(simulate={"status": 500})
         self.ask(stream=True, simulate={"tokens": 30, "cut_after": 3})
         self.ask(simulate={"cut_before_headers": True})
