@@ -30,7 +30,7 @@ _ONE = Ask(requests=1, slots=1)
 class Permit:
     """Made for each request of a key that has limits."""
 
-    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_key", "_limiter", "_model", "_reserved", "_then")
+    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_is_claimed", "_key", "_limiter", "_model", "_reserved", "_then")
 
     def __init__(self, limiter: Limiter, key: str, counted: Counted, identity: str) -> None:
         self._limiter = limiter
@@ -39,6 +39,7 @@ class Permit:
         self._identity = identity
         self._model: Model | None = None
         self._guess = Tokens()
+        self._is_claimed = False
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
         self._answer: Answer | None = None
         self._then = Moment(monotonic(), time())
@@ -63,29 +64,43 @@ class Permit:
 
     def weigh_form(self, model: Model) -> None:
         """Nothing is known of what a form will use."""
-        self._model = model
+        self._model, self._guess = model, Tokens(prompt=1)
 
     async def claim(self) -> None:
-        """Ask for the tokens, and for whatever the model's own limits count. Raises Refusal."""
+        """Ask for the tokens, and for what the model's own limits count; again for each further model. Raises Refusal."""
         counted, model = self._counted, self._model
         assert model is not None
         if counted.is_early:
             return
-        of_model = counted.of_model(model)
-        guess = self._guess if self._guess.completion or self._guess.prompt else Tokens(1)
-        tokens = estimate.ask(guess, model.price)
-        whole = tokens._replace(requests=1, slots=1)
+        of_model, whole = counted.of_model(model), estimate.ask(self._guess, model.price, requests=1, slots=1)
+        if self._is_claimed:
+            await self._move(of_model, whole)
+            return
+        self._is_claimed = True
         if self._limiter.store is not None and not self._reserved:
             await self._ask([(holder, whole) for holder in (*counted.always, *of_model)])
         else:
-            more = [(holder, tokens) for holder in counted.weighing]
+            more = [(holder, whole._replace(requests=0, slots=0)) for holder in counted.weighing]
             self._take([*more, *((holder, whole) for holder in of_model)])
+
+    async def _move(self, of_model: Sequence[Holder], whole: Ask) -> None:
+        """Give back what only the model before counted, and ask for what this one does."""
+        stays = (*self._counted.always, *of_model)
+        left = [(holder, ask) for holder, ask in self._reserved if holder not in stays]
+        kept = self._reserved = [(holder, ask) for holder, ask in self._reserved if holder in stays]
+        self._give_back(left, Ask())
+        held = {holder for holder, _ in kept}
+        wanted = [(holder, whole) for holder in of_model if holder not in held]
+        if self._answer is None:
+            self._take(wanted)
+        else:
+            await self._ask(wanted)
 
     def _take(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
         """In this gateway's own memory."""
         if not wanted:
             return
-        at = self._then
+        at = self._then._replace(now=monotonic())  # it is of the day on which it came
         refused = self._limiter.meters.take(wanted, at)
         if refused is not None:
             raise self._refusal(*refused)
@@ -103,10 +118,14 @@ class Permit:
             if store.refuses:
                 self._limiter.count(self._key, "store")
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
-            self._take(wanted)
+            if self._answer is None:  # or the rest of it is settled there
+                self._take(wanted)
             return
+        before = self._answer
+        if before is not None and self._reserved:
+            answer = answer._replace(day=before.day, month=before.month, standings=(*before.standings, *answer.standings))
         self._heed(answer)
-        self._reserved = wanted
+        self._reserved = (*self._reserved, *wanted)
 
     def _heed(self, answer: Answer | None) -> None:
         """Remember what the store says. Raises Refusal."""
@@ -128,7 +147,12 @@ class Permit:
         price = self._model.price if self._model is not None else None
         requests = 1 if estimate.counts_as_request(record) else 0
         used = estimate.ask(estimate.used(record, self._guess), price, requests=requests)
+        self._give_back(reserved, used)
+
+    def _give_back(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
         store = self._limiter.store
+        if not reserved:
+            return
         if self._answer is None:
             self._limiter.meters.settle(reserved, used, self._then, monotonic())
         elif store is not None:
