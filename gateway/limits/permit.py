@@ -30,7 +30,7 @@ _ONE = Ask(requests=1, slots=1)
 class Permit:
     """Made for each request of a key that has limits."""
 
-    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_is_claimed", "_key", "_limiter", "_model", "_reserved", "_then")
+    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_is_claimed", "_key", "_limiter", "_meters", "_model", "_reserved", "_then")
 
     def __init__(self, limiter: Limiter, key: str, counted: Counted, identity: str) -> None:
         self._limiter = limiter
@@ -40,6 +40,7 @@ class Permit:
         self._model: Model | None = None
         self._guess = Tokens()
         self._is_claimed = False
+        self._meters: dict[int, tuple[Limits, Meter]] = {}
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
         self._answer: Answer | None = None
         self._then = Moment(monotonic(), time())
@@ -101,9 +102,11 @@ class Permit:
         if not wanted:
             return
         at = self._then._replace(now=monotonic())  # it is of the day on which it came
-        refused = self._limiter.meters.take(wanted, at)
-        if refused is not None:
-            raise self._refusal(*refused)
+        taken = self._limiter.meters.take(wanted, at)
+        for (holder, _), meter in zip(wanted, taken.meters, strict=True):
+            self._meters[holder.meter] = holder.limits, meter
+        if taken.refused is not None:
+            raise self._refusal(*taken.refused)
         self._reserved = _joined(self._reserved, wanted) if self._reserved else wanted
 
     async def _ask(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
@@ -159,31 +162,17 @@ class Permit:
             store.settle(self._identity, reserved, used, self._answer)
 
     def lines(self) -> bytes:
-        """How the minute's limits stand, as lines of an answer's head."""
-        found = self._standings()
-        now = monotonic()
-        return headers.lines(
-            [rules.standing(limits.requests_per_minute, meter.requests, now) for limits, meter in found if limits.requests_per_minute],
-            [rules.standing(limits.tokens_per_minute, meter.tokens, now) for limits, meter in found if limits.tokens_per_minute],
-        )
-
-    def _standings(self) -> Sequence[tuple[Limits, Meter]]:
-        if self._answer is not None:
-            return self._answer.standings
-        if self._limiter.store is not None and not self._reserved:
-            return ()  # it has not been asked
-        counted, model = self._counted, self._model
-        holders = counted.always if model is None else (*counted.always, *counted.of_model(model))
-        return [(holder.limits, self._limiter.meters.read(holder.meter)) for holder in holders]
+        """How the minute's limits stand, as lines of an answer's head: as they were when the request was judged."""
+        return headers.lines(self._meters.values() if self._answer is None else self._answer.standings, monotonic())
 
 
 def _joined(before: Sequence[tuple[Holder, Ask]], more: Sequence[tuple[Holder, Ask]]) -> Sequence[tuple[Holder, Ask]]:
     """What was reserved of each holder in two steps, as if in one."""
-    asks = dict(before)
+    asks = {holder.meter: (holder, ask) for holder, ask in before}
     for holder, ask in more:
-        first = asks.get(holder)
-        asks[holder] = ask if first is None else first._replace(tokens=ask.tokens, cost=ask.cost)
-    return tuple(asks.items())
+        held = holder.meter in asks
+        asks[holder.meter] = holder, Ask(1, 1, ask.tokens, ask.cost) if held else ask
+    return tuple(asks.values())
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(
