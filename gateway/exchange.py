@@ -95,9 +95,9 @@ async def exchange(call: Call, gate: Gate) -> None:
                 outbound = await _form(call, gate, account, key)
             else:
                 outbound = _json(await _body(call, account), call, gate.catalog, account, key)
-            if call.permit is not None:
-                await call.permit.claim()
             while True:  # once, and once more for each fallback
+                if call.permit is not None:
+                    await call.permit.claim()
                 try:
                     return await _sent(outbound, key, account)
                 except (NoServerError, ConnectFailed, Refusal) as error:
@@ -198,6 +198,8 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
 def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
     """A form whose beginning was checked for another model."""
     form.obey(entry.policy)
+    if call.permit is not None:
+        call.permit.weigh_form(entry.model)
     return Outbound.of_form(call, entry, name, form)
 
 

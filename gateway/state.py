@@ -28,12 +28,12 @@ class Limits:
     concurrent: int | None = None
     max_tokens: int | None = None
 
-    @property
-    def calendar(self) -> bool:
-        """Whether one of them is for a day or a month."""
-        return not (
-            self.tokens_per_day is None and self.tokens_per_month is None and self.cost_per_day is None and self.cost_per_month is None
-        )
+    calendar: bool = field(init=False)
+    """Whether one of them is for a day or a month."""
+
+    def __post_init__(self) -> None:
+        quotas = (self.tokens_per_day, self.tokens_per_month, self.cost_per_day, self.cost_per_month)
+        object.__setattr__(self, "calendar", any(quota is not None for quota in quotas))
 
 
 @dataclass(frozen=True, slots=True)

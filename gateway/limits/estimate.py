@@ -53,7 +53,7 @@ _OUTPUTS: Mapping[str, _Output] = MappingProxyType(
 def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
     output = _OUTPUTS.get(path)
-    return Tokens(_prompt(body), 0 if output is None else _completion(document, output) * _choices(document))
+    return Tokens(_prompt(body) or 1, 0 if output is None else _completion(document, output) * _choices(document))
 
 
 def _prompt(body: bytes) -> int:

@@ -9,19 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gateway.limits.rules import Standing
+from gateway.limits.rules import Meter, Standing, standing
+from gateway.state import Limits
 
 
-def lines(requests: Iterable[Standing], tokens: Iterable[Standing]) -> bytes:
+def lines(found: Iterable[tuple[Limits, Meter]], now: float) -> bytes:
     """Header lines for the tightest limit of each kind; none for a kind that is not limited."""
+    requests: Standing | None = None
+    tokens: Standing | None = None
+    for limits, meter in found:
+        if limits.requests_per_minute is not None:
+            requests = _tighter(requests, standing(limits.requests_per_minute, meter.requests, now))
+        if limits.tokens_per_minute is not None:
+            tokens = _tighter(tokens, standing(limits.tokens_per_minute, meter.tokens, now))
     return _lines(b"requests", requests) + _lines(b"tokens", tokens)
 
 
-def _lines(kind: bytes, standings: Iterable[Standing]) -> bytes:
-    tightest = min(standings, key=lambda each: (each.remaining, -each.reset), default=None)
-    if tightest is None:
+def _tighter(one: Standing | None, other: Standing) -> Standing:
+    return one if one is not None and (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
+
+
+def _lines(kind: bytes, shown: Standing | None) -> bytes:
+    if shown is None:
         return b""
-    limit, remaining, reset = tightest
+    limit, remaining, reset = shown
     return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
         kind, limit, kind, remaining, kind, duration(reset).encode()
     )  # fmt: skip

@@ -28,7 +28,9 @@ _ROOM = 64 * 1024 * 1024  # bytes of address space; memory is used only for what
 _HEAD = struct.Struct("<QQ")
 _DIGEST = 32
 _METER = struct.Struct("<14d")
+_BUCKETS = struct.Struct("<2d")
 _SLOTS = struct.Struct("<d")
+_NEVER = Window()
 
 
 class Holder(NamedTuple):
@@ -37,6 +39,13 @@ class Holder(NamedTuple):
     name: str
     limits: Limits
     meter: int
+
+
+class Taken(NamedTuple):
+    """Who refused, and why, if anybody did; and the meters then."""
+
+    refused: tuple[Holder, Refused] | None
+    meters: Sequence[Meter]
 
 
 class MetersFullError(Exception):
@@ -52,7 +61,7 @@ class Meters:
         self._relays: int = _HEAD.unpack_from(self._map)[0]
         self._own = _DIGEST + _METER.size + _SLOTS.size * relay
         self._size: int = _DIGEST + _METER.size + _SLOTS.size * self._relays
-        self._others = struct.Struct(f"<{self._relays}d")
+        self._in_flight = struct.Struct(f"<{self._relays}d")
         self._places: dict[bytes, int] = {}
         self._lock = nullcontext() if self._relays == 1 else _Lock(fd)
         with self._lock:
@@ -116,11 +125,20 @@ class Meters:
     def read(self, place: int) -> Meter:
         """The meter at a place."""
         values = _METER.unpack_from(self._map, place + _DIGEST)
-        in_flight = sum(self._others.unpack_from(self._map, place + _DIGEST + _METER.size))
-        return Meter(values[0], values[1], Window(*values[2:8]), Window(*values[8:]), int(in_flight))
+        in_flight = self._in_flight.unpack_from(self._map, place + _DIGEST + _METER.size)
+        return Meter(
+            values[0],
+            values[1],
+            Window(*values[2:8]) if values[2] else _NEVER,
+            Window(*values[8:]) if values[8] else _NEVER,
+            int(in_flight[0] if len(in_flight) == 1 else sum(in_flight)),
+        )
 
     def _write(self, place: int, before: Meter, after: Meter) -> None:
-        _METER.pack_into(self._map, place + _DIGEST, after.requests, after.tokens, *after.day, *after.month)
+        if after.day is before.day and after.month is before.month:
+            _BUCKETS.pack_into(self._map, place + _DIGEST, after.requests, after.tokens)
+        else:
+            _METER.pack_into(self._map, place + _DIGEST, after.requests, after.tokens, *after.day, *after.month)
         if after.in_flight != before.in_flight:
             (own,) = _SLOTS.unpack_from(self._map, place + self._own)
             self._set_own(place, own + after.in_flight - before.in_flight)
@@ -128,17 +146,22 @@ class Meters:
     def _set_own(self, place: int, slots: float) -> None:
         _SLOTS.pack_into(self._map, place + self._own, slots)
 
-    def take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
-        """Take what is asked of each holder, or nothing: then who refused, and why."""
+    def take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> Taken:
+        """Take what is asked of each holder, or nothing."""
         with self._lock:
             before = [self.read(holder.meter) for holder, _ in wanted]
-            found = [rules.admitted(holder.limits, meter, ask, at) for (holder, ask), meter in zip(wanted, before, strict=True)]
-            worst = rules.longest(refused for _, refused in found)
+            worst: tuple[Holder, Refused] | None = None
+            after = []
+            for (holder, ask), meter in zip(wanted, before, strict=True):
+                taken, refused = rules.admitted(holder.limits, meter, ask, at)
+                after.append(taken)
+                if refused is not None and (worst is None or rules.outlasts(refused, worst[1])):
+                    worst = holder, refused
             if worst is not None:
-                return next((holder, worst) for (holder, _), (_, refused) in zip(wanted, found, strict=True) if refused is worst)
-            for (holder, _), meter, (after, _) in zip(wanted, before, found, strict=True):
-                self._write(holder.meter, meter, after)
-        return None
+                return Taken(worst, before)
+            for (holder, _), old, new in zip(wanted, before, after, strict=True):
+                self._write(holder.meter, old, new)
+        return Taken(None, after)
 
     def settle(self, reserved: Iterable[tuple[Holder, Ask]], used: Ask, then: Moment, now: float) -> None:
         """Put what was used in the place of what was reserved at a moment, of each holder."""

@@ -30,7 +30,7 @@ _ONE = Ask(requests=1, slots=1)
 class Permit:
     """Made for each request of a key that has limits."""
 
-    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_key", "_limiter", "_model", "_reserved", "_then")
+    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_is_claimed", "_key", "_limiter", "_meters", "_model", "_reserved", "_then")
 
     def __init__(self, limiter: Limiter, key: str, counted: Counted, identity: str) -> None:
         self._limiter = limiter
@@ -39,6 +39,8 @@ class Permit:
         self._identity = identity
         self._model: Model | None = None
         self._guess = Tokens()
+        self._is_claimed = False
+        self._meters: dict[int, tuple[Limits, Meter]] = {}
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
         self._answer: Answer | None = None
         self._then = Moment(monotonic(), time())
@@ -63,32 +65,48 @@ class Permit:
 
     def weigh_form(self, model: Model) -> None:
         """Nothing is known of what a form will use."""
-        self._model = model
+        self._model, self._guess = model, Tokens(prompt=1)
 
     async def claim(self) -> None:
-        """Ask for the tokens, and for whatever the model's own limits count. Raises Refusal."""
+        """Ask for the tokens, and for what the model's own limits count; again for each further model. Raises Refusal."""
         counted, model = self._counted, self._model
         assert model is not None
         if counted.is_early:
             return
-        of_model = counted.of_model(model)
-        guess = self._guess if self._guess.completion or self._guess.prompt else Tokens(1)
-        tokens = estimate.ask(guess, model.price)
-        whole = tokens._replace(requests=1, slots=1)
+        of_model, whole = counted.of_model(model), estimate.ask(self._guess, model.price, requests=1, slots=1)
+        if self._is_claimed:
+            await self._move(of_model, whole)
+            return
+        self._is_claimed = True
         if self._limiter.store is not None and not self._reserved:
             await self._ask([(holder, whole) for holder in (*counted.always, *of_model)])
         else:
-            more = [(holder, tokens) for holder in counted.weighing]
+            more = [(holder, whole._replace(requests=0, slots=0)) for holder in counted.weighing]
             self._take([*more, *((holder, whole) for holder in of_model)])
+
+    async def _move(self, of_model: Sequence[Holder], whole: Ask) -> None:
+        """Give back what only the model before counted, and ask for what this one does."""
+        stays = (*self._counted.always, *of_model)
+        left = [(holder, ask) for holder, ask in self._reserved if holder not in stays]
+        kept = self._reserved = [(holder, ask) for holder, ask in self._reserved if holder in stays]
+        self._give_back(left, Ask())
+        held = {holder for holder, _ in kept}
+        wanted = [(holder, whole) for holder in of_model if holder not in held]
+        if self._answer is None:
+            self._take(wanted)
+        else:
+            await self._ask(wanted)
 
     def _take(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
         """In this gateway's own memory."""
         if not wanted:
             return
-        at = self._then
-        refused = self._limiter.meters.take(wanted, at)
-        if refused is not None:
-            raise self._refusal(*refused)
+        at = self._then._replace(now=monotonic())  # it is of the day on which it came
+        taken = self._limiter.meters.take(wanted, at)
+        for (holder, _), meter in zip(wanted, taken.meters, strict=True):
+            self._meters[holder.meter] = holder.limits, meter
+        if taken.refused is not None:
+            raise self._refusal(*taken.refused)
         self._reserved = _joined(self._reserved, wanted) if self._reserved else wanted
 
     async def _ask(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
@@ -103,10 +121,14 @@ class Permit:
             if store.refuses:
                 self._limiter.count(self._key, "store")
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
-            self._take(wanted)
+            if self._answer is None:  # or the rest of it is settled there
+                self._take(wanted)
             return
+        before = self._answer
+        if before is not None and self._reserved:
+            answer = answer._replace(day=before.day, month=before.month, standings=(*before.standings, *answer.standings))
         self._heed(answer)
-        self._reserved = wanted
+        self._reserved = (*self._reserved, *wanted)
 
     def _heed(self, answer: Answer | None) -> None:
         """Remember what the store says. Raises Refusal."""
@@ -128,38 +150,29 @@ class Permit:
         price = self._model.price if self._model is not None else None
         requests = 1 if estimate.counts_as_request(record) else 0
         used = estimate.ask(estimate.used(record, self._guess), price, requests=requests)
+        self._give_back(reserved, used)
+
+    def _give_back(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
         store = self._limiter.store
+        if not reserved:
+            return
         if self._answer is None:
             self._limiter.meters.settle(reserved, used, self._then, monotonic())
         elif store is not None:
             store.settle(self._identity, reserved, used, self._answer)
 
     def lines(self) -> bytes:
-        """How the minute's limits stand, as lines of an answer's head."""
-        found = self._standings()
-        now = monotonic()
-        return headers.lines(
-            [rules.standing(limits.requests_per_minute, meter.requests, now) for limits, meter in found if limits.requests_per_minute],
-            [rules.standing(limits.tokens_per_minute, meter.tokens, now) for limits, meter in found if limits.tokens_per_minute],
-        )
-
-    def _standings(self) -> Sequence[tuple[Limits, Meter]]:
-        if self._answer is not None:
-            return self._answer.standings
-        if self._limiter.store is not None and not self._reserved:
-            return ()  # it has not been asked
-        counted, model = self._counted, self._model
-        holders = counted.always if model is None else (*counted.always, *counted.of_model(model))
-        return [(holder.limits, self._limiter.meters.read(holder.meter)) for holder in holders]
+        """How the minute's limits stand, as lines of an answer's head: as they were when the request was judged."""
+        return headers.lines(self._meters.values() if self._answer is None else self._answer.standings, monotonic())
 
 
 def _joined(before: Sequence[tuple[Holder, Ask]], more: Sequence[tuple[Holder, Ask]]) -> Sequence[tuple[Holder, Ask]]:
     """What was reserved of each holder in two steps, as if in one."""
-    asks = dict(before)
+    asks = {holder.meter: (holder, ask) for holder, ask in before}
     for holder, ask in more:
-        first = asks.get(holder)
-        asks[holder] = ask if first is None else first._replace(tokens=ask.tokens, cost=ask.cost)
-    return tuple(asks.items())
+        held = holder.meter in asks
+        asks[holder.meter] = holder, Ask(1, 1, ask.tokens, ask.cost) if held else ask
+    return tuple(asks.values())
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(

@@ -111,28 +111,29 @@ def refused(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> Refused | Non
     if limits.concurrent is not None and ask.slots and meter.in_flight + ask.slots > limits.concurrent:
         return Refused("concurrent", limits.concurrent, None)
     worst: Refused | None = None
-    if limits.calendar:
-        worst = longest(_quotas(limits, meter, ask, at))
+    if limits.requests_per_minute is not None and ask.requests:
+        wait = _wait(meter.requests - at.now, limits.requests_per_minute, ask.requests)
+        if wait:
+            worst = Refused("requests_per_minute", limits.requests_per_minute, wait)
     if limits.tokens_per_minute is not None and ask.tokens:
         wait = _wait(meter.tokens - at.now, limits.tokens_per_minute, ask.tokens)
         if wait and (worst is None or wait > (worst.wait or 0)):
             worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait)
-    if limits.requests_per_minute is not None and ask.requests:
-        wait = _wait(meter.requests - at.now, limits.requests_per_minute, ask.requests)
-        if wait and (worst is None or wait > (worst.wait or 0)):
-            worst = Refused("requests_per_minute", limits.requests_per_minute, wait)
+    if limits.calendar:
+        for each in _quotas(limits, meter, ask, at):
+            if each is not None and (worst is None or outlasts(each, worst)):
+                worst = each
     return worst
 
 
-def longest(all_refused: Iterable[Refused | None]) -> Refused | None:
-    """The one to be told of: one that nobody can know the end of, or the one that lasts longest."""
-    found = [each for each in all_refused if each is not None]
-    return max(found, key=lambda each: float("inf") if each.wait is None else each.wait, default=None)
+def outlasts(one: Refused, other: Refused) -> bool:
+    """Whether a refusal is to be told rather than another: nobody can know its end, or it lasts longer."""
+    return other.wait is not None and (one.wait is None or one.wait > other.wait)
 
 
 def _wait(behind: float, limit: float, amount: float) -> float:
     """Seconds until a bucket that is full in ``behind`` seconds holds an amount, or is full where the amount is more than all of it."""
-    wait = behind - _MINUTE * (1 - min(amount / limit, 1))
+    wait = behind - _MINUTE * (1 - amount / limit) if amount < limit else behind
     return wait if wait > _ROUNDING else 0.0
 
 
@@ -173,10 +174,14 @@ class Change(NamedTuple):
 
 def taken(limits: Limits, ask: Ask) -> Change:
     """What admitting takes. More than all of a limit is never taken in advance, or it could never be had."""
+    per_minute = limits.tokens_per_minute
+    requests = 0.0 if limits.requests_per_minute is None else _MINUTE * ask.requests / limits.requests_per_minute
+    tokens = 0.0 if per_minute is None else _MINUTE * ask.tokens / per_minute if ask.tokens < per_minute else _MINUTE
     if not limits.calendar:
-        return Change(*_in_buckets(limits, ask, 1.0), slots=ask.slots)
+        return Change(requests, tokens, slots=ask.slots)
     return Change(
-        *_in_buckets(limits, ask, 1.0),
+        requests,
+        tokens,
         _at_most(ask.tokens, limits.tokens_per_day),
         _at_most(ask.cost, limits.cost_per_day),
         _at_most(ask.tokens, limits.tokens_per_month),
@@ -187,21 +192,11 @@ def taken(limits: Limits, ask: Ask) -> Change:
 
 def spent(limits: Limits, ask: Ask) -> Change:
     """What a request has used, all of it."""
+    requests = 0.0 if limits.requests_per_minute is None else _MINUTE * ask.requests / limits.requests_per_minute
+    tokens = 0.0 if limits.tokens_per_minute is None else _MINUTE * ask.tokens / limits.tokens_per_minute
     if not limits.calendar:
-        return Change(*_in_buckets(limits, ask, _ALL), slots=ask.slots)
-    return Change(*_in_buckets(limits, ask, _ALL), ask.tokens, ask.cost, ask.tokens, ask.cost, ask.slots)
-
-
-_ALL = float("inf")
-
-
-def _in_buckets(limits: Limits, ask: Ask, most: float) -> tuple[float, float]:
-    """A request's share of the two buckets, in seconds; ``most`` buckets of tokens at most."""
-    requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-    return (
-        _MINUTE * ask.requests / requests if requests is not None else 0.0,
-        _MINUTE * min(ask.tokens / tokens, most) if tokens is not None else 0.0,
-    )
+        return Change(requests, tokens, slots=ask.slots)
+    return Change(requests, tokens, ask.tokens, ask.cost, ask.tokens, ask.cost, ask.slots)
 
 
 def _at_most(amount: float, limit: float | None) -> float:
@@ -210,7 +205,15 @@ def _at_most(amount: float, limit: float | None) -> float:
 
 def difference(after: Change, before: Change) -> Change:
     """What is to be added where one thing was taken and another used."""
-    return Change._make(a - b for a, b in zip(after, before, strict=True))
+    return Change(
+        after.requests - before.requests,
+        after.tokens - before.tokens,
+        after.day_tokens - before.day_tokens,
+        after.day_cost - before.day_cost,
+        after.month_tokens - before.month_tokens,
+        after.month_cost - before.month_cost,
+        after.slots - before.slots,
+    )
 
 
 def changed(meter: Meter, change: Change, now: float, day: int, month: int) -> Meter:

@@ -172,7 +172,9 @@ class Store:
 
     def settle(self, identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask, answer: Answer) -> None:
         """Put what was used in the place of what was reserved; nobody waits for it."""
-        self._leases.pop(identity, None)
+        held = self._leases.pop(identity, ())
+        if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
+            self._leases[identity] = left
         data, again = _script(scripts.SETTLE, *_settlement(identity, reserved, used, answer))
         if self._line is not None:
             self._line.send(data, again)
@@ -186,7 +188,7 @@ class Store:
         if answer.refused is None:
             leases = tuple(_keys(holder)[1] for holder, ask in wanted if ask.slots and holder.limits.concurrent is not None)
             if leases:
-                self._leases[identity] = leases
+                self._leases[identity] = (*self._leases.get(identity, ()), *leases)
         elif answer.refused[1].reason == "requests_per_minute":
             self._known[answer.refused[0].name] = monotonic() + (answer.refused[1].wait or 0), answer
         return answer

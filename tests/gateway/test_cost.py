@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from gateway.ledger.journal import Journal
 from gateway.link import Health
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
-from gateway.state import Key, Model, State
+from gateway.state import Allowance, Key, Limits, Model, State
 from tests.support.wire import COMPLETION, chat, request
 from upstream.address import Address
 from upstream.connection import Connection
@@ -58,7 +59,12 @@ class Count(NamedTuple):
     steps: float
 
 
-BOUNDS = {"request": Count(137, 118, 3600), "request with a ledger": Count(147, 138, 4000), "chunk": Count(4.6, 12.2, 168)}
+BOUNDS = {
+    "request": Count(137, 118, 3600),
+    "request with a ledger": Count(147, 138, 4000),
+    "request of a limited key": Count(264, 202, 6600),
+    "chunk": Count(4.6, 12.2, 168),
+}
 """Set with CPython 3.11, of whose steps the third number is."""
 
 
@@ -111,6 +117,13 @@ class Path(NamedTuple):
         for _ in range(2):
             self.server.data_received(CHUNK)
         assert self.client_wire.take().endswith(2 * CHUNK)
+
+    def limit(self, limits: Limits) -> None:
+        """Give all keys these limits."""
+        before = self.relay.state
+        keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
+        self.relay.take(replace(before, keys=keys))
+        self.relay.learn(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def chunk(self) -> None:
         self.server.data_received(CHUNK)
@@ -192,6 +205,8 @@ async def test_the_path_is_no_longer_than_it_was(path: Path, books: Books, what:
     if what == "request with a ledger":
         path.relay.books = books
         books.take(path.relay.state)
+    if what == "request of a limited key":
+        path.limit(Limits(requests_per_minute=10**9, tokens_per_minute=10**12))
     count = counted(path.chunk if what == "chunk" else path.ask)
     bound = BOUNDS[what]
     compared = Count._fields if sys.version_info[:2] == (3, 11) else Count._fields[:2]

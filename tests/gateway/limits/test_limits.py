@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from gateway.state import Allowance, Key, Limits, State
+from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Reply, ask, chat, client, request
@@ -204,6 +205,23 @@ async def test_limits_for_some_models() -> None:
         assert server.requests[0].json["max_tokens"] == 100
         assert "max_tokens" not in server.requests[1].json
         assert (await ask(served.port, request(chat(model="nothing")))).status == 429
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_a_fallback_is_counted_as_itself(room: bool) -> None:
+    first = Allowance("key team-a for tiny", Limits(requests_per_minute=5, tokens_per_day=50_000, concurrent=1), ("tiny",))
+    second = Allowance("key team-a for other", Limits(requests_per_minute=1, tokens_per_day=50_000, max_tokens=70), ("other",))
+    one = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=50_000)), first, second))
+    with refusing() as nobody:
+        async with scripted(answer) as server:
+            models = [model(nobody, fallbacks=("other",)), model(server.port, identity="other")]
+            async with serving(models, [one]) as served:
+                assert await statuses(served, 1, request(chat(model="other" if not room else "tiny"))) == [200]
+                assert await statuses(served, 1, request(chat())) == [429]
+                assert server.requests[0].json["max_tokens"] == 70
+                assert [meter(served, f"key team-a for {name}").day.tokens for name in ("tiny", "other")] == [0, USED]
+                assert meter(served).day.tokens == USED
+                assert meter(served, "key team-a for tiny").in_flight == served.in_flight == 0
 
 
 async def test_the_length_of_an_answer() -> None:

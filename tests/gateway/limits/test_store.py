@@ -21,6 +21,7 @@ from gateway.limits.rules import Ask, Moment, month_of
 from gateway.limits.store import Store, StoreAwayError
 from gateway.state import Allowance, Limits, LimitsStore
 from tests.faults.chaos import Weather, chaos
+from tests.support.ports import refusing
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -92,7 +93,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
             if kind == "come":
                 at, identity = Moment(monotonic(), time()), str(number)
                 wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
-                expected, answer = meters.take(wanted, at), await store.admit(identity, wanted)
+                expected, answer = meters.take(wanted, at).refused, await store.admit(identity, wanted)
                 assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
                 if answer.refused is None:
                     running.append((identity, wanted, at, answer))
@@ -206,6 +207,21 @@ async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
             await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
             assert each.exists("vllm-gateway:key team-a leases") == 0
         assert served.in_flight == 0
+
+
+async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
+    limits = Limits(tokens_per_day=50_000, concurrent=1)
+    rows = tuple(Allowance(f"key team-a for {name}", limits, (name,)) for name in ("tiny", "other"))
+    one = key(allowances=(Allowance("key team-a", limits), *rows))
+    with refusing() as nobody:
+        async with scripted(respond) as upstream:
+            models = [model(nobody, fallbacks=("other",)), model(upstream.port, identity="other")]
+            async with serving(models, [one], limits_store=server.place()) as served:
+                assert await statuses(served, 3) == [200] * 3
+                with server.client() as each:
+                    for holder, tokens in (("key team-a", b"15"), ("key team-a for tiny", b"0"), ("key team-a for other", b"15")):
+                        await until(lambda holder=holder, tokens=tokens: each.hget(f"vllm-gateway:{holder}", "dt") == tokens)
+                        assert not each.exists(f"vllm-gateway:{holder} leases")
 
 
 @pytest.mark.parametrize("refuses", [False, True])
