@@ -165,6 +165,10 @@ class RelayMetrics:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
                 self.cells("server_ejected", model.id, server.name)
+        ids = {name: model.id for model in state.models for name in (model.id, *model.aliases)}
+        for model in state.models:
+            for fallback in model.fallbacks:
+                self.cells("fallbacks_total", model.id, ids[fallback])
 
     def in_flight(self, model: str) -> InFlight:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""

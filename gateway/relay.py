@@ -236,7 +236,7 @@ class EventRelay(Passing):
         usage = _usage_of(document)
         self.usage = merged(self.usage, usage)
         if usage is not None and self._hides_usage and document.get("choices") == []:
-            return b""
+            return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF before it is the rest of the CRLF that ended the one before
         if self._translation is not None and document:
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in self._translation.chunk(document))
         return event

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.access_log import line
 from gateway.link import Health
+from gateway.metrics import Series, summed
 from gateway.state import Model, Queue
 from tests.support.ports import refusing, silent
 from tests.support.running import Served, key, model, serving, until
@@ -45,10 +46,11 @@ def down(served: Served, *models: Model, expected: Mapping[str, float] | None = 
 
 async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None:
     async with scripted(answers) as server:
-        asked = model(1, fallbacks=("other",), defaults={"top_k": 1})
+        asked = model(1, fallbacks=("o",), defaults={"top_k": 1})
         other = model(server.port, identity="other", served="inside", aliases=("o",), defaults={"top_p": 0.5}, overrides={"seed": 3})
         async with serving([asked, other]) as served:
             down(served, asked)
+            assert Series("fallbacks_total", ("tiny", "other")) in summed([served.board]), "there from the start, with 0"
             reply = await ask(served.port, request(chat(extra_body={"min_p": 0.1})))
             assert (reply.status, reply.body, reply.headers[TOLD]) == (200, COMPLETION, "other")
             messages = chat()["messages"]

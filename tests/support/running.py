@@ -148,7 +148,6 @@ async def _ticking(relay: Relay) -> None:
     while True:
         await asyncio.sleep(TICK)
         relay.tick()
-        relay.fleet.sweep()
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:

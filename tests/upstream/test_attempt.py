@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +15,18 @@ from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
 from upstream.attempt import Answer, Attempt, Upload
+from upstream.budget import FLOOR, SHARE
 from upstream.deadlines import Deadlines, Timeouts
-from upstream.errors import ConnectFailed, ConnectTimeout, Disconnected, FirstByteTimeout, IdleTimeout, StaleConnection, TotalTimeout
+from upstream.errors import (
+    ConnectFailed,
+    ConnectTimeout,
+    Disconnected,
+    FirstByteTimeout,
+    IdleTimeout,
+    LocalLimit,
+    StaleConnection,
+    TotalTimeout,
+)
 from upstream.pool import NoServerError, Pool
 from upstream.server import Condition, Server, ServerSpec
 
@@ -170,6 +181,82 @@ async def test_a_refusal_with_no_other_server_is_final() -> None:
             with many.attempt() as attempt, pytest.raises(ConnectFailed):
                 await attempt.answer(compose)
             assert (attempt.retries, len(attempt.failures)) == (1, 2)
+
+
+async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
+    """A crowd meets a server that is gone before anybody knows: what is more than the share is told at once."""
+    with refusing() as closed:
+        async with scripted(answers) as server, way(closed, server.port) as one:
+            done = await asyncio.gather(*(one.ask() for _ in range(60)), return_exceptions=True)
+            failed = [each for each in done if isinstance(each, BaseException)]
+            assert {type(error) for error in failed} == {ConnectFailed}
+            refused = 30  # half of them take their turn with the closed one, all at the same moment
+            assert len(failed) >= refused - FLOOR - (60 + refused) * SHARE and len(server.requests) == 60 - len(failed)
+            assert (await one.ask())[0] == b"ok", "it is passed over by now"
+
+
+async def test_a_success_forgives() -> None:
+    dies = True
+
+    async def script(talk: Conversation) -> None:
+        if dies:
+            talk.writer.close()
+        else:
+            await talk.write(OK)
+
+    async with scripted(script) as server, way(server.port) as one:
+        (only,) = one.servers
+        for _ in range(3):
+            with pytest.raises(Disconnected):
+                await one.ask()
+        assert (only.available, only.ejected[0]) == (False, 1)
+        dies = False
+        assert (await one.ask())[0] == b"ok", "the last one that is up is used all the same"
+        assert (only.available, only.ejected[0], only.doubted) == (True, 0, False)
+
+
+async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> None:
+    async def dies(talk: Conversation) -> None:
+        talk.writer.close()
+
+    async with scripted(dies) as bad, scripted(answers) as good, way(bad.port, good.port) as one:
+        first, _ = one.servers
+        outcomes = await asyncio.gather(*(one.ask() for _ in range(40)), return_exceptions=True)
+        assert sum(isinstance(each, Disconnected) for each in outcomes) == len(bad.requests) and not first.available
+        before = len(bad.requests)
+        for _ in range(10):
+            await one.ask()
+        assert len(bad.requests) == before
+        await until(lambda: first.available)
+        first.sweep()
+        later = [await timed(one) for _ in range(4)]
+        assert len(bad.requests) == before + 1 and [type(each) for each in later].count(Disconnected) == 1, "one is enough now"
+
+
+async def test_a_server_that_comes_up_anew_begins_anew() -> None:
+    with refusing() as closed:
+        async with way(closed) as one:
+            (only,) = one.servers
+            assert isinstance(await timed(one), ConnectFailed)
+            seen = [only.available]
+            for said in (Condition.UP, Condition.DOWN, Condition.UP):
+                only.condition = said
+                seen.append(only.available)
+            assert seen == [False, False, False, True], "its being up is no news to one that was up"
+
+
+async def test_descriptors_of_our_own_are_no_fault_of_the_servers() -> None:
+    async with scripted(answers) as server, way(server.port, server.port) as one:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with one.attempt() as attempt, pytest.raises(LocalLimit):
+                await attempt.answer(compose)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (attempt.retries, attempt.failures) == (0, []), "another server would not have helped"
+        assert all(each.available for each in one.servers)
+        assert (await one.ask())[0] == b"ok"
 
 
 async def test_no_server() -> None:
