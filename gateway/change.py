@@ -5,16 +5,27 @@ The rule: words name settings and ids, and of values only those of the gateway's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter, ne
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from gateway.config import Config
 
-NEEDS_RESTART = ("server.host", "server.port", "server.relays", "server.tls", "server.admin", "ledger")
-"""What is decided when the gateway starts: its ports and what they speak, how many processes there are, what they are given."""
+
+def _is_switched(before: object, after: object) -> bool:
+    return (before is None) != (after is None)
+
+
+NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(("server.host", "server.port", "server.relays", "server.admin", "ledger"), ne),
+        "server.tls": _is_switched,  # other certificates are taken by the relays themselves
+    }
+)
+"""What is decided when the gateway starts (its ports, how many processes there are, what they are given), and which change of it counts."""
 S = TypeVar("S", bound=BaseModel)
 _NAMED = 5
 _ENTRIES = {"models": "model", "keys": "key", "groups": "group", "teams": "team"}
@@ -22,8 +33,10 @@ _ENTRIES = {"models": "model", "keys": "key", "groups": "group", "teams": "team"
 
 def pinned(running: Config, read: Config) -> Config:
     """What can be served of a configuration that was read: all but what needs a restart, which stays as it is."""
-    for path in NEEDS_RESTART:
-        read = _with(read, path.split("."), attrgetter(path)(running))
+    for path, differs in NEEDS_RESTART.items():
+        kept = attrgetter(path)(running)
+        if differs(kept, attrgetter(path)(read)):
+            read = _with(read, path.split("."), kept)
     return read
 
 
@@ -36,7 +49,7 @@ def _with(section: S, path: list[str], value: object) -> S:
 def waiting(running: Config, read: Config) -> tuple[str, ...]:
     """What of a configuration that was read needs a restart, a sentence each."""
     values = ((path, attrgetter(path)(running), attrgetter(path)(read)) for path in NEEDS_RESTART)
-    return tuple(_needs_restart(path, before, after) for path, before, after in values if before != after)
+    return tuple(_needs_restart(path, before, after) for path, before, after in values if NEEDS_RESTART[path](before, after))
 
 
 def _needs_restart(path: str, before: object, after: object) -> str:

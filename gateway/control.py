@@ -222,6 +222,7 @@ class Control:
         self.announcer = announcer
         self.history = History()
         self._started = time.time()
+        self._awaited = {place.name for place in plan.places(config)}
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self._generation = 0
@@ -253,7 +254,7 @@ class Control:
 
     async def report_progress(self) -> None:
         """Tell the operator how the servers come up, until all have."""
-        while waiting := plan.unconcluded(self.config, self.known):
+        while waiting := self._look_for_results():
             self.announcer.waiting(waiting, time.time() - self._started, self._last_line)
             await asyncio.sleep(self.announcer.interval)
         self.announcer.serving(self._up(), sum(place.name not in self.fleet.away() for place in plan.places(self.config)))
@@ -380,6 +381,7 @@ class Control:
         return self.relays.tell(self._health())
 
     def _health(self) -> Health:
+        self._look_for_results()
         known = self.known
         return Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known), self.fleet.telling())
 
@@ -422,8 +424,17 @@ class Control:
             return "draining"
         if not any(status.up for status in self.relays.statuses):
             return "no relay is up"
-        waiting = plan.unconcluded(self.config, self.known)
+        waiting = self._look_for_results()
         return f"waiting for {', '.join(waiting)}" if waiting else None
+
+    def _look_for_results(self) -> list[str]:
+        """The servers, of those that the gateway was started with, whose first start or probe has had no result yet.
+
+        What is added or started anew later keeps nobody from the models that are served.
+        """
+        unconcluded = plan.unconcluded(self.config, self.known)
+        self._awaited.intersection_update(unconcluded)
+        return [name for name in unconcluded if name in self._awaited]
 
     def series(self) -> Mapping[Series, Sequence[float]]:
         series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))

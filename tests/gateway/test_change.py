@@ -11,6 +11,7 @@ import yaml
 from gateway import change
 from gateway.config import Config, load
 from gateway.reshape import Reshape, can_roll, reshape
+from tests.support.certificates import certificate
 from upstream.launcher import LaunchSpec
 from upstream.vllm import LaunchSettings
 
@@ -79,6 +80,18 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
     assert (served.server.drain, served.log.level, served.files) == (1.0, "error", fresh.files)
     assert change.waiting(served, fresh) == waiting, "it is told until the file says otherwise"
     assert change.waiting(served, running) == ()
+
+
+def test_tls_is_switched_by_a_restart_and_other_certificates_are_not(tmp_path: Path) -> None:
+    tls = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        cert, key = certificate(tmp_path / name)
+        tls.append({"cert": str(cert), "key": str(key)})
+    plain, one, other = (read(tmp_path, server=server) for server in ({}, {"tls": tls[0]}, {"tls": tls[1]}))
+    assert change.waiting(plain, one) == change.waiting(one, plain) == ("server.tls needs a restart",)
+    assert (change.pinned(plain, one).server.tls, change.pinned(one, plain).server.tls) == (None, one.server.tls)
+    assert change.waiting(one, other) == () and change.pinned(one, other).server.tls == other.server.tls
 
 
 def spec(number: int, *gpus: int, drain: float = 30.0, timeout: float = 60.0, **args: Any) -> LaunchSpec:

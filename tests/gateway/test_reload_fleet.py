@@ -41,6 +41,18 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         await until(lambda: one.value("server_inflight", A, f"{A}#0") == 0)
 
 
+async def test_a_model_that_takes_long_to_come_up_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A)) as one:
+        await one.reload(eager(A, args=CHANGED), eager(B, args={"sim-healthy-after": 60}))
+        await one.reaches(B, "starting")
+        await until(lambda: one.pids(A) != [] and one.state(A) != "ready")
+        await held(lambda: one.control.not_ready() is None, 0.5)
+        await one.reaches(A, "ready")
+        assert one.control.not_ready() is None and one.state(B) == "starting"
+        refused = await one.ask(B)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+
+
 async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         [pid] = one.pids(A)
