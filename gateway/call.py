@@ -106,6 +106,10 @@ class Call(msgspec.Struct, eq=False):
             self._ask()
         while self.more_body and not self.over:
             await self._wait()
+        return self.whole_body()
+
+    def whole_body(self) -> bytes:
+        """As ``body``, where nothing more is to come."""
         self._check()
         received, self._received = self._received, []
         return received[0] if len(received) == 1 else b"".join(received)

@@ -83,7 +83,9 @@ async def exchange(call: Call, gate: Gate) -> None:
     if gate.sampler is not None:
         call.trace = gate.sampler.begin(call.headers.get(b"traceparent"))
     with Account(call, gate) as account:
-        account.key = key = _authenticate(call, gate)
+        if gate.draining:
+            raise Refusal("draining", "The gateway is shutting down.")
+        account.key = key = authenticate(call, gate.keyring)
         if gate.house is not None:
             gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):
@@ -94,7 +96,8 @@ async def exchange(call: Call, gate: Gate) -> None:
             if call.target.route.body is Body.FORM:
                 outbound = await _form(call, gate, account, key)
             else:
-                outbound = _json(await _body(call, account), call, gate.catalog, account, key)
+                body = await _body(call, account) if call.more_body else call.whole_body()
+                outbound = _json(body, call, gate.catalog, account, key)
             while True:  # once, and once more for each fallback
                 if call.permit is not None:
                     await call.permit.claim()
@@ -123,12 +126,6 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
 # The steps
 
 
-def _authenticate(call: Call, gate: Gate) -> Key:
-    if gate.draining:
-        raise Refusal("draining", "The gateway is shutting down.")
-    return authenticate(call, gate.keyring)
-
-
 def authenticate(call: Call, keyring: Keyring) -> Key:
     """Whose key a request shows. Raises Refusal."""
     headers = call.headers
@@ -136,9 +133,7 @@ def authenticate(call: Call, keyring: Keyring) -> Key:
 
 
 async def _body(call: Call, account: Account) -> bytes:
-    """The whole body of a JSON route."""
-    if not call.more_body:
-        return await call.body()
+    """The whole body of a JSON route, of which something is still to come."""
     asked = monotonic()
     body = await call.body()
     account.waited += monotonic() - asked
@@ -405,7 +400,7 @@ class Account(msgspec.Struct, eq=False):
             self.code, self.incomplete = passing.failure.code, "upstream"
         if attempt is not None and attempt.failures:
             self.failures += self._failures_of(attempt)
-        edge = call.edge
+        edge, tried = call.edge, attempt.tried if attempt is not None else ()
         began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         composed_at = self.outbound.composed_at if self.outbound is not None else None
@@ -420,13 +415,13 @@ class Account(msgspec.Struct, eq=False):
             key=self.key.id if self.key else None,
             model=self.entry.model.id if self.entry else None,
             asked=self.asked.model.id if self.asked else None,
-            server=attempt.last if attempt else None,
+            server=tried[-1].spec.name if tried else None,
             stream=self.stream,
             request_bytes=call.bytes_in,
             answer_bytes=call.bytes_out,
             usage=passing.usage,
             incomplete=self.incomplete,
-            retries=self.retries + (attempt.retries if attempt else 0),
+            retries=self.retries + len(tried) - 1 if tried else self.retries,
             duration=now - began,
             overhead=overhead if overhead > 0.0 else 0.0,
             queued=self.queued,

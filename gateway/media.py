@@ -61,14 +61,6 @@ class MediaHosts:
         return place[len(host) :] in self._any or place.endswith(self._suffixes)
 
 
-def forbidden(value: Any, hosts: MediaHosts) -> str | None:
-    """The name of the first member below a message, or a list of them, whose URL may not be sent; None when all may.
-
-    ``value`` is a list or an object, no deeper than a body may be.
-    """
-    return _in_list(value, hosts) if isinstance(value, list) else _in_object(value, hosts)
-
-
 _SHORT = 32  # members that are looked at one by one as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
 """The types of JSON values that hold no others."""
@@ -76,7 +68,11 @@ CONTAINERS = frozenset({dict, list})
 """And those that do."""
 
 
-def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:
+def in_list(values: list[Any], hosts: MediaHosts) -> str | None:
+    """The name of the first member below a list, of messages or the like, whose URL may not be sent; None when all may.
+
+    It is no deeper than a body may be.
+    """
     if len(values) > _SHORT and SCALARS.issuperset(map(type, values)):
         return None  # a prompt of tokens, a batch of texts
     for value in values:
@@ -84,9 +80,9 @@ def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:
         if kind is dict:
             if len(value) == 2 and "role" in value and type(value.get("content")) is str:
                 continue  # an ordinary message
-            found = _in_object(value, hosts)
+            found = in_object(value, hosts)
         elif kind is list:
-            found = _in_list(value, hosts)
+            found = in_list(value, hosts)
         else:
             continue
         if found is not None:
@@ -94,7 +90,8 @@ def _in_list(values: list[Any], hosts: MediaHosts) -> str | None:
     return None
 
 
-def _in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
+def in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
+    """The same below an object."""
     if not MEMBERS.isdisjoint(value):
         for name in MEMBERS & value.keys():
             if not _may_be_sent(name, value[name], hosts):
@@ -102,9 +99,9 @@ def _in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
     for name, child in value.items():
         kind = type(child)
         if kind is list:
-            found = _in_list(child, hosts)
+            found = in_list(child, hosts)
         elif kind is dict and not (name == "arguments" or (name == "input" and value.get("type") == "tool_use")):  # a tool's own
-            found = _in_object(child, hosts)
+            found = in_object(child, hosts)
         else:
             continue
         if found is not None:

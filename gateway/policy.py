@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import CONTAINERS, MediaHosts, forbidden
+from gateway.media import CONTAINERS, MediaHosts, in_list, in_object
 from gateway.state import BodyRules, Model
 
 Document = dict[str, Any]
@@ -151,7 +151,7 @@ class Policy:
     def _look_into(self, name: str, value: Any) -> None:
         if len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list) and name not in self._allowed:
             raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
-        member = forbidden(value, self._media)
+        member = in_list(value, self._media) if type(value) is list else in_object(value, self._media)
         if member is not None:
             raise Refusal("invalid_value", f"The URL in '{member}' is not of a place that media may come from here.", param=name)
 

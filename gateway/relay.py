@@ -76,7 +76,6 @@ class BodyRelay(Passing):
         self._call = call
         self._answer = answer
         self._name = name
-        self._observer = Observer()
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError when the server breaks off."""
@@ -91,6 +90,7 @@ class BodyRelay(Passing):
                 body = renamed(body, self._name)
             call.respond(answer.status, content_type(answer), body)
         else:
+            self._observer = Observer()
             call.begin(answer.status, content_type(answer), None if self._name is not None else _length(answer))
             _couple(call, answer, self._pass if self._name is None else self._renaming(self._name))
             await answer.ended()

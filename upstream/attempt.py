@@ -191,7 +191,8 @@ class Answer(msgspec.Struct, eq=False):
 
     def on_end(self) -> None:
         self.complete = True  # first: whoever falls behind on the rest must not pause a connection that may be another's
-        self._flush()
+        if self._sink is not None:
+            self._flush()
         if not self.last_byte:
             self.last_byte = monotonic()
         self._wake()
@@ -244,14 +245,14 @@ class Attempt:
     ``hint``: the same for requests that begin alike, for a pool that wants one.
     """
 
-    __slots__ = ("_answer", "_deadlines", "_hint", "_pool", "_timeouts", "_tried", "failures", "server")
+    __slots__ = ("_answer", "_deadlines", "_hint", "_pool", "_timeouts", "failures", "server", "tried")
 
     def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, hint: int | None = None) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
         self._hint = hint
-        self._tried: list[Server] = []
+        self.tried: list[Server] = []
         self._answer: Answer | None = None
         self.server: Server | None = None
         self.failures: list[UpstreamError] = []
@@ -274,14 +275,9 @@ class Attempt:
             server.succeeded()
 
     @property
-    def last(self) -> str | None:
-        """The name of the server that was asked last."""
-        return self._tried[-1].spec.name if self._tried else None
-
-    @property
     def retries(self) -> int:
         """How often the request was sent again."""
-        return max(len(self._tried) - 1, 0)
+        return max(len(self.tried) - 1, 0)
 
     def turn_to(self, pool: Pool) -> None:
         """Choose among these servers from now on: while the request waited for one, the model's may have been started anew."""
@@ -295,9 +291,9 @@ class Attempt:
         while True:
             try:
                 # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
-                fresh = upload is not None or bool(self._tried)
-                server = self.server = self._pool.choose(self._tried, self._hint)
-                self._tried.append(server)
+                fresh = upload is not None or bool(self.tried)
+                server = self.server = self._pool.choose(self.tried, self._hint)
+                self.tried.append(server)
                 server.enter()
                 connection = (None if fresh else server.parked()) or await server.connect(self._timeouts.connect)
                 answer = self._send(server, connection, compose, more=upload is not None)
@@ -338,11 +334,11 @@ class Attempt:
             server.failed(error)
 
     def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
-        if not error.untouched or len(self._tried) >= MAX_ATTEMPTS:
+        if not error.untouched or len(self.tried) >= MAX_ATTEMPTS:
             return False
         match error:
             case ConnectFailed():
-                others = any(server not in self._tried for server in self._pool.servers if server.condition is Condition.UP)
+                others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
                 return others and self._pool.may_retry()
             case StaleConnection():  # no failure of a server, so nothing to be sparing of
                 return not streamed  # a part of a streamed body is gone with the first connection

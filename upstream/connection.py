@@ -93,6 +93,7 @@ class Connection(asyncio.Protocol):
         self.between_chunks = False
         """The parser has read up to the end of a chunk that ended with an event."""
         self._request_open = False
+        self._diverted = False
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "busy" if self._receiver else "idle"
@@ -137,12 +138,14 @@ class Connection(asyncio.Protocol):
         Only whole chunks may be kept from the parser, and only where ``between_chunks``: it is no wiser after them.
         """
         if self._transport is not None:
+            self._diverted = True
             self.data_received = reader  # type: ignore[method-assign,assignment]
             self._transport.set_protocol(self)  # the transport has looked the method up, once
 
     def _take_back(self) -> None:
-        if "data_received" in self.__dict__ and self._transport is not None:
-            del self.data_received
+        self._diverted = False
+        del self.data_received
+        if self._transport is not None:
             self._transport.set_protocol(self)
 
     def close(self) -> None:
@@ -242,7 +245,8 @@ class Connection(asyncio.Protocol):
         """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
         receiver, self._receiver = self._receiver, None
         self._complete = False
-        self._take_back()
+        if self._diverted:
+            self._take_back()
         if self._request_open or not self._keep_alive or self._transport is None or self._transport.is_closing():
             self.close()
         else:
