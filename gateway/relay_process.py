@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 
 from gateway import logs
+from gateway.acceptor import Acceptor, Seats
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import LINGER, EdgeProtocol
@@ -76,6 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--meters-fd", type=int, required=True)
+    parser.add_argument("--seats-fd", type=int, help="where several relays share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
@@ -105,7 +107,8 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
             spans=traced,
         )
         process.learn(first.health)  # before the first request, or it would find no server
-        await process.serve(socket.socket(fileno=arguments.listen_fd), messages)
+        seats = Seats(arguments.seats_fd, arguments.number) if arguments.seats_fd is not None else None
+        await process.serve(socket.socket(fileno=arguments.listen_fd), seats, messages)
     orphaned = link.ended
     link.close()
     return orphaned
@@ -135,9 +138,9 @@ class _Process:
         """Tell control since when a model is asked for."""
         self.link.send(Asked(model, since))
 
-    async def serve(self, listener: socket.socket, messages: AsyncIterator[Message]) -> None:
+    async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""
-        self._server = await started(self.relay, listener)
+        self._server = await started(self.relay, listener, seats)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
@@ -168,6 +171,9 @@ class _Process:
         while True:
             await asyncio.sleep(TICK)
             self.relay.tick()
+            for listener in self._server.servers if self._server is not None else ():
+                if isinstance(listener, Acceptor):
+                    listener.note()
             count += 1
             if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
@@ -201,8 +207,8 @@ async def _settled(done: Callable[[], bool], seconds: float) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def started(relay: Relay, listener: socket.socket) -> uvicorn.Server:
-    """The data port's server, accepting connections.
+async def started(relay: Relay, listener: socket.socket, seats: Seats | None = None) -> uvicorn.Server:
+    """The data port's server, accepting connections. ``seats``: where several relays share the listener.
 
     These are the first steps of uvicorn's own ``serve``, with deadlines for TLS that it does not pass on; its signal handlers
     and its way of shutting down are left out, because this process ignores the signals and drains when control says so.
@@ -212,7 +218,12 @@ async def started(relay: Relay, listener: socket.socket) -> uvicorn.Server:
     listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # what is accepted takes it over
     loop = asyncio.get_running_loop()
     accept = functools.partial(relay.protocol(), server.config, server.server_state, {})
-    server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(relay))]
+    if seats is None:
+        server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(relay))]
+    else:
+        begin = functools.partial(loop.connect_accepted_socket, accept, **_tls(relay))
+        acceptor = Acceptor(listener, begin, seats, lambda: len(server.server_state.connections))
+        server.servers = [acceptor]  # type: ignore[list-item]  # it can be closed, which is all that is done to what is in there
     server.started = True
     await server.on_tick(0)
     return server

@@ -1,6 +1,6 @@
 """The relay processes, as control keeps them: started, told, watched, replaced.
 
-The rules: a relay's number, listening socket, scoreboard, meters and journal outlive its process, so its successor takes over its
+The rules: a relay's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
 dies again and again is replaced more slowly.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
 from gateway.link import Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
@@ -49,11 +50,19 @@ class _Relay:
     """One relay: its place, and the process that fills it at the moment."""
 
     def __init__(
-        self, number: int, listener: socket.socket, board: Board, meters: Meters, on_word: Callable[[], None], ledger: Ledger | None
+        self,
+        number: int,
+        listener: socket.socket,
+        board: Board,
+        meters: Meters,
+        seats: Seats | None,
+        on_word: Callable[[], None],
+        ledger: Ledger | None,
     ) -> None:
         self.number = number
         self.board = board
         self._meters = meters
+        self._seats = seats
         self._ledger = ledger
         self._listener = listener
         self._on_word = on_word
@@ -134,6 +143,8 @@ class _Relay:
             "--board-fd": self.board.fd,
             "--meters-fd": self._meters.fd,
         }
+        if self._seats is not None:
+            fds["--seats-fd"] = self._seats.fd
         words = ["--spool", str(self._ledger.folder)] if self._ledger is not None else []
         if self._ledger is not None:
             fds["--journal-fd"] = self._ledger.journals[self.number].fd
@@ -149,6 +160,8 @@ class _Relay:
         finally:
             link.close()
             await _gone(process)
+            if self._seats is not None:
+                self._seats.vacate(self.number)
             if self._ledger is not None:
                 self._ledger.relay_gone(self.number)
 
@@ -171,8 +184,9 @@ class Relays:
 
     def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None) -> None:
         self._meters = Meters.create("meters", count)
+        self._seats = Seats.create(count) if count > 1 else None
         self._relays = tuple(
-            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, on_word, ledger) for number in range(count)
+            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, self._seats, on_word, ledger) for number in range(count)
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
@@ -240,6 +254,8 @@ class Relays:
         for relay in self._relays:
             relay.board.close()
         self._meters.close()
+        if self._seats is not None:
+            self._seats.close()
 
 
 @asynccontextmanager

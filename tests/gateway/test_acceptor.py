@@ -1,0 +1,95 @@
+"""Relays that share a listening socket share its connections, too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gateway.acceptor import Acceptor, Seats
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import until
+
+RELAYS = 2
+MANY = 100
+
+
+@pytest.fixture
+def seats() -> Iterator[Seats]:
+    with closing(Seats.create(2)) as made:
+        yield made
+
+
+def test_who_is_clearly_ahead_stands_back(seats: Seats) -> None:
+    other = Seats(seats.fd, 1)
+    assert not seats.is_ahead(1000), "the other is not there yet"
+    other.note(0)
+    assert [seats.is_ahead(count) for count in (0, 2, 3)] == [False, False, True]
+    other.note(160)
+    assert [seats.is_ahead(count) for count in (100, 172, 173)] == [False, False, True]
+    seats.vacate(1)
+    assert not seats.is_ahead(1000), "it is gone"
+
+
+async def test_nobody_waits_for_a_relay_that_takes_none(seats: Seats) -> None:
+    Seats(seats.fd, 1).note(0)  # and that is all it does
+    taken: list[socket.socket] = []
+
+    async def begin(connection: socket.socket) -> None:
+        taken.append(connection)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    with closing(Acceptor(listener, begin, seats, lambda: len(taken))), ExitStack() as clients:
+        for _ in range(20):
+            clients.enter_context(closing(socket.create_connection(listener.getsockname())))
+        await until(lambda: len(taken) == 20)
+    for connection in taken:
+        connection.close()
+
+
+async def test_a_connection_that_cannot_be_begun_is_closed(seats: Seats) -> None:
+    async def begin(_: socket.socket) -> None:
+        raise ConnectionResetError
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    with closing(Acceptor(listener, begin, seats, lambda: 0)):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await reader.read() == b""
+        writer.close()
+
+
+def _held(running: Gateway) -> list[int]:
+    """How many clients each relay has."""
+    found = []
+    for pid in running.relays().values():
+        links = psutil.Process(pid).net_connections("tcp")
+        found.append(sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == running.data for link in links))
+    return found
+
+
+def _all_up(running: Gateway) -> bool:
+    return all(each["up"] for each in running.get("/status").json()["relays"])
+
+
+def test_connections_are_shared_also_with_a_relay_that_came_later(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), relays=RELAYS)) as running, ExitStack() as clients:
+        wait_for(lambda: _all_up(running))
+        for _ in range(MANY):
+            clients.enter_context(socket.create_connection(("127.0.0.1", running.data)))
+        wait_for(lambda: sum(_held(running)) == MANY, why=lambda: str(_held(running)))
+        assert max(_held(running)) <= 0.65 * MANY, _held(running)
+        os.kill(running.relays()[0], signal.SIGKILL)
+        wait_for(lambda: running.get("/status").json()["relays"][0]["restarts"] and _all_up(running))
+        before = sum(_held(running))
+        for _ in range(before):
+            clients.enter_context(socket.create_connection(("127.0.0.1", running.data)))
+        wait_for(lambda: sum(_held(running)) == 2 * before, why=lambda: str(_held(running)))
+        assert max(_held(running)) <= 0.65 * 2 * before, "the new relay takes what the other has too much"
+        assert running.ask().status_code == 200
