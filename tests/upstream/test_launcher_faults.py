@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -86,7 +86,8 @@ async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
     assert case.states()[-3:] == [State.CRASHED, State.STOPPING, State.STOPPED]
 
 
-async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_anew(case: Case) -> None:
+@pytest.mark.row(25)
+async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_anew(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(no_such_flag=1))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
@@ -98,6 +99,7 @@ async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_an
         await launcher.stop("org/m#0", grace=10)
         launcher.start(case.spec())
         assert not (await case.reached(State.READY)).given_up
+    measured("fails at each start: given up after the number of times that was set, with its own words; started anew by an operator")
 
 
 async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:
@@ -113,7 +115,8 @@ async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Ca
     assert case.states().count(State.CRASHED) == 1
 
 
-async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case) -> None:
+@pytest.mark.row(25)
+async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher(QUICK) as launcher:
         with socket.create_server(("127.0.0.1", 0)) as holder:
             port = holder.getsockname()[1]
@@ -122,9 +125,11 @@ async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case) -> None:
         assert f"could not start: port {port} of 127.0.0.1 is taken by process {os.getpid()} (" in failed.reason
         await until(lambda: case.told[-1].state is State.READY)
         assert case.told[-1].address.port == port
+    measured("its port is taken: told, with the process that has it; up once it is free")
 
 
-async def test_a_flood_of_words_is_cut_while_it_starts(case: Case) -> None:
+@pytest.mark.row(25)
+async def test_a_flood_of_words_is_cut_while_it_starts(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(flood=LIMIT + (1 << 20), never_ready=True))
         log = (await case.reached(State.STARTING)).log
@@ -134,6 +139,7 @@ async def test_a_flood_of_words_is_cut_while_it_starts(case: Case) -> None:
         assert case.states() == [State.STARTING]
         for file in (log, older):
             file.unlink()
+    measured(f"a log of {LIMIT >> 20} MiB and more: cut to its last {KEPT >> 20} MiB")
 
 
 async def test_a_killed_server_tells_of_memory_what_is_known(case: Case) -> None:
