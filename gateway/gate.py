@@ -1,0 +1,42 @@
+"""What the story of a request needs of its relay."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gateway.admission import House
+from gateway.auth import Keyring
+from gateway.catalog import Catalog
+from gateway.ledger.books import Books
+from gateway.limits import Admission, Limiter
+from gateway.metrics import RelayMetrics
+from gateway.record import Record
+from gateway.state import State
+from gateway.tracing import Sampler
+from gateway.waiting import Lobby
+from upstream.deadlines import Deadlines
+
+
+class Gate(Protocol):
+    """What the story needs of its relay."""
+
+    keyring: Keyring
+    catalog: Catalog
+    admission: Admission
+    limits: Limiter
+    deadlines: Deadlines
+    lobby: Lobby
+    metrics: RelayMetrics
+    books: Books | None
+    sampler: Sampler | None
+    """Decides which requests are traced; None where none is."""
+    draining: bool
+    house: House | None
+    """None: any number of requests may be under way at once."""
+
+    @property
+    def state(self) -> State:
+        """The generation of the configuration that is served by."""
+
+    def settled(self, record: Record) -> None:
+        """Take a finished request to the books."""
