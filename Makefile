@@ -9,7 +9,7 @@ run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a
 	@exec $(BIN)/vllm-gateway demo
 
 test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm` and `make clients`
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST_ARGS)
 
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .

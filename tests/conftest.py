@@ -17,6 +17,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MEASURED] = {}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent)
+        item.add_marker(pytest.mark.xdist_group("vllm" if file.parts[0] == "vllm" else str(file)))
+
+
 @pytest.fixture
 def measured(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Leave a figure for the report of the matrix of faults, e.g. ``measured("1,000 of 1,000 streams ended within 0.8 s")``."""
