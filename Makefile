@@ -3,18 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients faults soak bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools faults soak bench bench-peers pictures lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
-test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm` and `make clients`
+test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`, `make clients` and `make deploy-tools`
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST_ARGS)
 
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana
+	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana deploy/helm
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
@@ -26,6 +26,9 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
+
+deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas
+	$(BIN)/python -m tests.deploy.install
 
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md
 	$(BIN)/python -m tests.faults.report
@@ -65,4 +68,4 @@ lock:  ## write requirements.lock anew (needs uv)
 	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-pictures .venv-clients-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-pictures .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

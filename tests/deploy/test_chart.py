@@ -1,0 +1,377 @@
+"""The chart: what Helm makes of it holds against Kubernetes' schemas and the gateway's own checks, and it runs.
+
+No pod is scheduled here: what the containers would run is taken out of the rendered manifests and run on this machine, with the paths
+and ports that it has here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from gateway.config import load
+from gateway.keys import hash_of
+from tests.deploy.chart import CHART, EXAMPLES, Manifest, Rendered, content, helm, judged, template
+from tests.support.process import gateway, wait_for, write
+from tests.support.running import KEY
+from upstream.address import Address
+from upstream.vllm import Adapter, LaunchSettings, command_line
+
+_LISTENS = re.compile(r"Starting vLLM server on http://127\.0\.0\.1:(\d+)")
+ENGINE = {"model": {"id": "org/model"}}
+EVERYTHING = {"enabled": True}
+VALUES: dict[str, dict[str, Any]] = {
+    "dns": {"engines": {"a": ENGINE}, "rbac": {"create": False}},
+    "kubernetes with foreign rights": {"engines": {"a": ENGINE}, "rbac": {"create": False}, "discovery": "kubernetes"},
+    "no key of the engines": {"engines": {"a": ENGINE}, "engineKey": {"enabled": False}},
+    "a CPU and no volume": {"engines": {"a": ENGINE | {"gpus": 0, "cache": {"enabled": False}}}},
+    "scaled to nothing": {"engines": {"a": ENGINE | {"autoscaling": EVERYTHING | {"minReplicas": 0}}}},
+    "keys in the configuration": {
+        "keys": {"enabled": False},
+        "config": {"keys": [{"id": "anonymous", "anonymous": True}], "models": [{"id": "m", "servers": [{"url": "http://10.0.0.1:8000"}]}]},
+    },
+    "names and images": {
+        "engines": {"a": ENGINE},
+        "fullnameOverride": "front",
+        "commonLabels": {"team": "ml"},
+        "image": {"repository": "registry.example.com/gateway", "digest": "sha256:" + "0" * 64},
+        "imagePullSecrets": [{"name": "pull"}],
+        "serviceAccount": {"create": False, "name": "mine"},
+        "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}},
+    },
+    "places": {
+        "engines": {"a": ENGINE | {"nodeSelector": {"gpu": "h100"}, "affinity": {"nodeAffinity": {}}, "priorityClassName": "high"}},
+        "nodeSelector": {"a": "b"},
+        "tolerations": [{"key": "a", "operator": "Exists"}],
+        "affinity": {"podAffinity": {}},
+        "priorityClassName": "high",
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {"matchLabels": {"a": "b"}}}
+        ],
+        "terminationGracePeriodSeconds": 600,
+    },
+    "extras": {
+        "engines": {"a": ENGINE | {"extraEnv": [{"name": "A", "value": "b"}], "podLabels": {"a": "b"}, "podAnnotations": {"a": "b"}}},
+        "extraEnv": [{"name": "A", "value": "b"}],
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}, "data": {"a": "b"}}],
+        "tests": {"enabled": False},
+        "podLabels": {"a": "b"},
+        "podAnnotations": {"a": "b"},
+    },
+    "everything that may be on": {
+        "engines": {"a": ENGINE | {"autoscaling": EVERYTHING, "podDisruptionBudget": EVERYTHING}, "b": {"model": {"id": "org/other"}}},
+        "autoscaling": EVERYTHING,
+        "ingress": EVERYTHING | {"hosts": ["llm.example.com"], "tls": [{"secretName": "tls", "hosts": ["llm.example.com"]}]},
+        "httpRoute": EVERYTHING | {"parentRefs": [{"name": "public"}], "annotations": {"a": "b"}},
+        "networkPolicy": EVERYTHING | {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "egress": [{"ports": [{"port": 443}]}]},
+        "monitoring": {
+            "serviceMonitor": EVERYTHING | {"tokenSecret": "token", "labels": {"a": "b"}},
+            "prometheusRule": EVERYTHING,
+            "dashboards": EVERYTHING | {"annotations": {"folder": "LLM"}},
+        },
+    },
+}
+"""Combinations beside the examples."""
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Rendered]:
+    examples = {file.stem: Rendered.of(file) for file in EXAMPLES}
+    return examples | {name: Rendered.of(values=values) for name, values in VALUES.items()}
+
+
+@pytest.fixture(scope="module")
+def two_models(cases: dict[str, Rendered]) -> Rendered:
+    return cases["two-models"]
+
+
+# The chart's own files
+
+
+def test_what_is_made_from_elsewhere_is_as_it_would_be_made_now() -> None:
+    made: dict[Path, str] = runpy.run_path(str(CHART.parent / "build.py"))["contents"]()
+    assert {path.name for path, text in made.items() if path.read_text() != text} == set(), "run python deploy/helm/build.py"
+    assert {path for path in (CHART / "files").rglob("*") if path.is_file()} <= made.keys()
+
+
+def test_the_version_is_the_gateways() -> None:
+    from gateway import __version__
+
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
+def test_helm_finds_nothing_wrong_with_an_example(example: Path) -> None:
+    done = helm("lint", "--strict", CHART, "--values", example)
+    assert done.returncode == 0 and "[WARNING]" not in done.stdout, done.stdout + done.stderr
+
+
+def test_it_can_be_packaged(tmp_path: Path) -> None:
+    done = helm("package", CHART, "--destination", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rendered = helm("template", "gw", next(tmp_path.glob("*.tgz")), "--values", EXAMPLES[0])
+    assert rendered.returncode == 0, rendered.stderr
+
+
+# What is rendered
+
+
+def wrong(right: Rendered) -> dict[str, Rendered]:
+    """One object each, with something in it that must not be there."""
+    firsts = [right.all(kind)[0] for kind in ("Deployment", "HTTPRoute", "ServiceMonitor", "PrometheusRule")]
+    misspelt = {f"misspelt {each['kind']}": Rendered((each | {"spec": each["spec"] | {"speling": 1}},)) for each in firsts}
+    gone = {"apiVersion": "policy/v1beta1", "kind": "PodDisruptionBudget", "metadata": {"name": "x"}, "spec": {}}
+    return misspelt | {"an API that is gone": Rendered((gone,))}
+
+
+def test_the_manifests_are_as_kubernetes_and_the_operators_have_them(cases: dict[str, Rendered], two_models: Rendered) -> None:
+    faults = wrong(two_models)
+    found = judged(cases | faults)
+    assert {name: found[name] for name in cases if found[name]} == {}
+    assert [name for name in faults if not found[name]] == []
+
+
+def test_the_gateway_accepts_every_configuration(cases: dict[str, Rendered], tmp_path: Path) -> None:
+    environ = {"LLAMA_KEY": "k", "LIMITS_STORE": "redis://redis:6379/0", "LEDGER": "postgresql://ledger@db/usage"}
+    for name, rendered in cases.items():
+        root = tmp_path / name
+        mounted(rendered, root)
+        config = load(root / "etc/vllm-gateway/config/gateway.yaml", environ)
+        assert config.models and config.keys, name
+
+
+def test_engines_start_as_the_gateway_would_start_them() -> None:
+    args: dict[str, Any] = {
+        "max_model_len": 1000000,
+        "enable-auto-tool-choice": True,
+        "enable-prefix-caching": False,
+        "allowed-origins": ["https://a.example", "b"],
+        "override-generation-config": {"temperature": 0.5, "stop": ["<|end|>"]},
+        "compilation-config.cudagraph_mode": "NONE",
+        "gpu-memory-utilization": 0.9,
+        "chat-template": "-{{ 'braces' }} & \"quotes\"",
+    }
+    loras = [{"id": f"lora-{n}", "path": f"/adapters/{n}"} for n in range(2)]
+    model = {"id": "org/model", "loras": loras}
+    rendered = Rendered.of(values={"engines": {"a": {"model": model, "args": args, "weights": "/weights", "port": 9001}}})
+    adapters = tuple(Adapter(each["id"], each["path"]) for each in loras)
+    settings = LaunchSettings("/weights", ("org/model",), args=args, adapters=adapters, drain=120)
+    expected = command_line(settings, Address(host="0.0.0.0", port=9001), "key")
+    container = rendered.container("engine-a")
+    assert options([*container["command"], *container["args"]]) == options([*expected.argv])
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert expected.env.items() - {("VLLM_API_KEY", "key")} <= variables.items() and "VLLM_API_KEY" in variables
+
+
+def options(argv: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
+    """The words before the flags, and each flag's words; JSON is compared by its value."""
+    found: dict[str, list[Any]] = {}
+    before: list[str] = []
+    for word in argv:
+        if word.startswith("--"):
+            found[word] = []
+        elif found:
+            found[next(reversed(found))].append(json.loads(word) if word.startswith("{") else word)
+        else:
+            before.append(word)
+    return before, found
+
+
+def test_large_numbers_stay_numbers() -> None:
+    limits = {"tokens_per_day": 50_000_000, "tokens_per_month": 12_345_678_901}
+    config = {"teams": [{"id": "t", "limits": limits}]}
+    assert Rendered.of(values={"engines": {"a": ENGINE}, "config": config}).config["teams"][0]["limits"] == limits
+
+
+def test_a_generated_key_is_in_the_file_by_its_hash_alone(cases: dict[str, Rendered]) -> None:
+    secret = content(cases["one-gpu"].one("Secret", "gw-vllm-gateway-keys"))
+    (key,) = yaml.safe_load(secret["keys.yaml"])["keys"]
+    assert key == {"id": "admin", "hash": hash_of(secret["key"])}
+    (volume,) = [each for each in cases["one-gpu"].pod()["volumes"] if each["name"] == "keys"]
+    assert [item["key"] for item in volume["secret"]["items"]] == ["keys.yaml"]
+
+
+def test_no_secret_is_made_where_one_exists(cases: dict[str, Rendered]) -> None:
+    assert cases["many-replicas"].all("Secret") == []
+
+
+def test_the_time_to_end_covers_what_is_under_way(cases: dict[str, Rendered]) -> None:
+    assert cases["many-replicas"].pod()["terminationGracePeriodSeconds"] == 15 + 600 + 15
+    assert cases["external-servers"].pod()["terminationGracePeriodSeconds"] == 10 + 5 + 120 + 15
+    for rendered in cases.values():
+        for each in rendered.all("Deployment"):
+            pod = each["spec"]["template"]["spec"]
+            assert pod["terminationGracePeriodSeconds"] > pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] + 100
+
+
+def test_a_token_of_the_cluster_is_mounted_only_for_discovery(cases: dict[str, Rendered]) -> None:
+    given = {name: rendered.pod()["automountServiceAccountToken"] for name, rendered in cases.items()}
+    assert {name for name, token in given.items() if not token} == {"dns", "keys in the configuration"}
+    for rendered in cases.values():
+        for role in rendered.all("Role"):
+            assert role["rules"] == [
+                {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+            ]
+    assert [role["metadata"]["namespace"] for role in cases["external-servers"].all("Role")] == ["research"]
+
+
+def test_pods_are_restricted(cases: dict[str, Rendered]) -> None:
+    for rendered in cases.values():
+        pods = [each["spec"]["template"]["spec"] for each in rendered.all("Deployment")] + [each["spec"] for each in rendered.all("Pod")]
+        for pod in pods:
+            assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            (container,) = pod["containers"]
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_only_a_change_of_the_server_section_rolls_the_pods() -> None:
+    def checksum(**config: Any) -> str:
+        rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": config})
+        return str(rendered.deployment()["spec"]["template"]["metadata"]["annotations"]["checksum/server"])
+
+    assert checksum() == checksum(log={"level": "debug"}) != checksum(server={"relays": 2})
+
+
+def test_promtool_accepts_the_alerts(two_models: Rendered, tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump(two_models.one("PrometheusRule")["spec"]))
+    done = subprocess.run([promtool, "check", "rules", "--lint=all", "--lint-fatal", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
+    shown = two_models.one("ConfigMap", "gw-vllm-gateway-dashboards")["data"]
+    there = {f"vllm-gateway-{file.name}": json.loads(file.read_text()) for file in (CHART.parents[1] / "grafana").glob("*.json")}
+    assert {name: json.loads(text) for name, text in shown.items()} == there
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"replicaz": 2}, "replicaz"),
+        ({"image": {"tga": "1"}}, "tga"),
+        ({"config": {"servr": {}}}, "servr"),
+        ({"config": {"server": {"drian": "1m"}}}, "drian"),
+        ({"config": {"server": {"drain": "soon"}}}, "drain"),
+        ({"config": {"models": [{"id": "m", "launhc": {}}]}}, "launhc"),
+        ({"engines": {"a": {"modle": {"id": "m"}}}}, "modle"),
+        ({"engines": {"a": {"model": {"id": "m", "alias": ["x"]}}}}, "alias"),
+        ({"engines": {"a": {"model": {"id": "m", "launch": {}}}}}, "launch"),
+        ({"engines": {"A_b": ENGINE}}, "A_b"),
+        ({"engines": {"a": ENGINE | {"gpus": "two"}}}, "gpus"),
+        ({"engineDefaults": {"cache": {"sise": "1Gi"}}}, "sise"),
+        ({"engines": {"a": ENGINE}, "discovery": "consul"}, "discovery"),
+        ({"engines": {"a": ENGINE | {"args": {"port": 1}}}}, "args.port is set by the chart"),
+        ({"engines": {"a": {"model": {"id": "m", "loras": [{"id": "l"}]}}}}, "l needs a path"),
+        ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 60}, "is less than preStopSleep"),
+        ({"engines": {"a": ENGINE}, "config": {"keys_file": "x"}}, "config.keys_file: the chart sets it"),
+        ({"engines": {"a": ENGINE}, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+        ({"engines": {"a": ENGINE}, "ingress": {"enabled": True}}, "ingress.hosts"),
+        ({}, "there is no model"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_cannot_be_meant_is_refused(values: dict[str, Any], says: str) -> None:
+    done = template(values=values)
+    assert done.returncode != 0 and says in done.stderr, done.stderr
+
+
+# What runs
+
+
+def test_what_the_containers_run_answers(tmp_path: Path, two_models: Rendered) -> None:
+    """Both engines of an example as simulators, the gateway in front of them, a request through it, and a change of a key."""
+    root = tmp_path / "root"
+    mounted(two_models, root)
+    key, engine_key = (content(two_models.one("Secret", f"gw-vllm-gateway-{name}"))["key"] for name in ("keys", "engine-key"))
+    with engine(two_models, "engine-llama", engine_key) as llama, engine(two_models, "engine-embed", engine_key) as embed:
+        config = here(root, {"meta-llama/Llama-3.3-70B-Instruct": llama, "Qwen/Qwen3-Embedding-0.6B": embed})
+        container = two_models.container()
+        assert container["command"] == ["vllm-gateway", "serve", "/etc/vllm-gateway/config/gateway.yaml"]  # as `gateway` runs it
+        with gateway(config, None, seconds=60) as one:
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert one.get(container[probe]["httpGet"]["path"]).status_code == 200
+            chat: dict[str, Any] = {"model": "llama-legal", "messages": [{"role": "user", "content": "Hello"}]}
+            assert asked(one.url, key, "/v1/chat/completions", chat)["model"] == "llama-legal"
+            assert asked(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
+            write(root / "etc/vllm-gateway/keys/keys.yaml", {"keys": [{"id": "admin", "hash": hash_of(KEY)}]})
+            wait_for(lambda: one.ask(**chat).status_code == 200, 60)
+            assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 401
+
+
+def asked(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx2.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@contextmanager
+def engine(rendered: Rendered, component: str, key: str) -> Iterator[int]:
+    """The simulator with the arguments and variables of an engine's container, on a free port of this machine."""
+    container = rendered.container(component)
+    ((path, port),) = {(probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in container.items() if name.endswith("Probe")}
+    assert [each["name"] for each in container["ports"]] == [port]
+    words = [{"0.0.0.0": "127.0.0.1", "8000": "0"}.get(word, word) for word in container["args"]]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each} | {"VLLM_API_KEY": key}
+    command = [sys.executable, "-P", "-m", "upstream.simulator", *words]
+    process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        found = next((match[1] for line in process.stderr if (match := _LISTENS.search(line))), None)
+        assert found, "the simulator has ended"
+        url = f"http://127.0.0.1:{found}"
+        wait_for(lambda: httpx2.get(url + path).status_code == 200)
+        yield int(found)
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def here(root: Path, ports: dict[str, int]) -> Path:
+    """The folder of the gateway's configuration, on free ports, with servers of this machine in place of the cluster's."""
+    file = root / "etc/vllm-gateway/config/gateway.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin": {"host": "127.0.0.1", "port": 0}}
+    for model in config["models"]:
+        found = model.pop("discover")
+        model["servers"] = [{"url": f"http://127.0.0.1:{ports[model['id']]}", "api_key": found["api_key"]}]
+    write(file, config)
+    return file.parent
+
+
+def mounted(rendered: Rendered, root: Path) -> None:
+    """The files of the gateway's container below ``root``, with the paths in them."""
+    names = ("gateway-keys", "engine-key")
+    made = {each["metadata"]["name"] for each in rendered.all("Secret")}
+    keys = yaml.safe_dump({"keys": [{"id": "team", "hash": hash_of(KEY)}]})
+    rendered.mount(root, [foreign(name, {"keys.yaml": keys, "key": "engine"}) for name in names if name not in made])
+    file = root / "etc/vllm-gateway/config/gateway.yaml"
+    file.write_text(file.read_text().replace("/etc/vllm-gateway", str(root / "etc/vllm-gateway")))
+
+
+def foreign(name: str, texts: dict[str, str]) -> Manifest:
+    """A Secret that exists already."""
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": texts}
