@@ -197,7 +197,7 @@ def test_json_is_json(block: Block) -> None:
 def written_commands(word: str) -> set[str]:
     """What stands behind a command's name in the blocks for a shell and between backticks."""
     texts = [block.text for block in blocks("sh")] + [code for page in PAGES for code in re.findall(r"`([^`\n]+)`", prose(page))]
-    return {found.strip() for text in texts for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z]+(?: [a-z]+)?)", text)}
+    return {found.strip() for text in texts for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)}
 
 
 @pytest.mark.parametrize("command", sorted(written_commands("vllm-gateway")))
@@ -209,7 +209,7 @@ def test_a_shown_command_exists(command: str) -> None:
 
 
 def test_shown_targets_of_make_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     shown = {command.split()[0] for command in written_commands("make")}
     assert shown >= {"run", "test"} and shown <= targets
 

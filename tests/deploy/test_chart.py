@@ -31,6 +31,7 @@ from upstream.address import Address
 from upstream.vllm import Adapter, LaunchSettings, command_line
 
 _LISTENS = re.compile(r"Starting vLLM server on http://127\.0\.0\.1:(\d+)")
+PAGE = CHART.parents[2] / "docs" / "kubernetes.md"
 ENGINE = {"model": {"id": "org/model"}}
 EVERYTHING = {"enabled": True}
 VALUES: dict[str, dict[str, Any]] = {
@@ -92,7 +93,14 @@ VALUES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Rendered]:
     examples = {file.stem: Rendered.of(file) for file in EXAMPLES}
-    return examples | {name: Rendered.of(values=values) for name, values in VALUES.items()}
+    return examples | shown() | {name: Rendered.of(values=values) for name, values in VALUES.items()}
+
+
+def shown() -> dict[str, Rendered]:
+    """What the page on Kubernetes shows as values."""
+    blocks = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in blocks if not name.startswith("values")] == []
+    return {name: Rendered.of(values=yaml.safe_load(text)) for name, text in blocks}
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +229,7 @@ def test_the_time_to_end_covers_what_is_under_way(cases: dict[str, Rendered]) ->
 
 def test_a_token_of_the_cluster_is_mounted_only_for_discovery(cases: dict[str, Rendered]) -> None:
     given = {name: rendered.pod()["automountServiceAccountToken"] for name, rendered in cases.items()}
-    assert {name for name, token in given.items() if not token} == {"dns", "keys in the configuration"}
+    assert {name for name, token in given.items() if not token} == {"dns", "keys in the configuration", "values-keys.yaml"}
     for rendered in cases.values():
         for role in rendered.all("Role"):
             assert role["rules"] == [
