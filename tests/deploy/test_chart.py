@@ -112,8 +112,8 @@ def two_models(cases: dict[str, Rendered]) -> Rendered:
 
 
 def test_what_is_made_from_elsewhere_is_as_it_would_be_made_now() -> None:
-    made: dict[Path, str] = runpy.run_path(str(CHART.parent / "build.py"))["contents"]()
-    assert {path.name for path, text in made.items() if path.read_text() != text} == set(), "run python deploy/helm/build.py"
+    made: dict[Path, str] = runpy.run_path(str(CHART.parent / "sync.py"))["contents"]()
+    assert {path.name for path, text in made.items() if path.read_text() != text} == set(), "run python deploy/helm/sync.py"
     assert {path for path in (CHART / "files").rglob("*") if path.is_file()} <= made.keys()
 
 
@@ -288,6 +288,7 @@ def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
         ({"engines": {"a": {"modle": {"id": "m"}}}}, "modle"),
         ({"engines": {"a": {"model": {"id": "m", "alias": ["x"]}}}}, "alias"),
         ({"engines": {"a": {"model": {"id": "m", "launch": {}}}}}, "launch"),
+        ({"engines": {"a": ENGINE}, "securityContext": {"privilegd": True}}, "privilegd"),
         ({"engines": {"A_b": ENGINE}}, "A_b"),
         ({"engines": {"a": ENGINE | {"gpus": "two"}}}, "gpus"),
         ({"engineDefaults": {"cache": {"sise": "1Gi"}}}, "sise"),

@@ -1,4 +1,4 @@
-"""Writes what the chart has from elsewhere: ``python deploy/helm/build.py``.
+"""Writes what the chart has from elsewhere: ``python deploy/helm/sync.py``.
 
 Owns values.schema.json, README.md and files/ of the chart. The rule: nothing is said twice. What a value is for stands beside it in
 values.yaml, its type is that of its default unless TYPES says otherwise, `config` is the gateway's own schema, alerts and dashboards are
@@ -26,6 +26,7 @@ Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
 _FREE: Schema = {"type": "object"}
 _WORDS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_FLAG: Schema = {"type": "boolean"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _DURATION: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)$"}
 _PULL: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
@@ -42,12 +43,47 @@ def _list(items: Schema) -> Schema:
 _VARIABLES = _list(_object(name=_TEXT, value=_TEXT, valueFrom=_FREE) | {"required": ["name"]})
 _VOLUMES = _list({"type": "object", "required": ["name"]})
 _MOUNTS = _list(
-    _object(name=_TEXT, mountPath=_TEXT, subPath=_TEXT, subPathExpr=_TEXT, readOnly={"type": "boolean"}, mountPropagation=_TEXT)
+    _object(name=_TEXT, mountPath=_TEXT, subPath=_TEXT, subPathExpr=_TEXT, readOnly=_FLAG, mountPropagation=_TEXT)
     | {"required": ["name", "mountPath"]}
 )
 _TOLERATIONS = _list(_object(key=_TEXT, operator=_TEXT, value=_TEXT, effect=_TEXT, tolerationSeconds={"type": "integer"}))
 _AFFINITY = _object(nodeAffinity=_FREE, podAffinity=_FREE, podAntiAffinity=_FREE)
 _RESOURCES = _object(requests=_FREE, limits=_FREE, claims=_list(_FREE))
+_IDENTITY: dict[str, Schema] = {
+    "runAsNonRoot": _FLAG,
+    "runAsUser": _COUNT,
+    "runAsGroup": _COUNT,
+    "seccompProfile": _object(type=_TEXT, localhostProfile=_TEXT),
+    "appArmorProfile": _object(type=_TEXT, localhostProfile=_TEXT),
+    "seLinuxOptions": _object(level=_TEXT, role=_TEXT, type=_TEXT, user=_TEXT),
+}
+_POD_CONTEXT = _object(
+    **_IDENTITY,
+    fsGroup=_COUNT,
+    fsGroupChangePolicy={"enum": ["Always", "OnRootMismatch"]},
+    supplementalGroups=_list(_COUNT),
+    supplementalGroupsPolicy=_TEXT,
+    seLinuxChangePolicy=_TEXT,
+    sysctls=_list(_object(name=_TEXT, value=_TEXT)),
+)
+_CONTEXT = _object(
+    **_IDENTITY,
+    allowPrivilegeEscalation=_FLAG,
+    privileged=_FLAG,
+    readOnlyRootFilesystem=_FLAG,
+    capabilities=_object(add=_list(_TEXT), drop=_list(_TEXT)),
+    procMount=_TEXT,
+)
+_SPREAD = _object(
+    maxSkew=_COUNT,
+    minDomains=_COUNT,
+    topologyKey=_TEXT,
+    whenUnsatisfiable={"enum": ["DoNotSchedule", "ScheduleAnyway"]},
+    labelSelector=_object(matchLabels=_WORDS, matchExpressions=_list(_FREE)),
+    matchLabelKeys=_list(_TEXT),
+    nodeAffinityPolicy=_TEXT,
+    nodeTaintsPolicy=_TEXT,
+)
 _POD: dict[str, Schema] = {
     "extraEnv": _VARIABLES,
     "extraVolumes": _VOLUMES,
@@ -58,8 +94,8 @@ _POD: dict[str, Schema] = {
     "nodeSelector": _WORDS,
     "podLabels": _WORDS,
     "podAnnotations": _WORDS,
-    "podSecurityContext": _FREE,
-    "securityContext": _FREE,
+    "podSecurityContext": _POD_CONTEXT,
+    "securityContext": _CONTEXT,
     "labels": _WORDS,
     "annotations": _WORDS,
     "pullPolicy": _PULL,
@@ -98,7 +134,7 @@ TYPES: dict[str, Schema] = {
     "ingress.hosts": _list(_TEXT),
     "ingress.tls": _list(_object(secretName=_TEXT, hosts=_list(_TEXT))),
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
-    "topologySpreadConstraints": _list(_FREE),
+    "topologySpreadConstraints": _list(_SPREAD),
     "extraObjects": _list(_FREE),
     "networkPolicy.clients": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),
     "networkPolicy.monitoring": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),
@@ -108,10 +144,9 @@ TYPES: dict[str, Schema] = {
 
 _BY_DEFAULT: dict[type, Schema] = {
     str: _TEXT,
-    bool: {"type": "boolean"},
+    bool: _FLAG,
     int: {"type": "integer"},
 }
-_UNFOLDED = ("config", "engines")
 _ELSEWHERE = ("launch", "servers", "discover")
 """Settings of a model that say where its servers are: an engine's are known."""
 
@@ -170,7 +205,9 @@ def _type(name: str, default: Any) -> Schema:
 
 def documented(text: str) -> Iterator[Value]:
     """The values of values.yaml, in its order. A value that is described has none below it that is."""
-    defaults, path, says = yaml.safe_load(text), [], []  # type: ignore[var-annotated]
+    defaults = yaml.safe_load(text)
+    path: list[str] = []
+    says: list[str] = []
     described = -1
     for line in text.splitlines():
         found = _LINE.match(line)
@@ -204,7 +241,7 @@ _README = """\
 The chart of [vllm-gateway](../../../README.md): the gateway, and the vLLM servers behind it. How to install, upgrade, scale and drain it is
 told in [docs/kubernetes.md](../../../docs/kubernetes.md); [examples](examples) has values to begin with.
 
-This page is made from values.yaml by `python deploy/helm/build.py`.
+This page is made from values.yaml by `python deploy/helm/sync.py`.
 
 | value | default | |
 |---|---|---|
