@@ -24,6 +24,7 @@ import yaml
 
 from gateway.config import load
 from gateway.keys import hash_of
+from gateway.metrics import FAMILIES, PREFIX
 from tests.deploy.chart import CHART, EXAMPLES, Manifest, Rendered, content, helm, judged, template
 from tests.support.process import gateway, wait_for, write
 from tests.support.running import KEY
@@ -204,6 +205,21 @@ def test_large_numbers_stay_numbers() -> None:
     limits = {"tokens_per_day": 50_000_000, "tokens_per_month": 12_345_678_901}
     config = {"teams": [{"id": "t", "limits": limits}]}
     assert Rendered.of(values={"engines": {"a": ENGINE}, "config": config}).config["teams"][0]["limits"] == limits
+
+
+def test_engines_scale_by_what_waits_and_start_from_nothing_by_what_is_asked(cases: dict[str, Rendered]) -> None:
+    def queries(name: str) -> list[str]:
+        (scaled,) = cases[name].all("ScaledObject")
+        return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+
+    waiting = [
+        'sum(vllm:num_requests_waiting{namespace="llm", model="org/model"}) or vector(0)',
+        'sum(vllm_gateway_queued_requests{namespace="llm", model="org/model"}) or vector(0)',
+    ]
+    assert queries("everything that may be on") == waiting
+    (asked_for,) = queries("scaled to nothing")[2:]
+    assert "vllm_gateway_requests_total" in asked_for
+    assert {name.removeprefix(PREFIX) for name in re.findall(rf"{PREFIX}\w+", " ".join([*waiting, asked_for]))} <= set(FAMILIES)
 
 
 def test_a_generated_key_is_in_the_file_by_its_hash_alone(cases: dict[str, Rendered]) -> None:
