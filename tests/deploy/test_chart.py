@@ -324,6 +324,12 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], says: str) -> N
     assert done.returncode != 0 and says in done.stderr, done.stderr
 
 
+def test_lint_finds_a_misspelt_setting_of_the_gateway() -> None:
+    models = [{"id": "m", "timeouts": {"totl": "1h"}}]
+    done = helm("lint", "--strict", CHART, values={"engines": {"a": ENGINE}, "config": {"models": models}})
+    assert done.returncode != 0 and "totl" in done.stdout, done.stdout
+
+
 # What runs
 
 
@@ -342,6 +348,7 @@ def test_what_the_containers_run_answers(tmp_path: Path, two_models: Rendered) -
             chat: dict[str, Any] = {"model": "llama-legal", "messages": [{"role": "user", "content": "Hello"}]}
             assert asked(one.url, key, "/v1/chat/completions", chat)["model"] == "llama-legal"
             assert asked(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
+            assert hooked(two_models, one.url) == 0
             write(root / "etc/vllm-gateway/keys/keys.yaml", {"keys": [{"id": "admin", "hash": hash_of(KEY)}]})
             wait_for(lambda: one.ask(**chat).status_code == 200, 60)
             assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 401
@@ -351,6 +358,16 @@ def asked(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]
     answer = httpx2.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
+
+
+def hooked(rendered: Rendered, url: str) -> int:
+    """The exit code of what `helm test` runs, with the gateway's URL in place of the Service's."""
+    (container,) = rendered.one("Pod", "gw-vllm-gateway-test")["spec"]["containers"]
+    assert container["command"] == ["python3", "-c"]
+    (script,) = container["args"]
+    there = "http://gw-vllm-gateway:80"
+    assert there in script
+    return subprocess.run([sys.executable, "-c", script.replace(there, url)], timeout=60).returncode
 
 
 @contextmanager
