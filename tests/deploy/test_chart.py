@@ -201,6 +201,13 @@ def options(argv: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
     return before, found
 
 
+def test_tls_of_the_gateway_is_known_to_who_talks_to_it() -> None:
+    tls = {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}
+    rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": {"server": {"tls": tls}}})
+    assert rendered.one("Service")["spec"]["ports"][0]["appProtocol"] == "https"
+    assert "https://gw-vllm-gateway:80/health" in rendered.one("Pod", "gw-vllm-gateway-test")["spec"]["containers"][0]["args"][0]
+
+
 def test_large_numbers_stay_numbers() -> None:
     limits = {"tokens_per_day": 50_000_000, "tokens_per_month": 12_345_678_901}
     config = {"teams": [{"id": "t", "limits": limits}]}
@@ -313,6 +320,7 @@ def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
         ({"engines": {"a": {"model": {"id": "m", "loras": [{"id": "l"}]}}}}, "l needs a path"),
         ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 60}, "is less than preStopSleep"),
         ({"engines": {"a": ENGINE}, "config": {"keys_file": "x"}}, "config.keys_file: the chart sets it"),
+        ({"engines": {"a": ENGINE}, "config": {"server": {"admin": {"host": "127.0.0.1"}}}}, "config.server.admin.host: 127.0.0.1 is"),
         ({"engines": {"a": ENGINE}, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"engines": {"a": ENGINE}, "ingress": {"enabled": True}}, "ingress.hosts"),
         ({}, "there is no model"),

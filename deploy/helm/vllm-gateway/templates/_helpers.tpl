@@ -122,6 +122,12 @@ labels:
 {{- end }}
 
 {{- define "vllm-gateway.config" -}}
+{{- $server := .Values.config.server | default dict }}
+{{- range $name, $host := dict "host" (default "0.0.0.0" $server.host) "admin.host" (default "127.0.0.1" ($server.admin).host) }}
+{{- if has $host (list "127.0.0.1" "::1" "localhost") }}
+{{- fail (printf "config.server.%s: %s is reached from within the pod alone, not by Services and probes" $name $host) }}
+{{- end }}
+{{- end }}
 {{- $config := merge (dict "models" (include "vllm-gateway.models" . | fromJsonArray)) .Values.config }}
 {{- if .Values.keys.enabled }}
 {{- if $config.keys_file }}
