@@ -17,7 +17,7 @@ from typing import TypeAlias
 from upstream.discovery.endpoints import Endpoint, Seen
 
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
-"""From a name to its addresses of both families, in any order. Raises OSError."""
+"""From a name to its addresses of both families, in any order. Raises OSError, and UnicodeError for what is no name."""
 RETRY = 2.0
 """Seconds until a look-up that failed is tried again, where that is sooner than the next one."""
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ async def watch(source: DnsName, resolve: Resolve, on_seen: Callable[[Seen], Non
 
 
 async def system_resolver(name: str) -> list[str]:
-    """By the system's resolver, with all that it is configured for (``/etc/hosts``, search domains). Raises OSError.
+    """By the system's resolver, with all that it is configured for (``/etc/hosts``, search domains). Raises OSError and UnicodeError.
 
     In a thread that nobody waits for: a resolver whose name servers are silent takes half a minute, for which neither other
     look-ups nor the end of the process should have to wait.
