@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.running import until
-from upstream.discovery import Cluster, DnsName, Endpoint, Sources, system_resolver
+from upstream.discovery import Cluster, DnsName, Endpoint, Finding, Sources, system_resolver
 
 ROOT = Path(__file__).parents[3]
 NAME = DnsName("vllm.models", 8000, 0.02)
@@ -96,7 +96,10 @@ async def test_a_failure_leaves_what_was_found() -> None:
     names, told = Names("10.0.0.1", "10.0.0.2"), []
     async with Sources(lambda: told.append(1), Cluster("", ""), names) as sources:
         sources.want([NAME, NAME])
-        finding = lambda: sources.findings()[NAME]  # noqa: E731
+
+        def finding() -> Finding:
+            return sources.findings()[NAME]
+
         assert not finding().concluded
         await until(lambda: finding().endpoints == (Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000)))
         names.fails = True

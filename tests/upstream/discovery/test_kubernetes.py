@@ -21,6 +21,8 @@ FORBIDDEN = 'endpointslices.discovery.k8s.io is forbidden: User "system:servicea
 class Watched:
     """A service that is watched, and how often a change was told."""
 
+    sources: Sources
+
     def __init__(self) -> None:
         self.told = 0
 
