@@ -124,6 +124,8 @@ async def controlled(
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.not_ready() is None, 30.0)
+        word = control.tell_health()
+        await until(lambda: control.relays.hold(word), 30.0)  # what control knows, relays hear a moment later
         yield Controlled(control, port, said, client, file)
 
 
