@@ -228,7 +228,7 @@ class Control:
         self.announcer = announcer
         self.history = History()
         self._started = time.time()
-        self._awaited = {place.name for place in plan.places(config)}
+        self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self._generation = 0
@@ -473,7 +473,7 @@ class Control:
         return f"waiting for {', '.join(waiting)}" if waiting else None
 
     def _look_for_results(self) -> list[str]:
-        """The servers, of those that the gateway was started with, whose first start or probe has had no result yet.
+        """The servers, and models whose servers are looked for, of those that the gateway was started with, without a first result yet.
 
         What is added or started anew later keeps nobody from the models that are served.
         """
