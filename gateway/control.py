@@ -493,6 +493,8 @@ class Control:
                 series[Series("server_restarts_total", labels)] = (snapshot.restarts if snapshot else 0,)
             series.setdefault(Series("server_inflight", labels), (0,))
             series.setdefault(Series("server_ejected", labels), (0,))
+        for model, well in self.discovery.well(self.config):
+            series[Series("discovery_up", (model,))] = (float(well),)
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():

@@ -136,6 +136,13 @@ class Discovery:
                 self._settled.add(model)
         return waiting.keys() - self._settled
 
+    def well(self, config: Config) -> Iterator[tuple[str, bool]]:
+        """For each model whose servers are found, whether its source has answered and there is nothing wrong with it."""
+        findings = self._sources.findings()
+        for model, discover in discovered(config):
+            finding = findings.get(source_of(discover), _NOTHING)
+            yield model.id, finding.concluded and not finding.problem
+
     def shown(self, model: conf.Model) -> dict[str, Any] | None:
         """A model's source as /status shows it; None where the servers are not found."""
         if model.discover is None:

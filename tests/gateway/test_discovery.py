@@ -144,6 +144,7 @@ async def test_only_servers_that_are_there_have_metrics_and_a_status(tmp_path: P
         series = stage.one.control.series()
         assert {one.labels[1] for one in series if one.family.startswith("server_")} == set(stage.urls(HOSTS[0]))
         assert [group.target.name for group in stage.one.control.engines().values()] == stage.urls(HOSTS[0])
+        assert stage.one.value("discovery_up", MODEL) == 1.0
         discovery = stage.one.status(MODEL)["discovery"]
         assert (discovery["source"], discovery["endpoints"], discovery["problem"]) == ("kubernetes vllm:http", 1, "")
 
@@ -187,6 +188,8 @@ async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(t
         other = {"id": "other", "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}
         async with controlled(tmp_path, found(), other, cluster=api.cluster) as one:
             assert "403: endpointslices is forbidden" in one.status(MODEL)["discovery"]["problem"]
+            assert one.value("discovery_up", MODEL) == 0.0
+            assert Series("discovery_up", ("other",)) not in one.control.series()
             (warning,) = picture(one.control.status()).warnings
             assert warning.startswith(f"{MODEL}: looking for its servers (kubernetes vllm:http): the API server says 403")
             assert (await one.ask("other")).status_code == 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import Any
 
 
@@ -22,7 +23,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """Where a server listens. ``host``: an address, or a name."""
+    """Where a server listens. ``host``: an address of either family."""
 
     host: str
     port: int
@@ -94,8 +95,16 @@ def _name(each: Mapping[str, Any]) -> str:
 def _endpoints(each: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Standing]]:
     """Of each endpoint its first address, for they are all the same to clients, the pod's identity, and its standing."""
     for endpoint in each.get("endpoints") or ():
-        if addresses := endpoint.get("addresses"):
+        addresses = endpoint.get("addresses")
+        if addresses and _is_address(addresses[0]):
             yield str(addresses[0]), (endpoint.get("targetRef") or {}).get("uid"), _standing(endpoint.get("conditions") or {})
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(ip_address(text))
+    except ValueError:
+        return False
 
 
 def _standing(conditions: Mapping[str, Any]) -> Standing:

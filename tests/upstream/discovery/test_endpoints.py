@@ -83,6 +83,11 @@ def test_changes() -> None:
     assert [each.host for each in known.seen(None).endpoints] == ["10.0.0.3"]
 
 
+def test_what_is_no_address_is_left_out() -> None:
+    names = slice_of("a", [endpoint("example.com"), endpoint("10.0.0.1/x"), endpoint("10.0.0.1")], HTTP, family="FQDN")
+    assert seen(names).endpoints == (Endpoint("10.0.0.1", 8000),)
+
+
 def test_slices_with_nothing_in_them() -> None:
     nothing = slice_of("a", [{"addresses": []}], HTTP)
     none = slice_of("b", [], HTTP) | {"endpoints": None, "ports": [{"name": "http", "port": 8000}]}
