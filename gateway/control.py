@@ -30,7 +30,7 @@ from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
-from gateway.discovery import Discovery, changes, discovered
+from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
@@ -318,15 +318,21 @@ class Control:
         """The sources tell of servers that have come, are about to go, or have gone."""
         if self._draining or not self._generation:
             return
-        before, self.config = self.config, self.discovery.fill(self._read)
-        self.discovery.serve(self.config)
-        for change in changes(before, self.config):
-            self.announcer.found(change)
-        self.fleet.find(self.config)
-        self.configure()
+        filled = self.discovery.fill(self._read)
+        self.discovery.serve(filled)
+        if changed := tuple(changes(self.config, filled)):
+            self._take_servers(filled, changed)
         self._watch_servers()
-        self._forget_gone_ones()
         self.fleet.nudge()
+
+    def _take_servers(self, filled: Config, changed: Iterable[Change]) -> None:
+        """Serve by a configuration that differs in nothing but the servers that were found."""
+        self.config = filled
+        for change in changed:
+            self.announcer.found(change)
+        self.fleet.find(filled)
+        self.configure()
+        self._forget_gone_ones()
 
     def _forget_gone_ones(self) -> None:
         there = {place.name for place in plan.places(self.config)}
@@ -432,7 +438,7 @@ class Control:
 
     def awaited(self) -> Set[str]:
         """The models whose servers are still looked for."""
-        return self.known.awaited
+        return self.known.awaited if self.discovery.waits(self.config) else frozenset()
 
     def acts(self, action: Action) -> None:
         """Tell the operator what is done."""

@@ -122,6 +122,10 @@ class Discovery:
         """The servers that stand so."""
         return {name for name, each in self._standings.items() if each is standing}
 
+    def waits(self, config: Config) -> bool:
+        """Whether ``awaited`` may have any."""
+        return any(model.id not in self._settled for model, _ in discovered(config))
+
     def awaited(self, config: Config, probes: Mapping[str, Probe]) -> Set[str]:
         """The models of which it is not known yet whether they are served. One that was once known never comes back here: its servers
         come and go, and the gateway is ready nevertheless."""

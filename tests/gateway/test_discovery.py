@@ -113,8 +113,10 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         await stage.put(*map(endpoint, HOSTS))
         await stage.shows("up", "up", "up")
         assert await stage.farm.used(one, 9) == set(HOSTS)
+        generation = one.control.status()["generation"]
         await stage.put(endpoint(HOSTS[0], ready=False), endpoint(HOSTS[1], ready=False, terminating=True), endpoint(HOSTS[2]))
         await stage.shows("loading", "away", "up")
+        assert one.control.status()["generation"] == generation, "the servers are the same"
         assert await stage.farm.used(one) == {HOSTS[2]}
         assert one.control.not_ready() is None, "servers come and go, and the gateway is ready"
         shown = {each["name"]: each["endpoint"] for each in one.status(MODEL)["servers"]}
