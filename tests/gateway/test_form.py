@@ -93,7 +93,7 @@ REFUSED = {
     "another boundary": (form(MODEL, content_type="multipart/form-data; boundary=other"), 400, "invalid_value"),
     "JSON": (form(MODEL, content_type="application/json"), 415, "unsupported_media_type"),
     "other fields": (form(MODEL, content_type="application/x-www-form-urlencoded"), 415, "unsupported_media_type"),
-    **{f"the field {name}": (form(part(name, b"1"), MODEL), 400, "invalid_value") for name in FORBIDDEN},
+    **{f"the field {name}": (form(part(name, b"1"), MODEL), 400, "invalid_value") for name in sorted(FORBIDDEN)},
 }
 
 
