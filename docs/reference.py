@@ -148,16 +148,7 @@ def _value(setting: Setting) -> str:
     return f"list of [sections](#{anchor})" if repeated else f"[section](#{anchor})"
 
 
-def not_yet() -> str:
-    """The settings that are checked but do nothing, as a list by section."""
-    sections: dict[str, list[str]] = {}
-    for row in NOT_YET:
-        section, dot, name = row.partition(".")
-        sections.setdefault(f"`{section}`" if dot else "the file", []).append(f"`{(name or section).replace('=', ': ')}`")
-    return "\n".join(f"- of {section}: {', '.join(names)}" for section, names in sections.items())
-
-
-PAGES = {ROOT / "docs" / "configuration.md": reference, ROOT / "README.md": not_yet}
+PAGES = {ROOT / "docs" / "configuration.md": reference}
 
 
 def renewed(path: Path) -> str:

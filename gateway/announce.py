@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway import logs
-from gateway.config import Config, Note
+from gateway.config import Config, Model, Note
+from gateway.discovery import Change, source_of
 from gateway.reload import Reading
 from upstream.health import Probe
 from upstream.launcher import Snapshot
@@ -90,6 +91,11 @@ class Announcer:
         """A server's health has changed."""
         self._say(f"{escape(probe.name)} is {'up' if probe.up else 'down: ' + escape(probe.reason)}")
 
+    def found(self, change: Change) -> None:
+        """Servers have come or gone."""
+        counts = ", ".join(f"{count} {word}" for count, word in ((change.new, "new"), (change.gone, "gone")) if count)
+        self._say(f"{escape(change.model)}: servers were found: {counts}, {change.total} in all")
+
     def acts(self, action: Action) -> None:
         """A model is brought up or down."""
         self._say(f"{escape(action.model)} {_DONE[action.do]} ({escape(action.why)})")
@@ -126,10 +132,11 @@ class Announcer:
             pass  # nobody reads the terminal any more: serving goes on
 
 
-def _servers(model: object) -> str:
-    launch, servers = getattr(model, "launch", None), getattr(model, "servers", None) or ()
-    launched = [f"{launch.replicas} launched ({' '.join(launch.command)})"] if launch is not None else []
-    return ", ".join([*launched, *(server.url for server in servers)])
+def _servers(model: Model) -> str:
+    if model.discover is not None:
+        return f"found by {source_of(model.discover)}"
+    launched = [f"{model.launch.replicas} launched ({' '.join(model.launch.command)})"] if model.launch is not None else []
+    return ", ".join([*launched, *(server.url for server in model.servers or ())])
 
 
 def _place(listener: socket.socket) -> str:

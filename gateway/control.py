@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load, notes
+from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
@@ -39,6 +40,7 @@ from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from gateway.reload import History, Reading, Reloader
 from gateway.signals import on_hangup, stop_signals
+from upstream.discovery import Cluster, Sources, Standing
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
@@ -90,6 +92,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.launcher = await stack.enter_async_context(launcher)
         prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
         control.prober = await stack.enter_async_context(prober)
+        sources = await stack.enter_async_context(Sources(control.found, Cluster.of(os.environ)))
+        control.discovery = Discovery(sources)
         control.ledger = _ledger(config, path, stack)
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.ledger))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
@@ -214,15 +218,17 @@ class Control:
     prober: Prober
     relays: Relays
     fleet: Fleet
+    discovery: Discovery
     reloader: Reloader
     ledger: Ledger | None = None
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
-        self.config = config
+        self._read = config
+        self.config = config  # as it was read, with the servers that were found
         self.announcer = announcer
         self.history = History()
         self._started = time.time()
-        self._awaited = {place.name for place in plan.places(config)}
+        self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self._generation = 0
@@ -236,7 +242,8 @@ class Control:
     # Starting and stopping
 
     def begin(self) -> None:
-        """Launch, probe, and have the relays serve."""
+        """Look for servers, launch, probe, and have the relays serve."""
+        self.discovery.look_for(self.config)
         self.fleet.look()
         self.configure()
         self._watch_servers()
@@ -276,20 +283,29 @@ class Control:
     # Another configuration
 
     async def acquaint(self, config: Config) -> None:
-        """Probe the servers that a configuration brings, so that a model that moves to others is up there when it does."""
-        new = {place.name for place in plan.places(config) if place.server} - {place.name for place in plan.places(self.config)}
-        if not new:
-            return
-        known = self.known
-        self.prober.set_targets((*plan.targets(self.config, known), *plan.targets(config, known)))
+        """Find and probe the servers that a configuration brings, so that a model that moves to others is up there when it does."""
+        self.discovery.look_for(self._read, config)
         with suppress(TimeoutError):
             async with asyncio.timeout(_ACQUAINT):
-                while not new <= self.known.probes.keys():  # noqa: ASYNC110  # what is waited for is on the network
+                while not self.discovery.has_answers(config):  # noqa: ASYNC110  # what is waited for is on the network
                     await asyncio.sleep(0.01)
+                await self._probe_new_ones(self.discovery.fill(config))
+
+    async def _probe_new_ones(self, config: Config) -> None:
+        known = self.known
+        targets = plan.targets(config, known)
+        new = {target.name for target in targets} - {place.name for place in plan.places(self.config)}
+        if new:
+            self.prober.set_targets((*plan.targets(self.config, known), *targets))
+            while not new <= self.known.probes.keys():  # noqa: ASYNC110  # what is waited for is on the network
+                await asyncio.sleep(0.01)
 
     def take(self, config: Config) -> int:
         """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
-        self.config = config
+        self._read = config
+        self.discovery.look_for(config)
+        self.config = config = self.discovery.fill(config)
+        self.discovery.serve(config)
         speak_by(config)
         self._expect_launches()
         self.fleet.take(config)
@@ -297,6 +313,30 @@ class Control:
         self._watch_servers()
         self.fleet.nudge()
         return number
+
+    def found(self) -> None:
+        """The sources tell of servers that have come, are about to go, or have gone."""
+        if self._draining or not self._generation:
+            return
+        filled = self.discovery.fill(self._read)
+        self.discovery.serve(filled)
+        if changed := tuple(changes(self.config, filled)):
+            self._take_servers(filled, changed)
+        self._watch_servers()
+        self.fleet.nudge()
+
+    def _take_servers(self, filled: Config, changed: Iterable[Change]) -> None:
+        """Serve by a configuration that differs in nothing but the servers that were found."""
+        self.config = filled
+        for change in changed:
+            self.announcer.found(change)
+        self.fleet.find(filled)
+        self.configure()
+        self._forget_gone_ones()
+
+    def _forget_gone_ones(self) -> None:
+        there = {place.name for place in plan.places(self.config)}
+        self._changed = {name: when for name, when in self._changed.items() if name in there}
 
     async def taken(self, number: int) -> None:
         """Wait until every relay serves by what it was told under this number, within reason."""
@@ -322,7 +362,14 @@ class Control:
     def known(self) -> plan.Knowledge:
         snapshots = plan.by_name(self.launcher.snapshots())
         probes = {probe.name: probe for probe in self.prober.probes()}
-        return plan.Knowledge(snapshots, probes, {name: self.launcher.api_key(name) for name in snapshots}, self.fleet.away())
+        return plan.Knowledge(
+            snapshots,
+            probes,
+            {name: self.launcher.api_key(name) for name in snapshots},
+            self.fleet.away() | self.discovery.named(Standing.LEAVING),
+            self.discovery.named(Standing.UNREADY),
+            self.discovery.awaited(self.config, probes),
+        )
 
     def launched(self, snapshot: Snapshot) -> None:
         """The launcher tells of a change."""
@@ -389,6 +436,10 @@ class Control:
         """What is known of every server."""
         return plan.conditions(self.config, self.known)
 
+    def awaited(self) -> Set[str]:
+        """The models whose servers are still looked for."""
+        return self.known.awaited if self.discovery.waits(self.config) else frozenset()
+
     def acts(self, action: Action) -> None:
         """Tell the operator what is done."""
         self.announcer.acts(action)
@@ -428,7 +479,7 @@ class Control:
         return f"waiting for {', '.join(waiting)}" if waiting else None
 
     def _look_for_results(self) -> list[str]:
-        """The servers, of those that the gateway was started with, whose first start or probe has had no result yet.
+        """The servers, and models whose servers are looked for, of those that the gateway was started with, without a first result yet.
 
         What is added or started anew later keeps nobody from the models that are served.
         """
@@ -437,7 +488,7 @@ class Control:
         return [name for name in unconcluded if name in self._awaited]
 
     def series(self) -> Mapping[Series, Sequence[float]]:
-        series: dict[Series, Sequence[float]] = dict(summed(self.relays.boards))
+        series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(self.relays.boards))
         known = self.known
         for place in plan.places(self.config):
             condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
@@ -448,6 +499,8 @@ class Control:
                 series[Series("server_restarts_total", labels)] = (snapshot.restarts if snapshot else 0,)
             series.setdefault(Series("server_inflight", labels), (0,))
             series.setdefault(Series("server_ejected", labels), (0,))
+        for model, well in self.discovery.well(self.config):
+            series[Series("discovery_up", (model,))] = (float(well),)
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
@@ -461,6 +514,18 @@ class Control:
         if self.ledger is not None:
             series |= self.ledger.series()
         return series
+
+    def _without_gone_ones(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
+        """Where servers come and go, those that are gone and have nothing in flight are shown no more; their counts stay for one that
+        comes under the same name."""
+        found = {model.id for model, _ in discovered(self.config)}
+        there = {(place.model.id, place.name) for place in plan.places(self.config)}
+        busy = {one.labels for one, values in series.items() if one.family == "server_inflight" and values[0]}
+        return {
+            one: values
+            for one, values in series.items()
+            if not (one.family.startswith("server_") and one.labels[0] in found) or one.labels[:2] in there or one.labels[:2] in busy
+        }
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None if self.ledger is None else await self.ledger.usage(words)
@@ -497,6 +562,7 @@ class Control:
             "since": standing.since,
             "queued": standing.queued,
             "waiting_s": standing.waiting,
+            "discovery": self.discovery.shown(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
             "servers": [self._server_status(place, known, series) for place in plan.places(self.config) if place.model is model],
         }
@@ -515,6 +581,9 @@ class Control:
             "since": self._changed.get(place.name),
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }
+        standing = self.discovery.standing(place.name)
+        if standing is not None:
+            shown |= {"endpoint": standing.value}
         if snapshot is not None:
             shown |= {
                 "state": snapshot.state.value,

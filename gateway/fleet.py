@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -59,6 +59,9 @@ class Host(Protocol):
     def conditions(self) -> Mapping[str, Condition]:
         """What is known of every server."""
 
+    def awaited(self) -> Set[str]:
+        """The models whose servers are still looked for."""
+
     def acts(self, action: Action) -> None:
         """Tell the operator what is done."""
 
@@ -81,8 +84,8 @@ class _Found:
     phase: Phase
     since: float
 
-    def see(self, conditions: Iterable[Condition], now: float) -> None:
-        seen = set(conditions)
+    def see(self, conditions: Iterable[Condition], awaited: bool, now: float) -> None:
+        seen = {*conditions, *([Condition.LOADING] if awaited else [])}
         phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
         if phase is not self.phase:
             self.phase, self.since = phase, now
@@ -130,11 +133,16 @@ class Fleet:
             resident.dismiss()
             self._break_off(resident)
         self._residents |= before
+        self._index()
+        self.find(config)
+
+    def find(self, config: Config) -> None:
+        """Follow a configuration that differs in nothing but the servers that were found."""
+        now = time.monotonic()
         known, self._found = self._found, {}
         for identity, servers in _found_servers(config):
             one = self._found[identity] = known.get(identity) or _Found(servers, Phase.STARTING, now)
             one.servers = servers
-        self._index()
 
     def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
         before, was_gone = shape(resident.specs), resident.gone
@@ -239,9 +247,9 @@ class Fleet:
             counted = {family: sum(self._tally.sum(family, name) for name in resident.asked_as) for family in _USE}
             resident.used(counted["requests_total"], counted["inflight_requests"], now)
             resident.see(snapshots, now)
-        conditions = self._host.conditions() if self._found else {}
-        for found in self._found.values():
-            found.see((conditions[name] for name in found.servers), now)
+        conditions, awaited = (self._host.conditions(), self._host.awaited()) if self._found else ({}, frozenset[str]())
+        for model, found in self._found.items():
+            found.see((conditions[name] for name in found.servers), model in awaited, now)
 
     def _view(self, resident: Resident) -> View:
         return resident.view(

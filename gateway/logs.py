@@ -39,6 +39,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "certificate": "vllm_gateway.certificate",
         "launcher": "upstream.launcher",
         "health": "upstream.health",
+        "discovery": "upstream.discovery",
     }
 )
 """The parts that can have a level of their own, and the loggers under which they speak."""

@@ -77,6 +77,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "gauge", "Relays that pass the server over for its failures, where another can serve.", ("model", "server")
         ),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
+        "discovery_up": Family("gauge", "1 when what the model's servers are found by answers as it should.", ("model",)),
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
         "fallbacks_total": Family("counter", "Requests that another model answered.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),

@@ -14,6 +14,7 @@ from typing import Any
 STATES = ("ready", "starting", "draining", "sleeping", "stopped", "failed")
 _BY_STAGE = {"stopping": "draining", "crashed": "failed", "backing_off": "failed"}
 _BY_CONDITION = {"up": "ready", "loading": "starting", "down": "failed"}
+_BY_ENDPOINT = {"leaving": "draining", "unready": "starting"}
 _PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -97,7 +98,9 @@ def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
     read = status.get("configuration", {})
     problems = read.get("problems", ())
     since = f"the configuration on disk cannot be used, for {_since(read.get('when'), status['time'])}"
-    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()))
+    found = [(model["id"], model.get("discovery") or {}) for model in status["models"]]
+    lost = [f"{name}: looking for its servers ({one['source']}): {one['problem']}" for name, one in found if one.get("problem")]
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *lost)
 
 
 def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
@@ -139,7 +142,7 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
 
 def _state(server: Mapping[str, Any], model: str) -> str:
     """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is."""
-    stage = server.get("state")
+    stage = server.get("state") or _BY_ENDPOINT.get(server.get("endpoint", ""))
     if stage is None or stage == "ready":
         return _BY_CONDITION.get(server["condition"], model)
     return _BY_STAGE.get(stage, str(stage))

@@ -114,12 +114,15 @@ def _unredirected(model: conf.Model) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Knowledge:
     """What control knows of servers at a moment, each by its name. ``keys`` are the internal keys of launched ones; ``away``
-    are those that are stopped, asleep, or to take no new requests."""
+    are those that are stopped, asleep, or to take no new requests, ``unready`` those of which it is said that they will take some;
+    ``awaited`` are the models whose servers are still looked for."""
 
     snapshots: Mapping[str, Snapshot]
     probes: Mapping[str, Probe]
     keys: Mapping[str, str]
     away: Set[str] = frozenset()
+    unready: Set[str] = frozenset()
+    awaited: Set[str] = frozenset()
 
 
 def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
@@ -274,8 +277,13 @@ def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[
 
 
 def targets(config: Config, known: Knowledge) -> tuple[Target, ...]:
-    """What the prober probes: every found server, and the launched ones once they have been ready."""
-    found = [Target(place.name, Address.parse(place.server.url), _secret(place.server)) for place in places(config) if place.server]
+    """What the prober probes: every found server that may serve, and the launched ones once they have been ready."""
+    silent = known.away | known.unready
+    found = [
+        Target(place.name, Address.parse(place.server.url), _secret(place.server))
+        for place in places(config)
+        if place.server and place.name not in silent
+    ]
     ready = [snapshot for snapshot in known.snapshots.values() if snapshot.state is Stage.READY]
     return (*found, *(Target(snapshot.name, snapshot.address, known.keys[snapshot.name]) for snapshot in ready))
 
@@ -292,6 +300,8 @@ def condition(name: str, known: Knowledge) -> Condition:
     """A launched server is loading until it was ready, and from then on what its probes say, as a found one is."""
     if name in known.away:
         return Condition.AWAY
+    if name in known.unready:
+        return Condition.LOADING
     snapshot, probe = known.snapshots.get(name), known.probes.get(name)
     if snapshot is not None and (snapshot.state is not Stage.READY or probe is None):
         return _LAUNCHED.get(snapshot.state, Condition.DOWN)
@@ -313,14 +323,14 @@ def max_model_len(config: Config, known: Knowledge) -> dict[str, int]:
 
 
 def unconcluded(config: Config, known: Knowledge) -> list[str]:
-    """The servers whose first start, or first probe, has had no result yet."""
-    return [place.name for place in places(config) if not _concluded(place, known)]
+    """The servers whose first start, or first probe, has had no result yet, and the models whose servers are still looked for."""
+    return [*(place.name for place in places(config) if not _concluded(place, known)), *sorted(known.awaited)]
 
 
 def _concluded(place: Place, known: Knowledge) -> bool:
-    """One that is started on demand counts from the beginning, as does one that was stopped again."""
+    """One that is started on demand counts from the beginning, as does one that was stopped again, or that comes and goes."""
     launch, snapshot = place.model.launch, known.snapshots.get(place.name)
-    if place.name in known.away or (launch is not None and launch.start == "on_demand"):
+    if place.model.discover is not None or place.name in known.away or (launch is not None and launch.start == "on_demand"):
         return True
     return snapshot.concluded if snapshot is not None else place.name in known.probes
 

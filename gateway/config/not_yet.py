@@ -11,11 +11,7 @@ from collections.abc import Iterator, Mapping
 from gateway.config.problems import Note
 from gateway.config.references import Draft, Place
 
-_NONE = "has no effect yet"
-
-NOT_YET: dict[str, str] = {
-    "models[].discover": _NONE,
-}
+NOT_YET: dict[str, str] = {}
 
 
 def notes_on(draft: Draft, table: Mapping[str, str]) -> tuple[Note, ...]:

@@ -18,14 +18,18 @@ from rich.console import Console
 from gateway.announce import Announcer
 from gateway.config import load
 from gateway.control import Control, listen
+from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.metrics import Series
 from gateway.relays import relays
 from gateway.reload import Reading, Reloader
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
+from upstream.discovery import Cluster, Resolve, Sources, system_resolver
 from upstream.health import Prober
 from upstream.launcher import Launcher
+
+NO_CLUSTER = Cluster("", "")
 
 
 def on_demand(identity: str, *, queue: dict[str, Any] | None = None, args: dict[str, Any] | None = None, **launch: Any) -> dict[str, Any]:
@@ -93,9 +97,14 @@ class Controlled:
 
 @asynccontextmanager
 async def controlled(
-    folder: Path, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any
+    folder: Path,
+    *models: dict[str, Any],
+    groups: Sequence[dict[str, Any]] = (),
+    cluster: Cluster = NO_CLUSTER,
+    resolve: Resolve = system_resolver,
+    **server: Any,
 ) -> AsyncIterator[Controlled]:
-    """Run a configuration; in the end nothing of it is left."""
+    """Run a configuration; in the end nothing of it is left. ``cluster`` and ``resolve``: where servers are looked for."""
     file = folder / "gateway.yaml"
     file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
     config, said = load(file), io.StringIO()
@@ -105,6 +114,8 @@ async def controlled(
         launcher = Launcher(on_change=control.launched, log_folder=folder / "logs", environ=os.environ, runtime_parent="/tmp")
         control.launcher = await stack.enter_async_context(launcher)
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=10.0))
+        sources = await stack.enter_async_context(Sources(control.found, cluster, resolve))
+        control.discovery = Discovery(sources)
         control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(file, config, control)
@@ -113,6 +124,8 @@ async def controlled(
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.not_ready() is None, 30.0)
+        word = control.tell_health()
+        await until(lambda: control.relays.hold(word), 30.0)  # what control knows, relays hear a moment later
         yield Controlled(control, port, said, client, file)
 
 

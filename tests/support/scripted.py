@@ -40,6 +40,11 @@ class Conversation:
     writer: asyncio.StreamWriter
     number: int
 
+    @property
+    def host(self) -> str:
+        """The address that was connected to."""
+        return str(self.writer.get_extra_info("sockname")[0])
+
     async def write(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
@@ -85,8 +90,8 @@ class Scripted:
 
 
 @asynccontextmanager
-async def scripted(script: Script) -> AsyncIterator[Scripted]:
-    """Answer every request by the script, on keep-alive connections."""
+async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
+    """Answer every request by the script, on keep-alive connections. ``more``: other loopback addresses with the same port."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -109,10 +114,13 @@ async def scripted(script: Script) -> AsyncIterator[Scripted]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 22)
     state = Scripted(server.sockets[0].getsockname()[1])
+    others = await asyncio.start_server(serve, more, state.port, limit=1 << 22) if more else None
     try:
         yield state
     finally:
         server.close()
+        if others is not None:
+            others.close()
         for task in tuple(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

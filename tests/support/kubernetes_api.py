@@ -1,0 +1,222 @@
+"""A stand-in for a Kubernetes API server that knows EndpointSlices: lists, watches that last, and whatever a test wants to go wrong.
+
+It speaks TLS with a certificate of its own, and keeps its history, so that a watch is resumed from any version that it has not
+forgotten, as the real one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tests.support.certificates import certificate
+from tests.support.scripted import Request, read_request
+from upstream.discovery import Cluster
+
+Document = dict[str, Any]
+
+
+def endpoint(address: str, *, ready: bool | None = True, terminating: bool | None = None, pod: str | None = None) -> Document:
+    """An entry of a slice."""
+    said = {"ready": ready, "serving": ready, "terminating": terminating}
+    entry: Document = {"addresses": [address], "conditions": {name: value for name, value in said.items() if value is not None}}
+    return entry | ({"targetRef": {"kind": "Pod", "uid": pod}} if pod else {})
+
+
+def slice_of(name: str, endpoints: Iterable[Document], *ports: tuple[str, int], family: str = "IPv4", service: str = "vllm") -> Document:
+    """An EndpointSlice. ``ports``: names and numbers."""
+    return {
+        "metadata": {"name": name, "namespace": "models", "labels": {"kubernetes.io/service-name": service}},
+        "addressType": family,
+        "endpoints": list(endpoints),
+        "ports": [{"name": named, "port": number, "protocol": "TCP"} for named, number in ports],
+    }
+
+
+@dataclass
+class Asked:
+    """A request that came."""
+
+    path: str
+    words: dict[str, str]
+    token: str | None
+
+    @property
+    def watch(self) -> bool:
+        return "watch" in self.words
+
+
+@dataclass
+class Api:
+    """The server's state, and what was asked of it. ``refuse``: what it says to a request instead of an answer, a status and a message;
+    ``ends``: seconds after which it ends a watch; ``piece``: bytes that it writes at once."""
+
+    cluster: Cluster
+    folder: Path
+    slices: dict[str, Document] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    refuse: Callable[[Asked], tuple[int, str] | None] = lambda _: None
+    ends: float | None = None
+    piece: int = 1 << 20
+    version: int = 1000
+    forgotten: int = 0
+    """Versions below this one are no longer known."""
+    _history: list[tuple[int, Document]] = field(default_factory=list)
+    _watchers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def watching(self) -> int:
+        return len(self._watchers)
+
+    @property
+    def lists(self) -> int:
+        return sum(not each.watch for each in self.asked)
+
+    async def put(self, *slices: Document) -> None:
+        """Make or change slices."""
+        for each in slices:
+            name = each["metadata"]["name"]
+            await self._happen("MODIFIED" if name in self.slices else "ADDED", each)
+            self.slices[name] = self._stamped(each)
+
+    async def remove(self, name: str) -> None:
+        await self._happen("DELETED", self.slices.pop(name))
+
+    async def bookmark(self) -> None:
+        """Time passes, elsewhere things have happened, and watches are told how far they are."""
+        await self._happen("BOOKMARK", {"kind": "EndpointSlice", "metadata": {}})
+
+    async def say(self, document: Document) -> None:
+        """Send an event to every watch that is not a change."""
+        for writer in self._watchers:
+            await _chunk(writer, json.dumps(document).encode() + b"\n", self.piece)
+
+    async def forget(self) -> None:
+        """Forget all history: whoever comes back with an old version has to list anew."""
+        self.version += 1000
+        self.forgotten = self.version
+        self._history.clear()
+
+    def cut(self) -> None:
+        """Break every watch off, in the middle of whatever it is."""
+        for writer in self._watchers:
+            writer.transport.abort()
+
+    async def _happen(self, kind: str, thing: Document) -> None:
+        self.version += 1
+        async with self._news:
+            self._history.append((self.version, {"type": kind, "object": self._stamped(thing)}))
+            self._news.notify_all()
+
+    def _stamped(self, thing: Document) -> Document:
+        return thing | {"metadata": thing["metadata"] | {"resourceVersion": str(self.version)}}
+
+    async def serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        parts = urlsplit(request.head.split(b" ")[1].decode())
+        bearer = (request.header("authorization") or "").removeprefix("Bearer ")
+        asked = Asked(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}, bearer or None)
+        self.asked.append(asked)
+        if refused := self.refuse(asked):
+            status, message = refused
+            await _respond(writer, {"kind": "Status", "code": status, "message": message}, f"{status} No")
+        elif asked.watch:
+            await self._watch(asked, writer)
+        else:
+            metadata = {"resourceVersion": str(self.version)}
+            await _respond(writer, {"metadata": metadata, "items": list(self._fitting(asked))}, "200 OK", self.piece)
+
+    def _fitting(self, asked: Asked) -> Iterable[Document]:
+        name, _, value = asked.words["labelSelector"].partition("=")
+        namespace = asked.path.split("/")[-2]
+        return (
+            each
+            for each in self.slices.values()
+            if each["metadata"]["labels"].get(name) == value and each["metadata"]["namespace"] == namespace
+        )
+
+    async def _watch(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        at = int(asked.words["resourceVersion"])
+        if at < self.forgotten:
+            await _respond(writer, {"kind": "Status", "code": 410, "message": "too old resource version"}, "410 Gone")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        self._watchers.add(writer)
+        try:
+            async with asyncio.timeout(self.ends):
+                await self._follow(at, writer)
+        except TimeoutError:
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        finally:
+            self._watchers.discard(writer)
+
+    async def _follow(self, at: int, writer: asyncio.StreamWriter) -> None:
+        while True:
+            for version, event in await self._since(at):
+                await _chunk(writer, json.dumps(event).encode() + b"\n", self.piece)
+                at = version
+
+    async def _since(self, version: int) -> list[tuple[int, Document]]:
+        """What has happened since a version; waits until something has."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(each > version for each, _ in self._history))
+            return [each for each in self._history if each[0] > version]
+
+
+async def _chunk(writer: asyncio.StreamWriter, data: bytes, piece: int) -> None:
+    for start in range(0, len(data), piece):
+        part = data[start : start + piece]
+        writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        await writer.drain()
+
+
+async def _respond(writer: asyncio.StreamWriter, document: Document, status: str, piece: int = 1 << 20) -> None:
+    body = json.dumps(document).encode()
+    writer.write(b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" % status.encode())
+    await _chunk(writer, body, piece)
+    writer.write(b"0\r\n\r\n")
+    await writer.drain()
+
+
+@asynccontextmanager
+async def kubernetes_api(folder: Path) -> AsyncIterator[Api]:
+    """A running one, and the service account's files of a pod in the namespace ``models`` in ``folder``."""
+    cert, key = certificate(folder)
+    (folder / "ca.crt").write_bytes(cert.read_bytes())
+    (folder / "namespace").write_text("models")
+    (folder / "token").write_text("a-token")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            while not writer.is_closing():
+                await api.serve(await read_request(reader), writer)
+        except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError, asyncio.CancelledError):
+            pass
+        finally:
+            tasks.discard(task)
+            writer.transport.abort()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=context)
+    api = Api(Cluster("localhost", str(server.sockets[0].getsockname()[1]), folder), folder)
+    try:
+        yield api
+    finally:
+        server.close()
+        for task in tuple(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()

@@ -1,0 +1,47 @@
+"""A name server: it answers questions for addresses (RFC 1035, RFC 3596) from a table, over UDP."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import struct
+from typing import cast
+
+_A, _AAAA = 1, 28
+_NO_SUCH_NAME, _FAILURE = 3, 2
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """``table``: addresses by name. ``fails``: it says that it cannot answer; ``silent``: it says nothing."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, list[str]] = {}
+        self.fails = self.silent = False
+        self.asked = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        self.asked += 1
+        if not self.silent:
+            self._transport.sendto(self._answer(data), addr)
+
+    def _answer(self, question: bytes) -> bytes:
+        name, end = _name(question, 12)
+        (kind,) = struct.unpack_from("!H", question, end)
+        found = [ipaddress.ip_address(text) for text in self.table.get(name, ())]
+        records = [each.packed for each in found if {4: _A, 6: _AAAA}[each.version] == kind]
+        status = _FAILURE if self.fails else 0 if name in self.table else _NO_SUCH_NAME
+        head = question[:2] + struct.pack("!HHHHH", 0x8580 | status, 1, 0 if status else len(records), 0, 0)
+        answers = b"".join(struct.pack("!HHHIH", 0xC00C, kind, 1, 1, len(packed)) + packed for packed in records)
+        return head + question[12 : end + 4] + (b"" if status else answers)
+
+
+def _name(message: bytes, at: int) -> tuple[str, int]:
+    """The name that begins there, and where it ends."""
+    labels = []
+    while length := message[at]:
+        labels.append(message[at + 1 : at + 1 + length].decode().lower())
+        at += 1 + length
+    return ".".join(labels), at + 1

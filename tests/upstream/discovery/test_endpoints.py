@@ -1,0 +1,94 @@
+"""What EndpointSlices say, in all their forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.kubernetes_api import endpoint, slice_of
+from upstream.address import Address
+from upstream.discovery.endpoints import Endpoint, Seen, Slices, Standing
+
+READY, UNREADY, LEAVING = Standing.READY, Standing.UNREADY, Standing.LEAVING
+HTTP = ("http", 8000)
+
+
+def seen(*slices: dict[str, Any], port: int | str | None = None) -> Seen:
+    known = Slices()
+    known.replace(slices)
+    return known.seen(port)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "standing"),
+    [
+        ({}, READY),
+        ({"ready": True}, READY),
+        ({"ready": None}, READY),
+        ({"ready": False}, UNREADY),
+        ({"ready": False, "serving": True, "terminating": True}, LEAVING),
+        ({"ready": False, "serving": False, "terminating": True}, LEAVING),
+        ({"ready": True, "serving": True, "terminating": True}, LEAVING),
+        ({"ready": True, "terminating": False}, READY),
+        (None, READY),
+    ],
+)
+def test_conditions(conditions: dict[str, Any] | None, standing: Standing) -> None:
+    entry = {"addresses": ["10.0.0.1"], "conditions": conditions}
+    assert seen(slice_of("a", [entry], HTTP)).endpoints == (Endpoint("10.0.0.1", 8000, standing),)
+
+
+def test_all_slices_of_a_service_together_and_each_endpoint_once() -> None:
+    one = slice_of("a", [endpoint("10.0.0.2"), endpoint("10.0.0.1", ready=False)], HTTP)
+    two = slice_of("b", [endpoint("10.0.0.1"), endpoint("10.0.0.3", terminating=True)], HTTP)
+    expected = (Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000), Endpoint("10.0.0.3", 8000, LEAVING))
+    assert seen(one, two).endpoints == expected == seen(two, one).endpoints
+
+
+def test_a_pod_with_addresses_of_both_families_is_one_server() -> None:
+    six = slice_of("a6", [endpoint("fd00::1", pod="p1"), endpoint("fd00::2", pod="p2")], HTTP, family="IPv6")
+    four = slice_of("b4", [endpoint("10.0.0.1", pod="p1")], HTTP)
+    assert seen(six, four).endpoints == (Endpoint("10.0.0.1", 8000), Endpoint("fd00::2", 8000))
+
+
+def test_an_address_of_version_6_makes_a_url() -> None:
+    url = Endpoint("fd00::1", 8000).url
+    assert url == "http://[fd00::1]:8000"
+    assert Address.parse(url) == Address("fd00::1", 8000)
+
+
+def test_ports() -> None:
+    both = slice_of("a", [endpoint("10.0.0.1")], HTTP, ("metrics", 9000))
+    assert seen(both, port="http").endpoints[0].port == 8000
+    assert seen(both, port=9000).endpoints[0].port == 9000
+    assert seen(both) == Seen((), "say which port in `port`; the endpoints have 8000 (http), 9000 (metrics)")
+    assert seen(both, port="web") == Seen((), "there is no port web; the endpoints have 8000 (http), 9000 (metrics)")
+    assert seen(slice_of("a", [endpoint("10.0.0.1")])) == Seen((), "say which port in `port`; the endpoints have none")
+    other = slice_of("b", [endpoint("10.0.0.2")], ("http", 8001))
+    assert [each.port for each in seen(both, other, port="http").endpoints] == [8000, 8001], "a name has its number in each slice"
+    datagrams = slice_of("a", [endpoint("10.0.0.1")], HTTP)
+    datagrams["ports"].append({"name": "quic", "port": 8443, "protocol": "UDP"})
+    assert seen(datagrams).endpoints == (Endpoint("10.0.0.1", 8000),)
+
+
+def test_changes() -> None:
+    known = Slices()
+    known.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
+    known.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
+    known.put(slice_of("a", [endpoint("10.0.0.3")], HTTP))
+    assert [each.host for each in known.seen(None).endpoints] == ["10.0.0.2", "10.0.0.3"]
+    known.remove(slice_of("b", [], HTTP))
+    known.remove(slice_of("never", [], HTTP))
+    assert [each.host for each in known.seen(None).endpoints] == ["10.0.0.3"]
+
+
+def test_what_is_no_address_is_left_out() -> None:
+    names = slice_of("a", [endpoint("example.com"), endpoint("10.0.0.1/x"), endpoint("10.0.0.1")], HTTP, family="FQDN")
+    assert seen(names).endpoints == (Endpoint("10.0.0.1", 8000),)
+
+
+def test_slices_with_nothing_in_them() -> None:
+    nothing = slice_of("a", [{"addresses": []}], HTTP)
+    none = slice_of("b", [], HTTP) | {"endpoints": None, "ports": [{"name": "http", "port": 8000}]}
+    assert seen(nothing, none) == Seen(())

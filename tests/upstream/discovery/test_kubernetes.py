@@ -1,0 +1,235 @@
+"""List and watch against an API server that forgets, breaks off, refuses and stammers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
+from tests.support.running import until
+from upstream.discovery import Cluster, Finding, Service, Sources
+
+HTTP = ("http", 8000)
+VLLM = Service("vllm")
+FORBIDDEN = 'endpointslices.discovery.k8s.io is forbidden: User "system:serviceaccount:models:default" cannot list resource'
+
+
+class Watched:
+    """A service that is watched, and how often a change was told."""
+
+    sources: Sources
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def tell(self) -> None:
+        self.told += 1
+
+    @property
+    def finding(self) -> Finding:
+        return self.sources.findings()[VLLM]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [each.host for each in self.finding.endpoints]
+
+    async def sees(self, *hosts: str) -> None:
+        await until(lambda: self.hosts == list(hosts), 30.0)
+
+    async def has_trouble(self, words: str) -> None:
+        await until(lambda: words in self.finding.problem, 30.0)
+
+
+@asynccontextmanager
+async def watched(cluster: Cluster) -> AsyncIterator[Watched]:
+    one = Watched()
+    async with Sources(one.tell, cluster) as one.sources:
+        one.sources.want([VLLM])
+        yield one
+
+
+@asynccontextmanager
+async def serving(folder: Path, *hosts: str) -> AsyncIterator[tuple[Api, Watched]]:
+    async with kubernetes_api(folder) as api:
+        await api.put(slice_of("a", map(endpoint, hosts), HTTP))
+        async with watched(api.cluster) as one:
+            yield api, one
+
+
+async def test_what_there_is_and_what_changes(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        await api.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
+        await one.sees("10.0.0.1", "10.0.0.2")
+        await api.put(slice_of("a", [endpoint("10.0.0.3")], HTTP))
+        await one.sees("10.0.0.2", "10.0.0.3")
+        await api.remove("b")
+        await one.sees("10.0.0.3")
+        await api.put(slice_of("elsewhere", [endpoint("10.0.0.9")], HTTP, service="other"), slice_of("a", [], HTTP))
+        listed, follows = api.asked
+        assert listed.path == follows.path == "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
+        assert listed.words == {"labelSelector": "kubernetes.io/service-name=vllm"}
+        assert follows.words.items() >= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": "1001"}.items()
+        assert (listed.token, follows.token) == ("a-token", "a-token")
+
+
+async def test_a_watch_that_ends_or_breaks_is_resumed_where_it_was(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await until(lambda: api.watching == 1)
+        await api.bookmark()
+        await api.bookmark()
+        await api.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
+        await one.sees("10.0.0.1", "10.0.0.2")
+        await api.bookmark()
+        before = len(api.asked)
+        await until(lambda: api.watching == 1)
+        await asyncio.sleep(0.05)  # the bookmark is on its way
+        api.cut()
+        await api.put(slice_of("a", [endpoint("10.0.0.4")], HTTP))
+        await one.sees("10.0.0.2", "10.0.0.4")
+        again = api.asked[before]
+        assert again.watch and again.words["resourceVersion"] in ("1004", "1005")
+        assert api.lists == 1
+        assert one.finding.problem == ""
+
+
+async def test_watches_that_end_in_order_are_followed_by_another(tmp_path: Path) -> None:
+    async with kubernetes_api(tmp_path) as api:
+        api.ends = 1.1
+        async with watched(api.cluster) as one:
+            await until(lambda: len(api.asked) >= 4, 30.0)
+            await api.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
+            await one.sees("10.0.0.1")
+        assert api.lists == 1
+
+
+async def test_watches_that_end_at_once_do_not_keep_the_server_busy(tmp_path: Path) -> None:
+    async with kubernetes_api(tmp_path) as api:
+        api.ends = 0.0
+        async with watched(api.cluster):
+            await until(lambda: len(api.asked) >= 2)
+            await asyncio.sleep(1.0)
+            assert len(api.asked) < 8
+
+
+@pytest.mark.parametrize("how", ["status", "event"])
+async def test_a_version_that_is_no_longer_known_means_a_new_list(tmp_path: Path, how: str) -> None:
+    async with serving(tmp_path, "10.0.0.1", "10.0.0.2") as (api, one):
+        await one.sees("10.0.0.1", "10.0.0.2")
+        await until(lambda: api.watching == 1)
+        await api.forget()
+        api.slices["a"] = slice_of("a", [endpoint("10.0.0.7")], HTTP)
+        if how == "status":
+            api.cut()
+        else:
+            await api.say({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}})
+        await one.sees("10.0.0.7")
+        assert api.lists == 2
+        assert one.finding.problem == ""
+
+
+@pytest.mark.parametrize(("status", "message", "advice"), [(403, FORBIDDEN, "needs a Role"), (401, "Unauthorized", "token good?")])
+async def test_a_refusal_is_told_in_words_and_over_when_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int, message: str, advice: str
+) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        api.refuse = lambda _: (status, message)
+        api.cut()
+        await one.has_trouble(f"the API server says {status}: {message}")
+        assert advice in one.finding.problem
+        assert one.hosts == ["10.0.0.1"], "what was found stays"
+        assert message in caplog.text and "a-token" not in caplog.text
+        api.refuse = lambda _: None
+        await api.put(slice_of("a", [endpoint("10.0.0.2")], HTTP))
+        await one.sees("10.0.0.2")
+        await until(lambda: one.finding.problem == "")
+
+
+async def test_a_token_is_read_again_when_it_was_replaced(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        api.refuse = lambda asked: None if asked.token == "another-token" else (401, "Unauthorized")
+        api.cut()
+        await one.has_trouble("401")
+        (tmp_path / "token").write_text("another-token\n")
+        await until(lambda: one.finding.problem == "", 30.0)
+
+
+async def test_a_slow_server_that_sends_byte_by_byte(tmp_path: Path) -> None:
+    async with kubernetes_api(tmp_path) as api:
+        api.piece = 7
+        await api.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
+        async with watched(api.cluster) as one:
+            await one.sees("10.0.0.1")
+            await until(lambda: api.watching == 1)
+            await api.put(slice_of("a", [endpoint("10.0.0.2")], HTTP), slice_of("b", [endpoint("10.0.0.3")], HTTP))
+            await one.sees("10.0.0.2", "10.0.0.3")
+
+
+async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
+    async with kubernetes_api(tmp_path) as api:
+        await api.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
+        away = Cluster(api.cluster.host, "1", tmp_path)
+        async with watched(away) as one:
+            await one.has_trouble("the API server at https://localhost:1")
+            assert one.finding.concluded and one.hosts == []
+
+
+async def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    async with kubernetes_api(tmp_path / "other") as other, kubernetes_api(tmp_path) as api:
+        (tmp_path / "ca.crt").write_bytes((other.folder / "ca.crt").read_bytes())
+        async with watched(api.cluster) as one:
+            await one.has_trouble("certificate")
+        assert api.asked == [], "it was not shown the token"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (Cluster("", ""), "this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set"),
+        (Cluster("localhost", "1", Path("/nowhere")), "/nowhere/ca.crt: "),
+    ],
+)
+async def test_outside_a_cluster(cluster: Cluster, words: str) -> None:
+    async with watched(cluster) as one:
+        await one.has_trouble(words)
+
+
+async def test_nonsense_is_told_and_asked_for_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        await api.say({"type": "MODIFIED", "object": {"no": "metadata"}})
+        await one.has_trouble("the API server's answer is not what it should be (KeyError")
+        assert one.hosts == ["10.0.0.1"]
+        await until(lambda: one.finding.problem == "", 30.0)
+        assert api.lists == 2
+
+
+async def test_many_changes_are_told_together(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.0") as (api, one):
+        await one.sees("10.0.0.0")
+        await until(lambda: api.watching == 1)
+        began, before = asyncio.get_running_loop().time(), one.told
+        for number in range(200):
+            await api.put(slice_of("a", [endpoint(f"10.0.1.{number}")], HTTP))
+            await asyncio.sleep(0.002)
+        await one.sees("10.0.1.199")
+        seconds = asyncio.get_running_loop().time() - began
+        assert one.told - before <= seconds / 0.5 + 2
+
+
+def test_the_place_of_the_api_server() -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    assert Cluster.of(environ).base_url == "https://[fd00::1]:6443"
+    assert Cluster.of({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).base_url == "https://10.96.0.1:443"
+    assert str(Cluster.of({}).folder) == "/var/run/secrets/kubernetes.io/serviceaccount"
+    assert [str(Service("a")), str(Service("a", "b", "http"))] == ["kubernetes a", "kubernetes b/a:http"]

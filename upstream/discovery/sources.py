@@ -1,0 +1,125 @@
+"""All the sources that are wanted: a watch for each, and what each has found.
+
+The rule: whoever wants to know is told a few times a second at most, however many endpoints come and go, and always of the last
+state; a source that several models name is watched once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias
+
+from upstream.discovery import dns, kubernetes
+from upstream.discovery.dns import DnsName, Resolve, system_resolver
+from upstream.discovery.endpoints import Endpoint, Seen
+from upstream.discovery.kubernetes import Cluster, Service
+
+Source: TypeAlias = Service | DnsName
+GATHER = 0.05
+"""Seconds in which more may come that is told together."""
+SPACING = 0.5
+"""Seconds between two tellings."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is known by a source. ``concluded``: it has answered, or failed, at least once. ``problem``: why what was found may be
+    old, or not all; empty otherwise. ``since``: wall clock of the last change."""
+
+    endpoints: tuple[Endpoint, ...] = ()
+    problem: str = ""
+    concluded: bool = False
+    since: float | None = None
+
+
+class _Watch:
+    """One source, and the task that watches it."""
+
+    def __init__(self, source: Source, work: Callable[[_Watch], Coroutine[Any, Any, None]], on_change: Callable[[], None]) -> None:
+        self.source = source
+        self.finding = Finding()
+        self._on_change = on_change
+        self.task = asyncio.create_task(self._guarded(work), name=f"discover {source}")
+
+    async def _guarded(self, work: Callable[[_Watch], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await work(self)
+            except Exception as error:  # noqa: BLE001  the outer edge: a mistake about one source must not end the others' watches
+                _log.exception("%s", self.source)
+                self.trouble(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(SPACING)
+
+    def seen(self, seen: Seen) -> None:
+        self._become(replace(self.finding, endpoints=seen.endpoints, problem=seen.problem, concluded=True))
+
+    def trouble(self, words: str) -> None:
+        self._become(replace(self.finding, problem=words, concluded=True))
+
+    def _become(self, finding: Finding) -> None:
+        before = self.finding
+        if finding == before:
+            return
+        if finding.problem and finding.problem != before.problem:
+            _log.warning("%s: %s", self.source, finding.problem)
+        elif before.problem and not finding.problem:
+            _log.info("%s: well again, %d endpoints", self.source, len(finding.endpoints))
+        self.finding = replace(finding, since=time.time())
+        self._on_change()
+
+
+class Sources:
+    """Watches the wanted sources and tells ``on_change``. What is wanted is set after entering; leaving ends every watch."""
+
+    def __init__(self, on_change: Callable[[], None], cluster: Cluster, resolve: Resolve = system_resolver) -> None:
+        self._on_change = on_change
+        self._cluster = cluster
+        self._resolve = resolve
+        self._watches: dict[Source, _Watch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._told = float("-inf")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.want(())
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def want(self, sources: Iterable[Source]) -> None:
+        """Watch these and no others; those that stay keep what they have found."""
+        wanted = dict.fromkeys(sources)
+        for source in wanted.keys() - self._watches.keys():
+            watch = self._watches[source] = _Watch(source, self._work, self._changed)
+            self._tasks.add(watch.task)
+            watch.task.add_done_callback(self._tasks.discard)
+        for source in self._watches.keys() - wanted.keys():
+            self._watches.pop(source).task.cancel()
+
+    def findings(self) -> Mapping[Source, Finding]:
+        """What each source has found."""
+        return {source: watch.finding for source, watch in self._watches.items()}
+
+    async def _work(self, watch: _Watch) -> None:
+        match watch.source:
+            case Service() as service:
+                await kubernetes.watch(service, self._cluster, watch.seen, watch.trouble)
+            case DnsName() as name:
+                await dns.watch(name, self._resolve, watch.seen, watch.trouble)
+
+    def _changed(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time() + GATHER, self._told + SPACING), self._tell)
+
+    def _tell(self) -> None:
+        self._timer, self._told = None, asyncio.get_running_loop().time()
+        self._on_change()
