@@ -341,8 +341,9 @@ def test_lint_finds_a_misspelt_setting_of_the_gateway() -> None:
 # What runs
 
 
-def test_what_the_containers_run_answers(tmp_path: Path, two_models: Rendered) -> None:
+def test_what_the_containers_run_answers(tmp_path: Path) -> None:
     """Both engines of an example as simulators, the gateway in front of them, a request through it, and a change of a key."""
+    two_models = Rendered.of(CHART / "examples" / "two-models.yaml", values={"rbac": {"create": False}})
     root = tmp_path / "root"
     mounted(two_models, root)
     key, engine_key = (content(two_models.one("Secret", f"gw-vllm-gateway-{name}"))["key"] for name in ("keys", "engine-key"))
@@ -401,13 +402,12 @@ def engine(rendered: Rendered, component: str, key: str) -> Iterator[int]:
 
 
 def here(root: Path, ports: dict[str, int]) -> Path:
-    """The folder of the gateway's configuration, on free ports, with servers of this machine in place of the cluster's."""
+    """The folder of the gateway's configuration, on free ports, with this machine's address for the name of a Service."""
     file = root / "etc/vllm-gateway/config/gateway.yaml"
     config = yaml.safe_load(file.read_text())
     config["server"] |= {"host": "127.0.0.1", "port": 0, "admin": {"host": "127.0.0.1", "port": 0}}
     for model in config["models"]:
-        found = model.pop("discover")
-        model["servers"] = [{"url": f"http://127.0.0.1:{ports[model['id']]}", "api_key": found["api_key"]}]
+        model["discover"]["dns"] |= {"name": "127.0.0.1", "port": ports[model["id"]]}
     write(file, config)
     return file.parent
 
