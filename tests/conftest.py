@@ -20,8 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them."""
     for item in items:
-        file = item.path.relative_to(Path(__file__).parent)
-        item.add_marker(pytest.mark.xdist_group("vllm" if file.parts[0] == "vllm" else str(file)))
+        real = item.get_closest_marker("vllm") is not None
+        item.add_marker(pytest.mark.xdist_group("vllm" if real else str(item.path)))
 
 
 @pytest.fixture
