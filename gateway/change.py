@@ -21,8 +21,9 @@ def _is_switched(before: object, after: object) -> bool:
 
 NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
     {
-        **dict.fromkeys(("server.host", "server.port", "server.relays", "server.admin", "ledger"), ne),
+        **dict.fromkeys(("server.host", "server.port", "server.relays"), ne),
         "server.tls": _is_switched,  # other certificates are taken by the relays themselves
+        **dict.fromkeys(("server.admin", "ledger"), ne),
     }
 )
 """What is decided when the gateway starts (its ports, how many processes there are, what they are given), and which change of it counts."""

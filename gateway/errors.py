@@ -120,7 +120,10 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
 def anthropic_error(refusal: Refusal) -> dict[str, Any]:
     """``{"type": "error", "error": {"type", "message"}}``, as Anthropic's API documents it."""
     fallback = "invalid_request_error" if refusal.row.status < 500 else "api_error"
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.row.status, fallback), "message": refusal.message}}
+    message, param = refusal.message, refusal.param
+    if param is not None and param not in message:  # there is no member for it, so it is said as Anthropic says it
+        message = f"{param}: {message}"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.row.status, fallback), "message": message}}
 
 
 def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:

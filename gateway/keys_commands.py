@@ -324,7 +324,7 @@ def _listed(key: Key, now: datetime) -> dict[str, Any]:
         "expires": _instant(key.expires) if key.expires else None,
         "hashes": len(key.hashes),
         "hashes_end": [_instant(end) for end in ends],
-        "limits": key.limits.model_dump(exclude_none=True) if key.limits else {},
+        "limits": key.limits.model_dump(exclude_defaults=True) if key.limits else {},
     }
 
 

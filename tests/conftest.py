@@ -17,11 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MEASURED] = {}
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them."""
     for item in items:
         real = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vllm" if real else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("vllm" if real else item.path.name))
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ class Bad:
     seen: bool = True
 
 
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 BAD: Mapping[str, Bad] = {
     "unknown model": Bad(CHAT, {**chat("Hi"), "model": "nobody"}, "model_not_found", "model", "`nobody`", seen=False),
     "too long": Bad(CHAT, chat(TOO_LONG), "context_length_exceeded", "messages", "2048 tokens"),
@@ -64,7 +65,7 @@ BAD: Mapping[str, Bad] = {
     "a role": Bad(CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "invalid_request", None, "role"),
     "an image": Bad(
         CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]},
         "invalid_request",
         None,
         "not a multimodal model",
