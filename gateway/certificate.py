@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.file_look import Look, look
 from gateway.state import Tls
 
 _log = logging.getLogger("vllm_gateway.certificate")
@@ -57,7 +58,6 @@ class Certificate:
 
     def __init__(self, files: Tls) -> None:
         self.context = _context()
-        self._files = files
         self._stamp = _stamp(files)
         self._pair = Pair.read(files)
         self._pair.load_into(self.context)
@@ -67,7 +67,7 @@ class Certificate:
         stamp = _stamp(files)
         if stamp == self._stamp:
             return
-        self._files, self._stamp = files, stamp
+        self._stamp = stamp
         try:
             self._renew(Pair.read(files))
         except CertificateError as error:
@@ -90,17 +90,9 @@ def _context() -> ssl.SSLContext:
     return context
 
 
-def _stamp(files: Tls) -> tuple[tuple[str, int, int, int] | None, ...]:
-    """What is different when a file is: also where a link leads somewhere else, as in a Secret that Kubernetes mounts."""
-    return tuple(map(_stamp_of, (files.cert, files.key)))
-
-
-def _stamp_of(path: str) -> tuple[str, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return path, found.st_ino, found.st_mtime_ns, found.st_size
+def _stamp(files: Tls) -> tuple[Look, ...]:
+    """What is different when a file is."""
+    return tuple(map(look, (files.cert, files.key)))
 
 
 @contextmanager

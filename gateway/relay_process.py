@@ -41,7 +41,6 @@ from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
 
-_TELL_EVERY = 4  # ticks
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _TELL_EVERY = 4  # ticks
 _FRAME_BUFFER = 1024 * 1024

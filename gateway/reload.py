@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,13 +20,14 @@ from typing import Any, Protocol
 
 from gateway import change
 from gateway.config import Config, ConfigurationError, Note, load, notes
+from gateway.file_look import Look, look
 
 LOOK = 0.2
 """Seconds between two looks at the files."""
 SETTLE = 0.1
 """Seconds without a change after which a file counts as written; waited for twice at most."""
 _log = logging.getLogger("vllm_gateway.control")
-Looks = Mapping[Path, tuple[int, ...] | None]
+Looks = Mapping[Path, Look]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +176,5 @@ class Reloader:
 
 
 def looked(files: Iterable[Path]) -> Looks:
-    """How each file looks, its links followed: another identity, size or time is another content. None for one that is not there."""
-    return {file: _look(file) for file in files}
-
-
-def _look(file: Path) -> tuple[int, ...] | None:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    """How each file looks."""
+    return {file: look(file) for file in files}

@@ -93,7 +93,8 @@ class Server:
         self._condition = condition
         if comes_up:
             self.succeeded()  # what it did before is another life's
-        self._tell()
+        else:
+            self._tell()
 
     def enter(self) -> None:
         """An exchange begins; it is added to ``mirror[0]``, for whoever reads that from outside."""

@@ -18,19 +18,9 @@ import pytest
 
 from tests.clients.overloaded import serving
 from tests.clients.visit import Visit, visiting
+from tests.support.chromium import FLAGS
 
 PAGE = Path(__file__).parent / "page.html"
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 
 
 class Site:

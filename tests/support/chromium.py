@@ -31,7 +31,6 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--hide-scrollbars",
 )
 _OUR_ENDS = 20  # a descriptor that is neither 3 nor 4
 
@@ -112,7 +111,7 @@ def chromium(folder: Path) -> Iterator[Chromium]:
     ours_in, theirs_out = os.pipe()
     ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
     # The shell puts the pipes where the browser looks for them.
-    words = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *FLAGS, "--remote-debugging-pipe"]
+    words = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *FLAGS, "--hide-scrollbars", "--remote-debugging-pipe"]
     own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
     with open(folder / "chromium.log", "wb") as log:
         process = subprocess.Popen(
