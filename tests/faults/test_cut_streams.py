@@ -12,12 +12,11 @@ from tests.faults.chaos import End, Weather, chaos
 from tests.faults.invariants import unharmed
 from tests.support.running import model
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import DONE, HELLO, ROLE, STOP, Reply, ask, chat, request
+from tests.support.wire import DONE, HELLO, ROLE, STOP, STREAM_HEAD, Reply, ask, chat, request
 from upstream.deadlines import Timeouts
 
 EVENTS = (ROLE, HELLO, STOP)
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-WIRE = HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS)
+WIRE = STREAM_HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS)
 """What the server sends of a stream that it never ends."""
 
 
@@ -44,7 +43,7 @@ async def test_a_cut_at_any_byte_leaves_whole_events(end: End, measured: Callabl
 
 def _events_before(at: int) -> int:
     """How many of the events are whole in the first ``at`` bytes of the wire."""
-    ends, place = [], len(HEAD)
+    ends, place = [], len(STREAM_HEAD)
     for event in EVENTS:
         place += len(b"%x\r\n" % len(event)) + len(event)
         ends.append(place)
@@ -67,7 +66,7 @@ def _check(reply: Reply, whole: int) -> None:
 async def test_a_network_that_falls_silent_is_the_idle_deadline(measured: Callable[[str], None]) -> None:
     async with (
         scripted(_three_events) as server,
-        chaos(server.port, Weather(cut_at=len(HEAD) + 5, end=End.BLACK_HOLE)) as network,
+        chaos(server.port, Weather(cut_at=len(STREAM_HEAD) + 5, end=End.BLACK_HOLE)) as network,
         unharmed([model(network.port, timeouts=Timeouts(first_byte=0.5, idle=0.5))]) as served,
     ):
         reply = await asyncio.wait_for(ask(served.port, request(chat(stream=True))), 10)

@@ -19,7 +19,7 @@ from tests.faults.conftest import FULL
 from tests.gateway.test_cost import Wire
 from tests.gateway.test_fidelity import chunked, cut
 from tests.support.running import board, key, model
-from tests.support.wire import COUNT, DONE, HELLO, ROLE, STOP, chat, request
+from tests.support.wire import COUNT, DONE, HELLO, ROLE, STOP, STREAM_HEAD, chat, request
 from upstream.connection import Connection
 from upstream.pool import fleet
 from upstream.server import Condition
@@ -27,7 +27,6 @@ from upstream.sse import EventTooLongError, Splitter, split
 
 STREAMS = 100_000 if FULL else 2_000
 TEXTS = 100_000 if FULL else 5_000
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 LONG = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
 MIDDLE = (HELLO, STOP, LONG % b"x", LONG % (b"y" * 300), LONG % (b"error" * 9), LONG % (b"z" * 3000), b": a comment\n\n",
           b"event: a\r\ndata: b\r\n\r\n", b"data: a\ndata: b\n\n")  # fmt: skip
@@ -100,8 +99,8 @@ async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> 
             events = [ROLE, *dice.choices(MIDDLE, k=dice.randrange(12)), COUNT, DONE]
             body = b"".join(events)
             chunks = events if dice.random() < 0.5 else cut(body, [dice.randrange(len(body)) for _ in range(dice.randrange(12))])
-            wire = HEAD + chunked(chunks)
-            framed = [HEAD, *(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks), b"0\r\n\r\n"]
+            wire = STREAM_HEAD + chunked(chunks)
+            framed = [STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks), b"0\r\n\r\n"]
             reads = framed if dice.random() < 0.5 else cut(wire, [dice.randrange(len(wire)) for _ in range(dice.randrange(30))])
             asks = dice.random() < 0.5
             wanted = b"".join(event for event in events if asks or event is not COUNT)

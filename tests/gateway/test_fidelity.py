@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.routes import ROUTES
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, ask, chat, request
+from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, ask, chat, request
 from upstream.deadlines import Timeouts
 
 Examples = Callable[[Callable[..., Coroutine[Any, Any, None]]], None]
@@ -30,7 +30,6 @@ def chunked(pieces: Sequence[bytes]) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 

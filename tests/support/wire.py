@@ -40,6 +40,10 @@ SHOWN = (ROLE, HELLO, STOP, DONE)
 """What a client gets who did not ask for usage."""
 
 
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+"""How a stream's answer begins."""
+
+
 def chat(**fields: object) -> dict[str, object]:
     """A chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **fields}
