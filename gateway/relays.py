@@ -150,12 +150,16 @@ class _Relay:
             fds["--journal-fd"] = self._ledger.journals[self.number].fd
         words += [word for flag, fd in fds.items() for word in (flag, str(fd))]
         with theirs:
-            process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
-            )  # fmt: skip
-        link = Link(*await asyncio.open_connection(sock=ours, limit=_FRAME_BUFFER))
-        try:
+            link = Link(*await asyncio.open_connection(sock=ours, limit=_FRAME_BUFFER))
+            try:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
+                )  # fmt: skip
+            except BaseException:
+                link.close()
+                raise
+        try:  # from the process's start to here nothing waits: who is cancelled leaves no process behind
             yield link
         finally:
             link.close()

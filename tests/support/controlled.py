@@ -81,11 +81,13 @@ class Controlled:
         return await self.client.post("/v1/chat/completions", json=document)
 
     async def streams(self, model: str, count: int = 1, seconds: float = 2.0) -> list[asyncio.Task[httpx2.Response]]:
-        """So many streams of this length, all of them in flight on a server."""
+        """So many streams of this length, all of them in flight on a server; to be asked once a model.
+
+        A request that has just been answered may be in flight a moment longer, so what was in flight before says nothing.
+        """
         simulate = {"tokens": 20, "tokens_per_second": 20 / seconds}
-        before = self.in_flight(model)
         tasks = [asyncio.create_task(self.ask(model, stream=True, simulate=simulate)) for _ in range(count)]
-        await until(lambda: self.in_flight(model) == before + count)
+        await until(lambda: self.in_flight(model) == count)
         return tasks
 
     def in_flight(self, model: str) -> int:

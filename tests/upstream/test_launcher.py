@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.upstream.launching import QUICK, SERVER, Case, alive, until
@@ -210,6 +211,22 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
             os.kill(process.keeper_pid, signal.SIGSTOP)
     assert not any(map(alive, [process.keeper_pid, *case.pids("m").values()]))
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_who_is_cancelled_while_a_process_starts_leaves_none(case: Case, turns: int) -> None:
+    async def start(output: int) -> None:
+        async with kept_process(Order("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
+            await asyncio.sleep(60)
+
+    with (case.folder / "out").open("wb") as output:
+        starting = asyncio.create_task(start(output.fileno()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+    assert not psutil.Process().children()
 
 
 CONTROL = """

@@ -55,10 +55,14 @@ async def kept_process(order: Order, output: int, patience: float = KILL_PATIENC
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        keeper_process = await _start_keeper(order, theirs.fileno(), output)
-        theirs.close()  # so that the keeper's end is the end of the stream
         reader, writer = await asyncio.open_connection(sock=ours)
-        process = KeptProcess(keeper_process, reader, writer, mark := secrets.token_hex(16))
+        try:
+            keeper_process = await _start_keeper(order, theirs.fileno(), output)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        process = KeptProcess(keeper_process, reader, writer, mark := secrets.token_hex(16))  # from its start to here nothing waits
+        theirs.close()  # so that the keeper's end is the end of the stream
         try:
             await process.begin({**order.env, MARK: mark})
             yield process

@@ -1,0 +1,24 @@
+"""Control's side of the relays: their processes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+
+import psutil
+import pytest
+
+from gateway.control import listen
+from gateway.link import Health
+from gateway.relays import relays
+from gateway.state import State
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_who_is_cancelled_while_a_relay_starts_leaves_no_process(turns: int) -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with relays(listener, 1, lambda: None) as kept:
+            kept.configure(State(1, (), ()), Health({}, {}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    assert not psutil.Process().children()
