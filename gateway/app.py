@@ -72,6 +72,7 @@ class Relay:
     ) -> None:
         self.number = number
         self.fleet = fleet
+        self.turn = fleet.turn
         self.books = books
         self.sampler: Sampler | None = None
         self._spans = spans or Spans()

@@ -26,6 +26,7 @@ from gateway.memory import BodyMemory
 from gateway.metrics import RelayMetrics
 from gateway.patience import Patience, Wait
 from gateway.state import Clients
+from upstream.outlet import Outlet, Turn
 from upstream.story import Story
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Door(Protocol):
     metrics: RelayMetrics
     date_line: bytes
     """The Date header of this second."""
+    turn: Turn
 
     @property
     def targets(self) -> Mapping[bytes, Target]:
@@ -87,6 +89,7 @@ class EdgeProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with the inference routes taken out of it."""
 
     cycle: Any  # uvicorn's RequestResponseCycle or a Call
+    transport: Outlet
     pipeline: Any
 
     def __init__(self, *args: Any, door: Door, **kwargs: Any) -> None:
@@ -110,7 +113,7 @@ class EdgeProtocol(HttpToolsProtocol):
     # Transport callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]  # both loops give a full Transport here
+        super().connection_made(Outlet(transport, self.door.turn))  # type: ignore[arg-type]  # both loops give a full Transport here
         self.address = shown(self.client[0]) if self.client else ""
         self.proxied = self.door.proxies.trusts(self.address)
         most = self.door.clients.max_per_address
@@ -143,6 +146,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.transport.lost()
         waiting = [cycle for cycle, _ in self.pipeline]
         for cycle in (self._call, *waiting):
             if isinstance(cycle, Call):

@@ -22,6 +22,7 @@ import httptools
 
 from upstream.address import Address
 from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
+from upstream.outlet import Outlet, Turn
 
 MAX_HEAD = 64 * 1024
 """Bytes that an answer's head may have; vLLM's are below 1 KiB."""
@@ -71,10 +72,11 @@ class Receiver(Protocol):
 class Connection(asyncio.Protocol):
     """One connection: idle, or busy with one exchange, or closed. ``on_idle`` takes it back when it is clean."""
 
-    def __init__(self, server: str, on_idle: Callable[[Connection], None]) -> None:
+    def __init__(self, server: str, on_idle: Callable[[Connection], None], turn: Turn) -> None:
         self._server = server
         self._on_idle = on_idle
-        self._transport: asyncio.Transport | None = None
+        self._turn = turn
+        self._transport: Outlet | None = None
         self._headers: Headers = {}
         self.on_header = self._headers.setdefault  # called by the parser; a method of ours would take six times as long
         self._parser = httptools.HttpResponseParser(self)
@@ -157,7 +159,7 @@ class Connection(asyncio.Protocol):
     # What the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]  # both loops give a full Transport here
+        self._transport = Outlet(transport, self._turn)  # type: ignore[arg-type]  # both loops give a full Transport here
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
@@ -184,6 +186,8 @@ class Connection(asyncio.Protocol):
         return None  # closes the transport; connection_lost tells
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport.lost()
         self._transport = None
         receiver, self._receiver = self._receiver, None
         if receiver is None:
@@ -275,7 +279,7 @@ class _DesyncError(Exception):
 
 
 async def connect(
-    server: str, address: Address, timeout: float, tls: ssl.SSLContext | None, on_idle: Callable[[Connection], None]
+    server: str, address: Address, timeout: float, tls: ssl.SSLContext | None, on_idle: Callable[[Connection], None], turn: Turn
 ) -> Connection:
     """Open a connection.
 
@@ -285,7 +289,7 @@ async def connect(
     loop = asyncio.get_running_loop()
 
     def make() -> Connection:
-        return Connection(server, on_idle)
+        return Connection(server, on_idle, turn)
 
     try:
         async with asyncio.timeout(timeout):

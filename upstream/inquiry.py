@@ -12,6 +12,7 @@ import ssl
 from upstream.address import Address
 from upstream.connection import Headers, connect
 from upstream.errors import UpstreamError
+from upstream.outlet import Turn
 
 
 class Inquiry:
@@ -55,7 +56,7 @@ async def inquire(
 
     Raises UpstreamError.
     """
-    connection = await connect(str(address), address, timeout, tls, lambda connection: connection.close())
+    connection = await connect(str(address), address, timeout, tls, lambda connection: connection.close(), Turn())
     try:
         inquiry = Inquiry(limit)
         connection.send(_request(address, path, api_key), inquiry)

@@ -13,6 +13,7 @@ from time import monotonic
 
 from upstream.affinity import Affinity
 from upstream.budget import RetryBudget
+from upstream.outlet import Turn
 from upstream.policy import POLICIES, Policy, least_busy
 from upstream.ranking import Bounded, Ranking
 from upstream.server import Condition, Server, ServerSpec
@@ -119,9 +120,10 @@ def _all_taken(up: Sequence[Server]) -> bool:
 
 
 class Fleet:
-    """Every live server by name."""
+    """Every live server by name. ``turn``: that of all who write in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn | None = None) -> None:
+        self.turn = turn or Turn()
         self._servers: dict[str, Server] = {}
 
     def __iter__(self) -> Iterator[Server]:
@@ -134,7 +136,7 @@ class Fleet:
         for name, server in self._servers.items():
             if name not in kept:
                 server.retire()
-        self._servers = {name: kept.get(name) or Server(spec) for name, spec in wanted.items()}
+        self._servers = {name: kept.get(name) or Server(spec, turn=self.turn) for name, spec in wanted.items()}
         return self._servers
 
     def set_condition(self, name: str, condition: Condition) -> None:
@@ -155,9 +157,9 @@ class Fleet:
 
 
 @contextmanager
-def fleet() -> Iterator[Fleet]:
+def fleet(turn: Turn | None = None) -> Iterator[Fleet]:
     """A fleet whose idle connections are closed in the end."""
-    servers = Fleet()
+    servers = Fleet(turn)
     try:
         yield servers
     finally:

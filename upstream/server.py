@@ -20,6 +20,7 @@ from upstream.address import Address
 from upstream.connection import Connection, Parking, connect
 from upstream.ejection import Standing
 from upstream.errors import UpstreamError
+from upstream.outlet import Turn
 from upstream.ranking import Ranking
 
 
@@ -61,7 +62,8 @@ class Mirror(Protocol):
 class Server:
     """The live side of one server."""
 
-    def __init__(self, spec: ServerSpec, condition: Condition = Condition.LOADING) -> None:
+    def __init__(self, spec: ServerSpec, condition: Condition = Condition.LOADING, turn: Turn | None = None) -> None:
+        """``turn``: that of the process, if there are more who write."""
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
@@ -76,6 +78,7 @@ class Server:
         """It has failed since it last succeeded."""
         self._standing = Standing()
         self._parking = Parking(spec.keep_idle)
+        self._turn = turn or Turn()
         self._heads: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
@@ -183,7 +186,7 @@ class Server:
 
     async def connect(self, timeout: float) -> Connection:
         """A new connection; raises ConnectTimeout or ConnectFailed."""
-        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park))
+        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park, self._turn))
         try:
             return await connecting
         except asyncio.CancelledError:

@@ -40,11 +40,11 @@ class Way:
     """A client's connection and a server's, with stand-ins for their transports."""
 
     def __init__(self, relay: Relay) -> None:
-        uvicorn = relay.server()
+        self.turn, uvicorn = relay.turn, relay.server()
         uvicorn.config.load()
         (server,) = relay.fleet
         self.client, self.client_wire = relay.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
-        self.server, self.server_wire = Connection(server.spec.name, server.park), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.park, relay.turn), Wire()
         self.client.connection_made(self.client_wire)
         self.server.connection_made(self.server_wire)
         server.park(self.server)
@@ -53,9 +53,11 @@ class Way:
         """What the client gets of an answer that comes in these reads."""
         options = {"stream_options": {"include_usage": True}} if asks else {}
         self.client.data_received(request(chat(stream=True, **options)))
+        self.turn.end()
         assert self.server_wire.take()
         for piece in pieces:
             self.server.data_received(piece)
+            self.turn.end()
         return self.client_wire.take()
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ from tests.support.scripted import Conversation, Script, Scripted, read_request,
 from upstream.address import Address
 from upstream.connection import MAX_HEAD, Connection, Headers, Parking, connect
 from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
+from upstream.outlet import Turn
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
@@ -82,7 +83,7 @@ class Taken:
 @asynccontextmanager
 async def connected(server: Scripted) -> AsyncIterator[tuple[Connection, list[Connection]]]:
     idle: list[Connection] = []
-    connection = await connect("one", Address(port=server.port), 5.0, None, idle.append)
+    connection = await connect("one", Address(port=server.port), 5.0, None, idle.append, Turn())
     try:
         yield connection, idle
     finally:
@@ -222,7 +223,7 @@ async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
 
     async with scripted(script) as server:
         parking = Parking(60.0)
-        one = await connect("one", Address(port=server.port), 5.0, None, parking.park)
+        one = await connect("one", Address(port=server.port), 5.0, None, parking.park, Turn())
         await asked(one)
         assert len(parking) == 1
         await until(lambda: one.closed)
@@ -243,19 +244,19 @@ async def test_what_cannot_be_connected(refuse: str, tmp_path: Path) -> None:
     with refusing() as port:
         address = Address(port=port) if refuse == "port" else Address(uds=str(tmp_path / "none.sock"))
     with pytest.raises(ConnectFailed) as caught:
-        await connect("one", address, 5.0, None, lambda _: None)
+        await connect("one", address, 5.0, None, lambda _: None, Turn())
     assert caught.value.untouched and caught.value.server == "one"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70, pytest.param("\u00e4" * 70, id="umlauts")])
 async def test_a_name_that_means_nothing(host: str) -> None:
     with pytest.raises(ConnectFailed):
-        await connect("one", Address(host=host, port=80), 5.0, None, lambda _: None)
+        await connect("one", Address(host=host, port=80), 5.0, None, lambda _: None, Turn())
 
 
 async def test_a_server_that_accepts_nothing() -> None:
     with silent() as port, pytest.raises(ConnectTimeout):
-        await connect("one", Address(port=port), 0.2, None, lambda _: None)
+        await connect("one", Address(port=port), 0.2, None, lambda _: None, Turn())
 
 
 async def test_a_unix_socket(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
 
     server = await asyncio.start_unix_server(serve, path)
     async with server:
-        one = await connect("one", Address(uds=path), 5.0, None, lambda _: None)
+        one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, Turn())
         assert (await asked(one)).body == b"ok"
         one.close()
         await asyncio.sleep(0.01)
@@ -299,28 +300,28 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server:
         trusting = ssl.create_default_context(cafile=str(cert))
-        one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None)
+        one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, Turn())
         assert (await asked(one)).body == b"ok"
         one.close()
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # nobody vouches for it
-            await connect("one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None)
+            await connect("one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, Turn())
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # it is another's
-            await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None)
+            await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None, Turn())
         await asyncio.sleep(0.02)
 
 
 async def test_no_tls_where_tls_is_expected() -> None:
     async with scripted(says(OK)) as server:
         with pytest.raises(ConnectFailed):
-            await connect("one", Address(port=server.port, tls=True), 0.3, ssl.create_default_context(), lambda _: None)
+            await connect("one", Address(port=server.port, tls=True), 0.3, ssl.create_default_context(), lambda _: None, Turn())
 
 
 async def test_parked_connections_are_given_out_while_they_are_good() -> None:
     async with scripted(says(OK)) as server:
         parking = Parking(0.2)
         address = Address(port=server.port)
-        one = await connect("one", address, 5.0, None, parking.park)
-        two = await connect("one", address, 5.0, None, parking.park)
+        one = await connect("one", address, 5.0, None, parking.park, Turn())
+        two = await connect("one", address, 5.0, None, parking.park, Turn())
         await asked(one)
         await asked(two)
         assert parking.take() is two, "the one used last"
@@ -331,7 +332,7 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         parking.park(two)
         await asyncio.sleep(0.25)
         assert parking.take() is None and two.closed, "one that waited too long is closed"
-        three = await connect("one", address, 5.0, None, parking.park)
+        three = await connect("one", address, 5.0, None, parking.park, Turn())
         await asked(three)
         parking.sweep()
         assert (len(parking), server.open) == (1, 1)
@@ -378,7 +379,7 @@ def test_each_request_gets_its_own_answer(seed: int) -> None:
                 await asyncio.sleep(0)
 
     async def one(parking: Parking, address: Address, number: int) -> int:
-        connection = parking.take() or await connect("one", address, 10.0, None, parking.park)
+        connection = parking.take() or await connect("one", address, 10.0, None, parking.park, Turn())
         taken, body = Taken(), b"<%d>" % number
         connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), taken)
         try:
@@ -409,7 +410,7 @@ async def test_a_cancelled_connect_leaves_no_connection() -> None:
     async with scripted(says(OK)) as server:
         dice = random.Random(1)
         for _ in range(60):
-            task = asyncio.create_task(connect("one", Address(port=server.port), 5.0, None, lambda _: None))
+            task = asyncio.create_task(connect("one", Address(port=server.port), 5.0, None, lambda _: None, Turn()))
             for _ in range(dice.randrange(6)):
                 await asyncio.sleep(0)
             task.cancel()

@@ -1,0 +1,111 @@
+"""What is written in one turn of the loop goes out at the turn's end, all of it together.
+
+A write to a process that sleeps wakes it, and under load the waking costs more than the writing: a relay that wrote at once
+woke its clients and its servers anew for each event and each request, and they were asleep again before the next. Written in
+one go, what the turn has for them costs one waking (docs/performance.md). Owns what waits. The rule: the order stays, and
+nothing waits for longer than the turn; who closes or aborts sends first what was written before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_SMALL = 64 * 1024
+"""Bytes that are put behind what waits already; more is sent without being copied."""
+
+
+class Turn:
+    """The outlets that have something to send when the present turn of the running loop ends."""
+
+    __slots__ = ("outlets",)
+
+    def __init__(self) -> None:
+        self.outlets: list[Outlet] = []
+
+    def begin(self) -> None:
+        """Have ``end`` called when what came in this turn has been handled."""
+        asyncio.get_running_loop().call_soon(self.end)
+
+    def end(self) -> None:
+        """Send everything."""
+        outlets = self.outlets.copy()
+        self.outlets.clear()
+        for outlet in outlets:
+            data = outlet.waiting
+            if data is not None:
+                outlet.waiting = None
+                outlet.send(data)
+
+
+class Outlet(asyncio.Transport):
+    """A transport whose writes wait for the end of the turn. Its protocol has to tell it of the connection's loss."""
+
+    __slots__ = ("_transport", "_turn", "send", "waiting")
+
+    def __init__(self, transport: asyncio.Transport, turn: Turn) -> None:
+        super().__init__()
+        self._transport = transport
+        self._turn = turn
+        self.waiting: bytes | None = None
+        self.send: Callable[[bytes], None] = transport.write
+
+    def write(self, data: Any) -> None:
+        if self.waiting is None:
+            self.waiting = data
+            turn = self._turn
+            if not turn.outlets:
+                turn.begin()
+            turn.outlets.append(self)
+        elif len(data) < _SMALL:
+            self.waiting += data
+        else:
+            self.flush()
+            self.send(data)
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        data, self.waiting = self.waiting, None
+        if data is not None:
+            self.send(data)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self.flush()
+        self._transport.abort()
+
+    def lost(self) -> None:
+        """The connection is gone, and the transport takes nothing any more."""
+        self.waiting, self.send = None, _drop
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + len(self.waiting or b"")
+
+    # As the transport has it
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
+
+
+def _drop(data: bytes) -> None:
+    """Nobody is there to get it."""
