@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.config import NOT_YET, schema
+from gateway.config import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"
@@ -22,7 +22,7 @@ _UNITS = {"KiB": "size, e.g. `20MiB`", "ms": "duration, e.g. `30s`"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of a section. ``path`` is as in NOT_YET: ``models[].launch.args``."""
+    """One key of a section. ``path``: ``models[].launch.args``."""
 
     path: str
     name: str
@@ -37,11 +37,6 @@ class Group:
     path: str
     about: str
     settings: tuple[Setting, ...]
-
-    @property
-    def plain(self) -> str:
-        """The path of the key that holds it."""
-        return self.path.removesuffix("[]")
 
 
 def groups() -> Iterator[Group]:
@@ -117,13 +112,6 @@ def default(setting: Setting) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def effect(setting: Setting) -> str:
-    """What ``check`` says of a key that does nothing yet."""
-    notes = [f"*{NOT_YET[setting.path]}*"] if setting.path in NOT_YET else []
-    notes += [f"*`{row.partition('=')[2]}` {text}*" for row, text in NOT_YET.items() if row.startswith(setting.path + "=")]
-    return "".join(f"; {note}" for note in notes)
-
-
 def reference() -> str:
     """All sections as Markdown."""
     return "\n\n".join(map(_table, groups()))
@@ -131,12 +119,11 @@ def reference() -> str:
 
 def _table(group: Group) -> str:
     title = f"### `{group.path}`" if group.path else "### The file"
-    about = [group.about, "", f"**The whole section {NOT_YET[group.plain]}.**", ""] if group.plain in NOT_YET else [group.about, ""]
-    return "\n".join([title, "", *about, "| key | meaning | value | default |", "|---|---|---|---|", *map(_row, group.settings)])
+    return "\n".join([title, "", group.about, "", "| key | meaning | value | default |", "|---|---|---|---|", *map(_row, group.settings)])
 
 
 def _row(setting: Setting) -> str:
-    cells = (f"`{setting.name}`", setting.shape["description"] + effect(setting), _value(setting), default(setting))
+    cells = (f"`{setting.name}`", setting.shape["description"], _value(setting), default(setting))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

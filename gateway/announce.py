@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway import logs
-from gateway.config import Config, Model, Note
+from gateway.config import Config, Model
 from gateway.discovery import Change, source_of
 from gateway.reload import Reading
 from upstream.health import Probe
@@ -62,11 +62,6 @@ class Announcer:
         for model in config.models:
             table.add_row(escape(model.id), escape(", ".join(model.aliases)) or "-", escape(_servers(model)))
         self._console.print(table)
-
-    def notes(self, notes: Sequence[Note]) -> None:
-        """Settings that are in the configuration and do nothing yet."""
-        for note in notes:
-            self._say(f"[yellow]{escape(str(note))}[/yellow]")
 
     def waiting(self, names: Sequence[str], seconds: float, last_line: Callable[[str], str]) -> None:
         """These servers have not come up yet."""

@@ -142,12 +142,11 @@ def check(file: ConfigFile) -> int:
     Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
     GPUs, files. Exits with 2 when there are problems.
     """
-    from gateway.config import ConfigurationError, Note, load, notes
+    from gateway.config import ConfigurationError, Note, load
 
     config, found = None, _preflight(file)
     try:
         config = load(file)
-        found += notes(config)
     except ConfigurationError as error:
         found += error.problems
     for problem in _in_order(found, file):

@@ -29,7 +29,7 @@ from gateway.admin import application, operators_application
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
-from gateway.config import Config, load, notes
+from gateway.config import Config, load
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
@@ -104,7 +104,6 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
         await stack.enter_async_context(_background(control.watch_tokens()))
         announcer.summary(config, data, admin)
-        announcer.notes(notes(config))
         control.begin()
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))
@@ -345,10 +344,9 @@ class Control:
                 while not self.relays.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
                     await asyncio.sleep(0.005)
 
-    def read(self, reading: Reading, notes: Iterable[conf.Note]) -> None:
+    def read(self, reading: Reading) -> None:
         """Tell the operator of a reading of the files."""
         self.announcer.reloaded(reading)
-        self.announcer.notes(tuple(notes))
 
     def _expect_launches(self) -> None:
         for model in self.config.models:

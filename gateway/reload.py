@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gateway import change
-from gateway.config import Config, ConfigurationError, Note, load, notes
+from gateway.config import Config, ConfigurationError, load
 from gateway.file_look import Look, look
 
 LOOK = 0.2
@@ -81,7 +81,7 @@ class Taker(Protocol):
     async def taken(self, number: int) -> None:
         """Wait until every relay does, within reason."""
 
-    def read(self, reading: Reading, notes: Iterable[Note]) -> None:
+    def read(self, reading: Reading) -> None:
         """Tell the operator."""
 
 
@@ -160,7 +160,7 @@ class Reloader:
             return reading
         await self._taker.acquaint(config)
         number = self._taker.take(config)
-        self._tell(reading, notes(config))
+        self._tell(reading)
         await self._taker.taken(number)
         return reading
 
@@ -170,9 +170,9 @@ class Reloader:
         before, now = self._seen, await asyncio.to_thread(looked, self._files)
         self._seen = {file: before.get(file, look) for file, look in now.items()}
 
-    def _tell(self, reading: Reading, notes: Iterable[Note] = ()) -> None:
+    def _tell(self, reading: Reading) -> None:
         self._taker.history.note(reading)
-        self._taker.read(reading, notes)
+        self._taker.read(reading)
 
 
 def looked(files: Iterable[Path]) -> Looks:

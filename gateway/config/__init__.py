@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.config.load import drafted, load, notes
+from gateway.config.load import drafted, load
 from gateway.config.models import (
     Admin,
     Body,
@@ -39,11 +39,9 @@ from gateway.config.models import (
     matches,
     plain_variables,
 )
-from gateway.config.not_yet import NOT_YET
 from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
-    "NOT_YET",
     "Admin",
     "Body",
     "Config",
@@ -76,7 +74,6 @@ __all__ = [
     "drafted",
     "load",
     "matches",
-    "notes",
     "plain_variables",
     "schema",
 ]

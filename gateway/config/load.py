@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from gateway.config import explain, references
 from gateway.config.models import Config, KeysFile, Section
-from gateway.config.not_yet import NOT_YET, notes_on
-from gateway.config.problems import ConfigurationError, Finding, Note, Problem
+from gateway.config.problems import ConfigurationError, Finding, Problem
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
 from gateway.config.source import Source, parse, read
@@ -45,12 +44,7 @@ def load(
     problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
     if problems or config is None or more is None:
         raise ConfigurationError(_in_order(problems, main.file), around.files)
-    return _assembled(config, more, draft, around)
-
-
-def notes(config: Config) -> tuple[Note, ...]:
-    """What an operator should know about a configuration that is good: settings that do nothing yet."""
-    return config._notes
+    return _assembled(config, more, around)
 
 
 def drafted(path: str | os.PathLike[str]) -> Draft | None:
@@ -59,9 +53,8 @@ def drafted(path: str | os.PathLike[str]) -> Draft | None:
     return Draft(source) if source.whole and isinstance(source.value, dict) else None
 
 
-def _assembled(config: Config, more: KeysFile, draft: Draft, around: Surroundings) -> Config:
+def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:
     whole = config.model_copy(update={"keys": config.keys + more.keys})
-    whole._notes = notes_on(draft, NOT_YET)
     whole._withheld = frozenset(around.named - around.shared)
     whole._files = tuple(dict.fromkeys(around.files))
     return whole

@@ -27,7 +27,6 @@ from pydantic import (
 )
 
 from gateway.certificate import CertificateError, Pair
-from gateway.config.problems import Note
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store
 from gateway.config.values import (
@@ -436,7 +435,6 @@ class Config(Section):
     log: Log = Field(default=Log(), description="what is written to standard error")
     tracing: Tracing | None = Field(default=None, description="where spans go")
 
-    _notes: tuple[Note, ...] = PrivateAttr(())
     _files: tuple[Path, ...] = PrivateAttr(())
     _withheld: frozenset[str] = PrivateAttr(frozenset())
 

@@ -12,12 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import NOT_YET, Config, ConfigurationError, load, notes, plain_variables, schema
+from gateway.config import Config, ConfigurationError, load, plain_variables, schema
 from gateway.config.models import Section
-from gateway.config.not_yet import notes_on
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
-from gateway.config.references import Draft
-from gateway.config.source import parse
 from gateway.config.values import KeyHash
 from tests.support.certificates import certificate
 
@@ -174,7 +171,6 @@ def test_defaults(write: Any) -> None:
     assert (model.balance, model.timeouts.connect, model.timeouts.first_byte, model.timeouts.idle) == ("least_busy", 2.0, 120.0, 60.0)
     assert config.keys[0].hashes == (KeyHash(HASH),)
     assert config.keys[0].models == ("*",)
-    assert notes(config) == ()
 
 
 def test_secrets_are_found_and_never_shown(sample: Config, further: Config) -> None:
@@ -186,7 +182,7 @@ def test_secrets_are_found_and_never_shown(sample: Config, further: Config) -> N
     assert launch is not None and token is not None
     assert (plain_variables(launch.env), token.get_secret_value()) == ({"HF_TOKEN": CANARY}, CANARY)
     for config in (sample, further):
-        assert CANARY not in f"{config!r} {config} {config.model_dump()} {notes(config)}"
+        assert CANARY not in f"{config!r} {config} {config.model_dump()}"
 
 
 def test_relative_paths_start_at_the_file(further: Config, tmp_path: Path) -> None:
@@ -214,26 +210,6 @@ def test_anchors_and_merges_keep_their_lines(write: Any) -> None:
         (5, "models[0].launch.startup_timeout"),
         (5, "models[1].launch.startup_timeout"),
     ]
-
-
-def test_what_has_no_effect_yet_is_noted_with_its_line() -> None:
-    main = parse("models:\n  - id: a\n    launch: {start: on_demand}\nkeys:\n  - {id: k, team: t}\n", "g.yaml")
-    more = parse("keys:\n  - id: l\n    team:\n  - id: m\n    team: t\n", "k.yaml")
-    table = {"keys[].team": "late", "models[].launch.start=on_demand": "early", "models[].launch.start=eager": "never", "log": "absent"}
-    assert [str(note) for note in notes_on(Draft(main, more), table)] == [
-        "g.yaml:3: models[0].launch.start: early",
-        "g.yaml:5: keys[0].team: late",
-        "k.yaml:5: keys[1].team: late",
-    ]
-
-
-def test_every_row_of_the_table_is_a_setting_that_exists() -> None:
-    for row in NOT_YET:
-        at: Any = schema()
-        for part in row.split("=")[0].split("."):
-            at = _resolved(at)["properties"][part.removesuffix("[]")]
-            at = _resolved(at)["items"] if part.endswith("[]") else at
-        assert at
 
 
 def _resolved(at: dict[str, Any]) -> dict[str, Any]:
