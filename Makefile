@@ -30,8 +30,8 @@ clients: $(READY)  ## the client packages that the suite tries, each in an envir
 deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas
 	$(BIN)/python -m tests.deploy.install
 
-faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md
-	$(BIN)/python -m tests.faults.report
+faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows
+	$(BIN)/python -m tests.faults.report $(if $(ROWS),--rows $(ROWS))
 
 soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, and its report; SECONDS=60 for a shorter one
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))

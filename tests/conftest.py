@@ -18,8 +18,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them.
+
+    Of the matrix of faults FAULTS_ROWS can choose rows by their numbers.
+    """
+    if wanted := os.environ.get("FAULTS_ROWS", "").split():
+        others = [item for item in items if (mark := item.get_closest_marker("row")) is None or str(mark.args[0]) not in wanted]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     for item in items:
         real = item.get_closest_marker("vllm") is not None
         item.add_marker(pytest.mark.xdist_group("vllm" if real else item.path.name))

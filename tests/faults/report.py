@@ -1,6 +1,7 @@
 """``make faults``: runs the matrix of faults at its whole size and writes docs/reliability.md from what the tests measured.
 
-The rule: a figure in the report is one that a test left in this very run; a row without one says so.
+The rule: a figure in the report is one that a test left, on the day that stands beside it; a row without one says so. The
+whole matrix takes an hour, so rows can be run alone; those of the others stay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.faults.rows import ROWS
@@ -26,15 +28,19 @@ What is done to the gateway, what has to hold then, and what was measured. `make
 writes this page; `make test` provokes them at a size that an ordinary run can bear. After every fault three things are checked as well:
 whatever was begun was finished and recorded, once; nothing is in flight; no task, connection or descriptor is left.
 """
-NOTHING = "*not measured in this run*"
+NOTHING = "*not measured*"
+
+Figures = Mapping[str, Mapping[str, Sequence[str] | str]]
+"""By a row's number: ``figures``, what its tests have left, and ``day``, on which they did."""
 
 
-def rendered(measured: Mapping[str, Sequence[str]], where: str) -> str:
-    """The page. ``measured``: by a row's number, what its tests have left; ``where``: what it was measured on."""
-    lines = ["| # | fault | expected | measured |", "|---|---|---|---|"]
+def rendered(measured: Figures, where: str) -> str:
+    """The page; ``where``: what it was measured on."""
+    lines = ["| # | fault | expected | measured | on |", "|---|---|---|---|---|"]
     for number, row in ROWS.items():
-        figures = "<br>".join(_cell(text) for text in measured.get(str(number), ())) or NOTHING
-        lines.append(f"| {number} | {_cell(row.fault)} | {_cell(row.expected)} | {figures} |")
+        found = measured.get(str(number), {})
+        figures = "<br>".join(_cell(text) for text in found.get("figures", ())) or NOTHING
+        lines.append(f"| {number} | {_cell(row.fault)} | {_cell(row.expected)} | {figures} | {found.get('day', '')} |")
     return "\n".join([BEGINNING, where, "", *lines, ""])
 
 
@@ -51,16 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests, write the page; returns pytest's status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="given", type=Path, help="figures that a run has left, instead of a run")
-    parser.add_argument("--to", type=Path, default=PAGE, help="the page to write")
-    parser.add_argument("words", nargs="*", help="for pytest")
+    parser.add_argument("--to", type=Path, default=PAGE, help="the page to write; its figures are kept beside it, as .json")
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS), metavar="N", help="these alone; all by default")
     options = parser.parse_args(arguments)
-    status = 0
+    status, kept = 0, options.to.with_suffix(".json")
+    before: Figures = json.loads(kept.read_text()) if kept.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         figures = options.given or Path(folder) / "figures.json"
         if options.given is None:
-            environ = {**os.environ, "FAULTS_FULL": "1", "FAULTS_REPORT": str(figures)}
-            status = subprocess.run([sys.executable, "-m", "pytest", "-m", "row", *options.words], cwd=ROOT, env=environ).returncode
-        options.to.write_text(rendered(json.loads(figures.read_text()), machine()))
+            rows = " ".join(map(str, options.rows))
+            environ = {**os.environ, "FAULTS_FULL": "1", "FAULTS_ROWS": rows, "FAULTS_REPORT": str(figures)}
+            status = subprocess.run([sys.executable, "-m", "pytest", "-m", "row"], cwd=ROOT, env=environ).returncode
+        day = f"{datetime.now(UTC):%Y-%m-%d}"
+        found = {**before, **{row: {"figures": left, "day": day} for row, left in json.loads(figures.read_text()).items()}}
+    kept.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    options.to.write_text(rendered(found, machine()))
     return status
 
 
