@@ -124,7 +124,7 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         states = {server.name: server.state for server in picture(one.control.status()).models[0].servers}
         assert list(states.values()) == ["starting", "draining", "ready"]
         await stage.put()
-        await until(lambda: stage.conditions() == {})
+        await stage.shows()
         refused = await one.ask(MODEL)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
         assert one.state(MODEL) == "failed"

@@ -214,7 +214,7 @@ def _refuses(port: int) -> bool:
 
 
 def test_health_waits_for_its_time() -> None:
-    with running("--sim-healthy-after", "0.5") as simulated:
+    with running("--sim-healthy-after", "5") as simulated:
         assert simulated.client.get("/health").status_code == 503
         until(lambda: simulated.client.get("/health").status_code == 200)
 
