@@ -1,0 +1,205 @@
+"""Several gateways behind nginx, replaced one after the other under load: nobody who asks notices."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from sqlalchemy import select
+
+from gateway import keys
+from gateway.ledger.schema import USAGE
+from gateway.ledger.store import Store, database
+from tests.faults.conftest import FULL
+from tests.support import postgres
+from tests.support.nginx import nginx
+from tests.support.process import Gateway, gateway
+from tests.support.redis_server import redis_server
+from tests.support.running import KEY, until
+from tests.support.simulated import simulated
+from tests.support.wire import DONE, Client, Reply, chat, client, request
+
+MODEL = "sim/one"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+STREAMS = 300 if FULL else 60
+ASKING = 8 if FULL else 4
+"""Clients that ask for JSON, one request after the other."""
+TOKENS, RATE = (40, 5.0) if FULL else (30, 10.0)
+"""Of a stream, and those of a second."""
+LINGER = 4
+SITE = re.search(r"^```nginx\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+_RELAYS = (1, 2, 1)  # both ways of accepting connections
+_HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+@contextmanager
+def held(host: str) -> Iterator[int]:
+    """A port that is listened on again and again, and that nobody else is given meanwhile."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers' have: both may be bound
+        bound.bind((host, 0))
+        yield bound.getsockname()[1]
+
+
+@dataclass
+class Replica:
+    """One of the gateways: a folder that stays, and the process of the moment."""
+
+    folder: Path
+    config: dict[str, Any]
+    running: Gateway | None = None
+    _life: ExitStack = field(default_factory=ExitStack)
+
+    def start(self) -> None:
+        self.running = self._life.enter_context(gateway(self.folder, self.config, seconds=60))
+
+    def end(self) -> None:
+        """As an operator does: SIGTERM, and then wait."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.process.terminate()
+            assert running.process.wait(90) == 0
+        self._life.close()
+
+
+@asynccontextmanager
+async def replicas(folder: Path, ports: Sequence[int], config: dict[str, Any]) -> AsyncIterator[list[Replica]]:
+    made = []
+    for host, port, relays in zip(_HOSTS, ports, _RELAYS, strict=True):
+        (place := folder / host).mkdir()
+        made.append(Replica(place, {**config, "server": {**config["server"], "host": host, "port": port, "relays": relays}}))
+    async with AsyncExitStack() as stack:
+        for each in made:
+            stack.push_async_callback(asyncio.to_thread, each.end)
+        await asyncio.gather(*(asyncio.to_thread(each.start) for each in made))
+        yield made
+
+
+def configuration(servers: Sequence[int], redis: str, ledger: str) -> dict[str, Any]:
+    """What all of them have."""
+    limits = {"requests_per_minute": 10**6, "tokens_per_day": 10**9, "concurrent": 10**4}
+    return {
+        "server": {"admin": {"port": 0}, "linger": f"{LINGER}s", "drain": "1m", "trusted_proxies": ["127.0.0.1"]},
+        "models": [{"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{port}"} for port in servers]}],
+        "keys": [{"id": "team-a", "hash": keys.hash_of(KEY), "limits": limits}],
+        "limits_store": redis,
+        "ledger": ledger,
+    }
+
+
+def site(port: int, gateways: Sequence[int]) -> str:
+    """The shown configuration, for these ports."""
+    assert SITE is not None
+    text = SITE[1].replace("listen 80;", f"listen 127.0.0.1:{port};")
+    for number, (host, each) in enumerate(zip(_HOSTS, gateways, strict=True)):
+        text = text.replace(f"10.0.0.1{number + 1}:8000", f"{host}:{each}")
+    return text
+
+
+@dataclass
+class Load:
+    """Clients that never stop asking: what each answer was, and which were not as they should be."""
+
+    port: int
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Of each answer by its request's id."""
+    wrong: list[str] = field(default_factory=list)
+    streaming: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self) -> None:
+        simulate = {"tokens": TOKENS, "tokens_per_second": RATE}
+        data = request(chat(model=MODEL, stream=True, stream_options={"include_usage": True}, simulate=simulate))
+        while not self.over.is_set():
+            async with client(self.port) as one:
+                asked = asyncio.create_task(one.ask(data))
+                begun = asyncio.create_task(one.begun.wait())
+                await asyncio.wait((asked, begun), return_when=asyncio.FIRST_COMPLETED)
+                self.streaming += 1
+                reply = await asked
+                self.streaming -= 1
+                begun.cancel()
+            self.take(reply, reply.body.removesuffix(DONE).rpartition(b"data: ")[2] if reply.body.endswith(DONE) else None)
+
+    async def ask(self) -> None:
+        data = request(chat(model=MODEL, simulate={"tokens": 5, "tokens_per_second": 0}))
+        while not self.over.is_set():
+            async with client(self.port) as one:
+                await self._ask_on(one, data)
+
+    async def _ask_on(self, one: Client, data: bytes) -> None:
+        """On one connection, for a while."""
+        for _ in range(50):
+            reply = await one.ask(data)
+            self.take(reply, reply.body)
+            if self.over.is_set() or not reply.whole or reply.headers.get("connection") == "close":
+                return
+            await asyncio.sleep(0.02)
+
+    def take(self, reply: Reply, last: bytes | None) -> None:
+        """``last``: the document in which its usage is; None where a stream has no end."""
+        if reply.status == 200 and reply.whole and last is not None and b'"error"' not in reply.body:
+            self.tokens[reply.headers["x-request-id"]] = orjson.loads(last)["usage"]["total_tokens"]
+        else:
+            self.wrong.append(f"{reply.status}, whole: {reply.whole}: {reply.body[-300:]!r}")
+
+
+@asynccontextmanager
+async def load(port: int) -> AsyncIterator[Load]:
+    made = Load(port)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(STREAMS):
+                group.create_task(made.stream())
+            for _ in range(ASKING):
+                group.create_task(made.ask())
+            await until(lambda: made.streaming == STREAMS, 60)
+            yield made
+            made.over.set()
+    finally:
+        made.over.set()
+
+
+def rows(url: str, folder: Path) -> dict[str, int]:
+    """The ledger's: the tokens of each request by its id, with none but whole answers among them."""
+    with closing(Store(database(url, folder))) as store, store.engine.connect() as connection:
+        found = [dict(each) for each in connection.execute(select(USAGE)).mappings()]
+    assert {(each["status"], each["incomplete"]) for each in found} == {(200, None)}
+    return {each["request_id"]: each["prompt_tokens"] + each["completion_tokens"] for each in found}
+
+
+@pytest.mark.row(23)
+@pytest.mark.timeout(600)
+async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    if not postgres.installed():
+        pytest.skip(postgres.NOT_INSTALLED)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(simulated(MODEL)) for _ in range(2)]
+        redis, base = stack.enter_context(redis_server()), stack.enter_context(postgres.postgres())
+        ports = [stack.enter_context(held(host)) for host in _HOSTS]
+        front, url = stack.enter_context(held("127.0.0.1")), base.database()
+        async with replicas(tmp_path, ports, configuration(servers, redis.url, url)) as three:
+            log = stack.enter_context(nginx(site(front, ports), front))
+            async with load(front) as clients:
+                for each in three:
+                    await asyncio.to_thread(each.end)
+                    await asyncio.to_thread(each.start)
+                    await until(lambda: clients.streaming == STREAMS, 60)
+            with redis.client() as store:
+                await until(lambda: not store.zcard("vllm-gateway:key team-a leases"), 30)
+                counted = float(store.hget("vllm-gateway:key team-a", "dt") or 0)
+        assert clients.wrong == [], log.read_text()[-4000:]
+        assert rows(url, tmp_path) == clients.tokens
+        assert counted == sum(clients.tokens.values())
+    measured(
+        f"three gateways behind nginx replaced one after the other under {STREAMS} streams: {len(clients.tokens):,} requests, "
+        "0 failed, 0 truncated, each once in the ledger and in the shared limits"
+    )
