@@ -81,6 +81,7 @@ class Relay:
         self.limits = Limiter(metrics, meters or Meters.private())
         self.deadlines = Deadlines()
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
+        self.leaving = False
         self.draining = False
         self.connections: set[Any] = set()  # uvicorn's own, once it serves
         self.memory = BodyMemory(state.clients.body_memory)

@@ -36,6 +36,7 @@ from gateway.fleet import STOP_GRACE, Fleet
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
 from gateway.operations import RefusedOperation
+from gateway.parting import let_nobody_in
 from gateway.rates import Rates
 from gateway.relays import Relays, relays
 from gateway.reload import History, Reading, Reloader
@@ -113,7 +114,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         await _linger(control, asked)
         waiting.cancel()
         fleet.cancel()
-        data.close()  # the relays close theirs: who comes now is refused, and does not wait in the kernel's queue
+        let_nobody_in(data)
+        data.close()  # the relays close theirs: who comes then is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     return 0
 
@@ -250,6 +252,7 @@ class Control:
     def leave(self) -> None:
         """Say that no more requests should come."""
         self._leaving = True
+        self.relays.leave()
 
     async def end(self) -> None:
         """Let clients finish, then end the servers."""

@@ -67,6 +67,8 @@ class Door(Protocol):
     proxies: Proxies
     addresses: Connections
     metrics: RelayMetrics
+    leaving: bool
+    """The gateway is about to end: each answer is the last one on its connection."""
     date_line: bytes
     """The Date header of this second."""
     turn: Turn
@@ -219,7 +221,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self.door.body_allowance,
             b"content-length" in unique and int(unique[b"content-length"]) > limit,
             http10,
-            parser.should_keep_alive(),
+            parser.should_keep_alive() and not self.door.leaving,
         )
         if busy:
             self._let_wait(call)
@@ -244,6 +246,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.scope["headers"] = headers
         self.expect_100_continue = any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
         super().on_headers_complete()
+        if self.door.leaving:
+            self.cycle.keep_alive = False
         self.flow.resume_reading()  # uvicorn pauses it where a request waits for its turn
 
     def on_body(self, body: bytes) -> None:
@@ -349,6 +353,11 @@ class EdgeProtocol(HttpToolsProtocol):
         wait, message, moved = self._awaited()
         if self._patience.is_over(wait, message, moved, now, self.door.clients):
             self._give_up(wait)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its first request, or the rest of a head, may be on its way."""
+        return self._reading in (_FIRST_BYTE, _HEAD) and not self._lingering and not self.transport.is_closing()
 
     def _awaited(self) -> tuple[Wait, object, int]:
         """What is waited for, in which request, and how many bytes of it have moved."""

@@ -40,6 +40,10 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
     health: Health
 
 
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: serve on, and tell clients to come again on other connections."""
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """control → relay: take no new connections, let what runs finish within ``seconds``, then exit."""
 
@@ -65,7 +69,7 @@ class Asked(msgspec.Struct, tag=True, frozen=True):
     since: float | None
 
 
-Message = Configure | Health | Drain | Taken | Learned | Asked
+Message = Configure | Health | Leave | Drain | Taken | Learned | Asked
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

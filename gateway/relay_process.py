@@ -32,15 +32,17 @@ from gateway.edge import LINGER, EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Link, Message, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Taken
 from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
+from gateway.parting import HANDSHAKE, is_awaited
 from gateway.scoreboard import Board
 from gateway.state import State
 from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
 
+_FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _TELL_EVERY = 4  # ticks
 _FRAME_BUFFER = 1024 * 1024
@@ -123,6 +125,7 @@ class _Process:
         self.metrics = metrics
         self._number = number
         self._server: uvicorn.Server | None = None
+        self._listener: socket.socket | None = None
 
     def speak_by(self, state: State) -> None:
         """Say what is to be said in the way that this generation wants."""
@@ -139,6 +142,7 @@ class _Process:
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""
+        self._listener = listener
         self._server = await started(self.relay, listener, seats)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
@@ -161,6 +165,8 @@ class _Process:
                     self.link.send(Taken(state.generation))
                 case Health():
                     self.learn(message)
+                case Leave():
+                    self.relay.leaving = True
                 case Drain(seconds=seconds):
                     await self._drain(seconds)
                     return
@@ -184,11 +190,8 @@ class _Process:
     async def _drain(self, seconds: float) -> None:
         """No new connections; what runs may finish; the rest is told that it was cut."""
         assert self._server is not None
-        for listener in self._server.servers:
-            listener.close()
-        for connection in self._connections():
-            connection.shutdown()
         self.relay.lobby.close()
+        await self._close_the_door()
         tasks = self._server.server_state.tasks
         await _settled(lambda: not tasks, seconds)
         self.relay.draining = True
@@ -196,6 +199,20 @@ class _Process:
             task.cancel()
         await _settled(lambda: not tasks, _BREAK_OFF)
         await _settled(lambda: not self._connections(), _BREAK_OFF)
+
+    async def _close_the_door(self) -> None:
+        """Control lets nobody in any more: serve who was let in and has not asked yet, each once; the others' connections end."""
+        assert self._server is not None and self._listener is not None
+        listener, is_tls = self._listener, self.relay.certificate is not None
+        self.relay.leaving = True
+        await asyncio.sleep(HANDSHAKE)
+        await _settled(lambda: not is_awaited(listener), _FIRST_REQUEST)
+        for each in self._server.servers:
+            each.close()
+        # a TLS handshake is not seen here
+        await _settled(lambda: not is_tls and not any(each.is_awaited for each in self._connections()), _FIRST_REQUEST)
+        for connection in self._connections():
+            connection.shutdown()
 
 
 async def _settled(done: Callable[[], bool], seconds: float) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -195,6 +195,7 @@ class Relays:
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
         self._health = Health({}, {})
+        self._leaving = False
 
     @property
     def boards(self) -> tuple[Board, ...]:
@@ -241,7 +242,14 @@ class Relays:
 
     def _greeting(self) -> Sequence[Message]:
         assert self._state is not None
-        return (Configure(self._state, self._health),)
+        word = Configure(self._state, self._health)
+        return (word, Leave()) if self._leaving else (word,)
+
+    def leave(self) -> None:
+        """Have clients told to come again on other connections."""
+        self._leaving = True
+        for relay in self._relays:
+            relay.send(Leave())
 
     async def drain(self, seconds: float) -> None:
         """Let what is in flight finish within ``seconds`` and the relays exit."""

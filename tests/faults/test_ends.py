@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -89,16 +90,68 @@ async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_p
         one.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         await asyncio.to_thread(wait_for, lambda: one.get("/readyz").status_code == 503)
-        async with client(one.data) as kept:
-            served = 0
-            while time.monotonic() - began < 1.5:
-                assert (await kept.ask(request({"model": "sim/one", "messages": HELLO}))).status == 200
-                assert (await ask(one.data, request({"model": "sim/one", "messages": HELLO}))).status == 200
-                served += 2
-            assert await kept.closed(), "it ends when the time is over"
+        served = 0
+        while time.monotonic() - began < 1.5:
+            async with client(one.data) as kept:
+                for data in (request(path="/v1/models", method="GET"), request({"model": "sim/one", "messages": HELLO})):
+                    reply = await ask(one.data, data)
+                    assert (reply.status, reply.headers["connection"]) == (200, "close")
+                reply = await kept.ask(data)
+                assert (reply.status, reply.headers["connection"]) == (200, "close")
+                assert await kept.closed(), "so that whoever keeps connections turns away in time"
+                served += 3
         assert await asyncio.to_thread(one.process.wait, 60) == 0
     assert time.monotonic() - began >= 2.0
-    measured(f"/readyz fails at once; {served} of {served} requests on old and new connections are served in the linger")
+    measured(f"/readyz fails at once; {served} of {served} requests are served in the linger, each the last one of its connection")
+
+
+@pytest.mark.row(23)
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_whoever_is_let_in_is_served(tmp_path: Path, relays: int, measured: Callable[[str], None]) -> None:
+    """A load balancer sends a request again that met a closed port, but not one on a connection that was made and then reset."""
+    data, seen, over = request({"model": "sim/one", "messages": HELLO}), Counter[str](), asyncio.Event()
+
+    async def come_again(port: int) -> None:
+        while not over.is_set():
+            seen[await outcome(port, data)] += 1
+
+    with gateway(tmp_path, configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), relays=relays)) as one:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(30):
+                group.create_task(come_again(one.data))
+            await until(lambda: seen["200"] > 100)
+            one.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(one.process.wait, 60) == 0
+            over.set()
+    assert seen.keys() <= {"200", "refused"}, seen
+    measured(f"SIGTERM while clients connect all the time, {relays} relays: every one of {seen['200']} that was let in was served")
+
+
+async def outcome(port: int, data: bytes) -> str:
+    """Of a request on a connection of its own."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionError:
+        await asyncio.sleep(0.02)
+        return "refused"
+    try:
+        writer.write(data)
+        return (await reader.read(12)).removeprefix(b"HTTP/1.1 ").decode()
+    except ConnectionError:
+        return "cut"
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.row(23)
+async def test_who_has_connected_and_says_nothing_does_not_hold_it_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="2m")) as one:
+        async with client(one.data) as silent, client(one.data) as slow:
+            slow.send(request()[:20])
+            one.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(one.process.wait, 60) == 0
+            assert await silent.closed() and await slow.closed()
+    measured("SIGTERM with a client that has connected and says nothing: it is waited for for a second")
 
 
 def ports_of_clients(relay: int, port: int) -> set[int]:
