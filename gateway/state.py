@@ -30,8 +30,13 @@ class Limits:
 
     calendar: bool = field(init=False)
     """Whether one of them is for a day or a month."""
+    request_seconds: float = field(init=False)
+    """Those in which a minute's limit gives one request; 0 where there is none."""
+    token_seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "request_seconds", 60 / self.requests_per_minute if self.requests_per_minute else 0.0)
+        object.__setattr__(self, "token_seconds", 60 / self.tokens_per_minute if self.tokens_per_minute else 0.0)
         quotas = (self.tokens_per_day, self.tokens_per_month, self.cost_per_day, self.cost_per_month)
         object.__setattr__(self, "calendar", any(quota is not None for quota in quotas))
 

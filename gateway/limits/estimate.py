@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
 from gateway.limits.rules import Ask
 from gateway.record import Record
@@ -25,7 +27,7 @@ _MEDIA = b";base64,"
 _MILLION = 1_000_000
 
 
-class Tokens(NamedTuple):
+class Tokens(msgspec.Struct, frozen=True, gc=False):
     """Of one request."""
 
     prompt: int = 0
@@ -53,10 +55,14 @@ _OUTPUTS: Mapping[str, _Output] = MappingProxyType(
 def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
     output = _OUTPUTS.get(path)
-    return Tokens(_prompt(body) or 1, 0 if output is None else _completion(document, output) * _choices(document))
+    prompt = _with_media(body) if _MEDIA in body else len(body) // BYTES_PER_TOKEN
+    completion = 0 if output is None else _completion(document, output)
+    if "n" in document or "prompt" in document:
+        completion *= _choices(document)
+    return Tokens(prompt or 1, completion)
 
 
-def _prompt(body: bytes) -> int:
+def _with_media(body: bytes) -> int:
     size, media, start = len(body), 0, body.find(_MEDIA)
     while start >= 0:
         end = body.find(b'"', start)
@@ -67,9 +73,10 @@ def _prompt(body: bytes) -> int:
 
 def _completion(document: Mapping[str, Any], output: _Output) -> int:
     for name in output.names:
-        value = document.get(name)
-        if type(value) is int and value > 0:
-            return value
+        if name in document:
+            value = document[name]
+            if type(value) is int and value > 0:
+                return value
     return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
 
 
@@ -80,10 +87,10 @@ def _choices(document: Mapping[str, Any]) -> int:
     return many * n if type(n) is int and n > 1 else many
 
 
-def cap(document: dict[str, Any], path: str, limit: int) -> None:
+def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
     """Hold a request to so many tokens of an answer: refuse one that asks for more, and set it where none is asked for."""
     output = _OUTPUTS.get(path)
-    if output is None:
+    if output is None or limit is None:
         return
     given = [name for name in output.names if document.get(name) is not None]
     for name in given:
@@ -97,7 +104,7 @@ def cap(document: dict[str, Any], path: str, limit: int) -> None:
         document[output.names[-1]] = limit
 
 
-def ask(tokens: Tokens, price: tuple[float, float] | None, *, requests: int = 0, slots: int = 0) -> Ask:
+def ask(tokens: Tokens, price: tuple[float, float] | None, requests: int = 0, slots: int = 0) -> Ask:
     """Tokens as what limits count. ``price`` is per million prompt and completion tokens."""
     cost = 0.0 if price is None else (tokens.prompt * price[0] + tokens.completion * price[1]) / _MILLION
     return Ask(requests, slots, tokens.prompt + tokens.completion, cost)

@@ -6,46 +6,47 @@ durations: ``17ms``, ``1s``, ``6m0s``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from math import ceil
 
-from gateway.limits.rules import Meter, Standing, standing
+from gateway.limits.rules import Standing, standing
 from gateway.state import Limits
 
 
-def lines(found: Iterable[tuple[Limits, Meter]], now: float) -> bytes:
-    """Header lines for the tightest limit of each kind; none for a kind that is not limited."""
+def lines(found: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
+    """Header lines for the tightest limit of each kind; none for a kind that is not limited.
+
+    ``found``: limits, and when their buckets of requests and of tokens are full again.
+    """
     requests: Standing | None = None
     tokens: Standing | None = None
-    for limits, meter in found:
+    for limits, requests_full, tokens_full in found:
         if limits.requests_per_minute is not None:
-            requests = _tighter(requests, standing(limits.requests_per_minute, meter.requests, now))
+            shown = standing(limits.requests_per_minute, requests_full, now)
+            requests = shown if requests is None else _tighter(requests, shown)
         if limits.tokens_per_minute is not None:
-            tokens = _tighter(tokens, standing(limits.tokens_per_minute, meter.tokens, now))
-    return _lines(b"requests", requests) + _lines(b"tokens", tokens)
+            shown = standing(limits.tokens_per_minute, tokens_full, now)
+            tokens = shown if tokens is None else _tighter(tokens, shown)
+    said = b"" if requests is None else _REQUESTS % (requests.limit, requests.remaining, duration(requests.reset))
+    return said if tokens is None else said + _TOKENS % (tokens.limit, tokens.remaining, duration(tokens.reset))
 
 
-def _tighter(one: Standing | None, other: Standing) -> Standing:
-    return one if one is not None and (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
+def _tighter(one: Standing, other: Standing) -> Standing:
+    return one if (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
 
 
-def _lines(kind: bytes, shown: Standing | None) -> bytes:
-    if shown is None:
-        return b""
-    limit, remaining, reset = shown
-    return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
-        kind, limit, kind, remaining, kind, duration(reset).encode()
-    )  # fmt: skip
+_LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
+_REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"tokens"))
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float) -> bytes:
     """Seconds as Go writes them, in whole milliseconds, rounded up."""
-    whole = math.ceil(seconds * 1000 - 1e-3)
+    whole = ceil(seconds * 1000 - 1e-3)
     if whole < 1000:
-        return f"{whole}ms" if whole > 0 else "0s"
+        return b"%dms" % whole if whole > 0 else b"0s"
     minutes, rest = divmod(whole, 60_000)
     hours, minutes = divmod(minutes, 60)
     shown = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     if hours:
-        return f"{hours}h{minutes}m{shown}"
-    return f"{minutes}m{shown}" if minutes else shown
+        return f"{hours}h{minutes}m{shown}".encode()
+    return (f"{minutes}m{shown}" if minutes else shown).encode()

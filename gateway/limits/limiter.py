@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from gateway.limits import estimate
 from gateway.limits.meters import Holder, Meters
-from gateway.limits.permit import Permit
+from gateway.limits.permit import ARRIVAL, Permit
 from gateway.limits.store import Store
 from gateway.metrics import RelayMetrics
 from gateway.state import Allowance, Key, Limits, LimitsStore, Model, State
@@ -26,36 +26,38 @@ REASONS = (
 )
 """The limits that are counted, by which refusals are, too."""
 
+Holders = tuple[Holder, ...]
+
 _WEIGHING = frozenset(REASONS) - {"requests_per_minute", "concurrent"}
 
 
 class Counted:
-    """Whom the requests of one key count for. ``is_early``: all of it is known before the body is."""
+    """Whom the requests of one key, of this id, count for. ``is_early``: all of it is known before the body is."""
 
-    __slots__ = ("_allowances", "_of_models", "_tops", "always", "is_early", "weighing")
+    __slots__ = ("_allowances", "_of_models", "always", "arriving", "caps", "is_early", "key", "weighing")
 
-    def __init__(self, meters: Meters, allowances: tuple[Allowance, ...]) -> None:
+    def __init__(self, key: str, meters: Meters, allowances: tuple[Allowance, ...]) -> None:
+        self.key = key
         holders = [(each, meters.holder(each.holder, each.limits)) for each in allowances if _named(each.limits)]
         self.always = tuple(holder for each, holder in holders if each.models is None)
+        self.arriving = tuple((holder, ARRIVAL) for holder in self.always)
         self.weighing = tuple(holder for holder in self.always if not _WEIGHING.isdisjoint(_named(holder.limits)))
         self.is_early = not self.weighing and len(self.always) == len(holders)
         self._allowances = holders
-        self._of_models: dict[str, tuple[Holder, ...]] = {}
-        self._tops = [each for each in allowances if each.limits.max_tokens is not None]
+        self._of_models: dict[str, tuple[Holders, Holders]] = {}
+        self.caps = tuple(each for each in allowances if each.limits.max_tokens is not None)
 
-    def of_model(self, model: Model) -> tuple[Holder, ...]:
-        """Who counts for this model beside those who always do."""
+    def of_model(self, model: Model) -> tuple[Holders, Holders]:
+        """Who counts for this model beside those who always do, and all together."""
         found = self._of_models.get(model.id)
         if found is None:
-            found = tuple(holder for each, holder in self._allowances if each.models is not None and _covers(each, model))
-            self._of_models[model.id] = found
+            own = tuple(holder for each, holder in self._allowances if each.models is not None and _covers(each, model))
+            found = self._of_models[model.id] = own, (*self.always, *own)
         return found
 
     def max_tokens(self, model: Model) -> int | None:
         """How many tokens an answer of this model may have at most."""
-        if not self._tops:
-            return None
-        return estimate.smallest(each.limits.max_tokens for each in self._tops if _covers(each, model))
+        return estimate.smallest(each.limits.max_tokens for each in self.caps if _covers(each, model))
 
 
 def _named(limits: Limits) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Limiter:
 
     def take(self, state: State) -> None:
         """Serve by this generation from now on. What has been used stays used."""
-        self._counted = {key.id: Counted(self.meters, key.allowances) for key in state.keys if key.allowances}
+        self._counted = {key.id: Counted(key.id, self.meters, key.allowances) for key in state.keys if key.allowances}
         for key in state.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
@@ -93,7 +95,7 @@ class Limiter:
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""
-        return Permit(self, key.id, self._counted[key.id], identity)
+        return Permit(self, self._counted[key.id], identity)
 
     def count(self, key: str, reason: str) -> None:
         """Count a request that was refused."""

@@ -15,37 +15,29 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable
 from hashlib import sha256
+from threading import Lock
 from typing import NamedTuple
 
-from gateway.limits import rules
-from gateway.limits.rules import Ask, Meter, Moment, Refused, Window
+from gateway.limits.rules import Ask, Meter, Moment, Refused, Window, admitted, outlasts, settled
 from gateway.state import Limits
 
 _ROOM = 64 * 1024 * 1024  # bytes of address space; memory is used only for what is written (the file is sparse)
 _HEAD = struct.Struct("<QQ")
 _DIGEST = 32
 _METER = struct.Struct("<14d")
-_BUCKETS = struct.Struct("<2d")
-_SLOTS = struct.Struct("<d")
+_CELL = 8  # bytes of a float64
+_SLOTS = _METER.size // _CELL  # where the requests in flight are, in cells behind the first one
 _NEVER = Window()
 
 
 class Holder(NamedTuple):
-    """One who has limits, and where the counts are: ``meter`` is a place in ``Meters``."""
+    """One who has limits, and where the counts are: ``meter`` is the first cell of its meter in ``Meters``."""
 
     name: str
     limits: Limits
     meter: int
-
-
-class Taken(NamedTuple):
-    """Who refused, and why, if anybody did; and the meters then."""
-
-    refused: tuple[Holder, Refused] | None
-    meters: Sequence[Meter]
 
 
 class MetersFullError(Exception):
@@ -58,16 +50,17 @@ class Meters:
     def __init__(self, memory: mmap.mmap, fd: int = -1, relay: int = 0) -> None:
         self.fd = fd
         self._map = memory
+        self._cells = memoryview(memory).cast("d")
         self._relays: int = _HEAD.unpack_from(self._map)[0]
-        self._own = _DIGEST + _METER.size + _SLOTS.size * relay
-        self._size: int = _DIGEST + _METER.size + _SLOTS.size * self._relays
-        self._in_flight = struct.Struct(f"<{self._relays}d")
+        self._is_alone = self._relays == 1
+        self._own = _SLOTS + relay
+        self._size: int = _DIGEST + _METER.size + _CELL * self._relays
         self._places: dict[bytes, int] = {}
-        self._lock = nullcontext() if self._relays == 1 else _Lock(fd)
+        self._lock = Lock() if self._is_alone else _Lock(fd)  # of one relay there is one thread: the cheapest that can be held
         with self._lock:
             self._look()
             for place in self._places.values():
-                self._set_own(place, 0)
+                self._cells[place + self._own] = 0.0
 
     @classmethod
     def private(cls) -> Meters:
@@ -90,6 +83,7 @@ class Meters:
         return cls(mmap.mmap(fd, _ROOM), fd, relay)
 
     def close(self) -> None:
+        self._cells.release()
         self._map.close()
         if self.fd >= 0:
             os.close(self.fd)
@@ -108,7 +102,7 @@ class Meters:
         _, count = _HEAD.unpack_from(self._map)
         for number in range(len(self._places), count):
             start = _HEAD.size + number * self._size
-            self._places[self._map[start : start + _DIGEST]] = start
+            self._places[self._map[start : start + _DIGEST]] = (start + _DIGEST) // _CELL
 
     def _append(self, digest: bytes) -> int:
         count = len(self._places)
@@ -117,59 +111,57 @@ class Meters:
             raise MetersFullError(f"there are {count} holders of limits")
         self._map[start : start + self._size] = digest + bytes(self._size - _DIGEST)
         _HEAD.pack_into(self._map, 0, self._relays, count + 1)
-        self._places[digest] = start
-        return start
+        self._places[digest] = (start + _DIGEST) // _CELL
+        return self._places[digest]
 
     # Counts
 
     def read(self, place: int) -> Meter:
         """The meter at a place."""
-        values = _METER.unpack_from(self._map, place + _DIGEST)
-        in_flight = self._in_flight.unpack_from(self._map, place + _DIGEST + _METER.size)
-        return Meter(
-            values[0],
-            values[1],
-            Window(*values[2:8]) if values[2] else _NEVER,
-            Window(*values[8:]) if values[8] else _NEVER,
-            int(in_flight[0] if len(in_flight) == 1 else sum(in_flight)),
-        )
+        cells = self._cells
+        in_flight = cells[place + _SLOTS] if self._is_alone else sum(cells[place + _SLOTS : place + _SLOTS + self._relays])
+        if not cells[place + 2]:  # the period of its day, which has one if its month has
+            return Meter(cells[place], cells[place + 1], _NEVER, _NEVER, in_flight)
+        values = _METER.unpack_from(self._map, place * _CELL)
+        return Meter(values[0], values[1], Window(*values[2:8]), Window(*values[8:]), in_flight)
 
-    def _write(self, place: int, before: Meter, after: Meter) -> None:
-        if after.day is before.day and after.month is before.month:
-            _BUCKETS.pack_into(self._map, place + _DIGEST, after.requests, after.tokens)
+    def buckets(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
+        """When each holder's buckets of requests and of tokens are full again."""
+        cells = self._cells
+        return [(holder.limits, cells[holder.meter], cells[holder.meter + 1]) for holder in holders]
+
+    def _write(self, place: int, after: Meter, slots: int) -> None:
+        """``slots``: how many more of the requests in flight are this relay's."""
+        cells = self._cells
+        if after.day is _NEVER:
+            cells[place], cells[place + 1] = after.requests, after.tokens
         else:
-            _METER.pack_into(self._map, place + _DIGEST, after.requests, after.tokens, *after.day, *after.month)
-        if after.in_flight != before.in_flight:
-            (own,) = _SLOTS.unpack_from(self._map, place + self._own)
-            self._set_own(place, own + after.in_flight - before.in_flight)
+            _METER.pack_into(self._map, place * _CELL, after.requests, after.tokens, *after.day, *after.month)
+        if slots:
+            cells[place + self._own] += slots
 
-    def _set_own(self, place: int, slots: float) -> None:
-        _SLOTS.pack_into(self._map, place + self._own, slots)
-
-    def take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> Taken:
-        """Take what is asked of each holder, or nothing."""
+    def take(self, wanted: Iterable[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
+        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason."""
+        worst: tuple[Holder, Refused] | None = None
+        changes = []
         with self._lock:
-            before = [self.read(holder.meter) for holder, _ in wanted]
-            worst: tuple[Holder, Refused] | None = None
-            after = []
-            for (holder, ask), meter in zip(wanted, before, strict=True):
-                taken, refused = rules.admitted(holder.limits, meter, ask, at)
-                after.append(taken)
-                if refused is not None and (worst is None or rules.outlasts(refused, worst[1])):
+            for holder, ask in wanted:
+                after, refused = admitted(holder.limits, self.read(holder.meter), ask, at)
+                if refused is None:
+                    changes.append((holder.meter, after, ask.slots))
+                elif worst is None or outlasts(refused, worst[1]):
                     worst = holder, refused
-            if worst is not None:
-                return Taken(worst, before)
-            for (holder, _), old, new in zip(wanted, before, after, strict=True):
-                self._write(holder.meter, old, new)
-        return Taken(None, after)
+            if worst is None:
+                for change in changes:
+                    self._write(*change)
+        return worst
 
     def settle(self, reserved: Iterable[tuple[Holder, Ask]], used: Ask, then: Moment, now: float) -> None:
         """Put what was used in the place of what was reserved at a moment, of each holder."""
-        day, month = then.day, then.month
         with self._lock:
             for holder, ask in reserved:
-                meter = self.read(holder.meter)
-                self._write(holder.meter, meter, rules.settled(holder.limits, meter, ask, used, now, day, month))
+                after = settled(holder.limits, self.read(holder.meter), ask, used, now, then)
+                self._write(holder.meter, after, used.slots - ask.slots)
 
 
 class _Lock:

@@ -16,31 +16,32 @@ from gateway.errors import Refusal
 from gateway.limits import estimate, headers, rules
 from gateway.limits.estimate import Tokens
 from gateway.limits.meters import Holder
-from gateway.limits.rules import Ask, Meter, Moment, Refused
+from gateway.limits.rules import Ask, Moment, Refused
 from gateway.limits.store import Answer, StoreAwayError
 from gateway.record import Record
-from gateway.state import Limits, Model
+from gateway.state import Model
 
 if TYPE_CHECKING:
     from gateway.limits.limiter import Counted, Limiter
 
-_ONE = Ask(requests=1, slots=1)
+ARRIVAL = Ask(requests=1, slots=1)
+"""What is asked for before anything of the body is read."""
+_NOTHING, _UNWEIGHED = Ask(), Tokens()
 
 
 class Permit:
     """Made for each request of a key that has limits."""
 
-    __slots__ = ("_answer", "_counted", "_guess", "_identity", "_is_claimed", "_key", "_limiter", "_meters", "_model", "_reserved", "_then")
+    __slots__ = ("_answer", "_claimed", "_counted", "_guess", "_identity", "_judging", "_limiter", "_model", "_reserved", "_then")
 
-    def __init__(self, limiter: Limiter, key: str, counted: Counted, identity: str) -> None:
+    def __init__(self, limiter: Limiter, counted: Counted, identity: str) -> None:
         self._limiter = limiter
-        self._key = key
         self._counted = counted
         self._identity = identity
         self._model: Model | None = None
-        self._guess = Tokens()
-        self._is_claimed = False
-        self._meters: dict[int, tuple[Limits, Meter]] = {}
+        self._guess = _UNWEIGHED
+        self._claimed = False
+        self._judging: Sequence[Holder] = counted.always
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
         self._answer: Answer | None = None
         self._then = Moment(monotonic(), time())
@@ -49,18 +50,17 @@ class Permit:
         """Ask for a request and a place, before anything of the body is read. Raises Refusal."""
         counted, store = self._counted, self._limiter.store
         if store is None:
-            self._take([(holder, _ONE) for holder in counted.always])
+            self._take(counted.arriving, self._then)
         elif counted.is_early:
-            await self._ask([(holder, _ONE) for holder in counted.always])
+            await self._ask(counted.arriving)
         else:
             self._heed(store.known(counted.always, monotonic()))
 
     def weigh(self, document: dict[str, Any], path: str, body: bytes, model: Model) -> None:
         """Guess what a body will use that is about to be sent, and hold it to the largest answer that is allowed. Raises Refusal."""
         self._model = model
-        limit = self._counted.max_tokens(model)
-        if limit is not None:
-            estimate.cap(document, path, limit)
+        if self._counted.caps:
+            estimate.cap(document, path, self._counted.max_tokens(model))
         self._guess = estimate.estimate(document, path, body)
 
     def weigh_form(self, model: Model) -> None:
@@ -73,41 +73,47 @@ class Permit:
         assert model is not None
         if counted.is_early:
             return
-        of_model, whole = counted.of_model(model), estimate.ask(self._guess, model.price, requests=1, slots=1)
-        if self._is_claimed:
-            await self._move(of_model, whole)
+        of_model, everybody = counted.of_model(model)
+        whole = estimate.ask(self._guess, model.price, 1, 1)
+        if self._claimed:
+            await self._move(of_model, everybody, whole)
             return
-        self._is_claimed = True
+        self._claimed = True
+        reserved = [(holder, whole) for holder in everybody]
         if self._limiter.store is not None and not self._reserved:
-            await self._ask([(holder, whole) for holder in (*counted.always, *of_model)])
-        else:
-            more = [(holder, whole._replace(requests=0, slots=0)) for holder in counted.weighing]
-            self._take([*more, *((holder, whole) for holder in of_model)])
+            await self._ask(reserved)
+            return
+        self._judging, tokens = everybody, Ask(0, 0, whole.tokens, whole.cost)
+        more = [(holder, tokens) for holder in counted.weighing]
+        if of_model:
+            more += [(holder, whole) for holder in of_model]
+        self._take(more, self._now())
+        self._reserved = reserved
 
-    async def _move(self, of_model: Sequence[Holder], whole: Ask) -> None:
+    async def _move(self, of_model: Sequence[Holder], stays: Sequence[Holder], whole: Ask) -> None:
         """Give back what only the model before counted, and ask for what this one does."""
-        stays = (*self._counted.always, *of_model)
         left = [(holder, ask) for holder, ask in self._reserved if holder not in stays]
         kept = self._reserved = [(holder, ask) for holder, ask in self._reserved if holder in stays]
-        self._give_back(left, Ask())
+        self._settle(left, _NOTHING)
         held = {holder for holder, _ in kept}
         wanted = [(holder, whole) for holder in of_model if holder not in held]
         if self._answer is None:
-            self._take(wanted)
+            self._judging = stays
+            self._take(wanted, self._now())
+            self._reserved = [*kept, *wanted]
         else:
             await self._ask(wanted)
 
-    def _take(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
-        """In this gateway's own memory."""
-        if not wanted:
-            return
-        at = self._then._replace(now=monotonic())  # it is of the day on which it came
-        taken = self._limiter.meters.take(wanted, at)
-        for (holder, _), meter in zip(wanted, taken.meters, strict=True):
-            self._meters[holder.meter] = holder.limits, meter
-        if taken.refused is not None:
-            raise self._refusal(*taken.refused)
-        self._reserved = _joined(self._reserved, wanted) if self._reserved else wanted
+    def _now(self) -> Moment:
+        """The time, but of the day on which it came."""
+        return Moment(monotonic(), self._then.wall)
+
+    def _take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> None:
+        """In this gateway's own memory. Raises Refusal."""
+        refused = self._limiter.meters.take(wanted, at)
+        if refused is not None:
+            raise self._refusal(*refused)
+        self._reserved = wanted
 
     async def _ask(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
         """In the store; in memory while it is away, if that is allowed."""
@@ -119,10 +125,11 @@ class Permit:
             answer = await store.admit(self._identity, wanted)
         except StoreAwayError:
             if store.refuses:
-                self._limiter.count(self._key, "store")
+                self._limiter.count(self._counted.key, "store")
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
             if self._answer is None:  # or the rest of it is settled there
-                self._take(wanted)
+                self._judging = tuple(holder for holder, _ in wanted)
+                self._take(wanted, self._now())
             return
         before = self._answer
         if before is not None and self._reserved:
@@ -137,42 +144,31 @@ class Permit:
             raise self._refusal(*answer.refused)
 
     def _refusal(self, holder: Holder, refused: Refused) -> Refusal:
-        self._limiter.count(self._key, refused.reason)
+        self._limiter.count(self._counted.key, refused.reason)
         return refusal(holder.name, refused)
 
     # The end
 
     def settle(self, record: Record) -> None:
         """Put what the request has used in the place of what was reserved for it."""
-        if not self._reserved:
-            return
         reserved, self._reserved = self._reserved, ()
-        price = self._model.price if self._model is not None else None
-        requests = 1 if estimate.counts_as_request(record) else 0
-        used = estimate.ask(estimate.used(record, self._guess), price, requests=requests)
-        self._give_back(reserved, used)
-
-    def _give_back(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
-        store = self._limiter.store
         if not reserved:
             return
+        model = self._model
+        price = None if model is None else model.price
+        self._settle(reserved, estimate.ask(estimate.used(record, self._guess), price, estimate.counts_as_request(record)))
+
+    def _settle(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
         if self._answer is None:
             self._limiter.meters.settle(reserved, used, self._then, monotonic())
-        elif store is not None:
-            store.settle(self._identity, reserved, used, self._answer)
+        elif reserved and self._limiter.store is not None:
+            self._limiter.store.settle(self._identity, reserved, used, self._answer)
 
     def lines(self) -> bytes:
-        """How the minute's limits stand, as lines of an answer's head: as they were when the request was judged."""
-        return headers.lines(self._meters.values() if self._answer is None else self._answer.standings, monotonic())
-
-
-def _joined(before: Sequence[tuple[Holder, Ask]], more: Sequence[tuple[Holder, Ask]]) -> Sequence[tuple[Holder, Ask]]:
-    """What was reserved of each holder in two steps, as if in one."""
-    asks = {holder.meter: (holder, ask) for holder, ask in before}
-    for holder, ask in more:
-        held = holder.meter in asks
-        asks[holder.meter] = holder, Ask(1, 1, ask.tokens, ask.cost) if held else ask
-    return tuple(asks.values())
+        """How the minute's limits that the request was judged by stand, as lines of an answer's head."""
+        if self._answer is not None:
+            return headers.lines(self._answer.standings, monotonic())
+        return headers.lines(self._limiter.meters.buckets(self._judging), monotonic())
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(

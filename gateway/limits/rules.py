@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.state import Limits
 
 _MINUTE = 60.0
@@ -24,7 +26,7 @@ _ROUNDING = 1e-6
 """Seconds that floating-point numbers may be off."""
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What a request takes or has used. ``slots`` are places among those that are served at once."""
 
     requests: int = 0
@@ -33,7 +35,7 @@ class Ask(NamedTuple):
     cost: float = 0.0
 
 
-class Moment(NamedTuple):
+class Moment(msgspec.Struct, frozen=True, gc=False):
     """A point in time: ``now`` by a clock that never goes back, ``wall`` in seconds since the epoch."""
 
     now: float
@@ -57,7 +59,7 @@ def month_of(day: int) -> int:
 
 
 class Window(NamedTuple):
-    """What was used in a period of the calendar, and in the one that was looked at before it."""
+    """What was used in a period of the calendar, and in the latest other one that was looked at."""
 
     period: float = 0
     tokens: float = 0
@@ -72,7 +74,7 @@ class Window(NamedTuple):
             return self
         if period == self.other:
             return Window(*self[3:], *self[:3])
-        return Window(period, 0, 0, *self[:3])
+        return Window(period, 0, 0, *(self[:3] if self.period > self.other else self[3:]))
 
     def plus(self, period: float, tokens: float, cost: float) -> Window:
         """With so much more, or less, in a period; one that is forgotten stays so."""
@@ -83,14 +85,14 @@ class Window(NamedTuple):
         return self
 
 
-class Meter(NamedTuple):
+class Meter(msgspec.Struct, frozen=True, gc=False):
     """What a holder has used. ``requests`` and ``tokens``: when those buckets are full again."""
 
     requests: float = 0.0
     tokens: float = 0.0
     day: Window = Window()
     month: Window = Window()
-    in_flight: int = 0
+    in_flight: float = 0
 
 
 class Refused(NamedTuple):
@@ -160,75 +162,65 @@ def _left_of_month(wall: float) -> float:
     return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
 
 
-class Change(NamedTuple):
-    """What is added to a meter: seconds to its buckets, tokens and cost to its day and month. ``slots`` are given or taken."""
+def admitted(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> tuple[Meter, Refused | None]:
+    """The meter with what was asked for taken from it; as it was, with the reason, if that can't be."""
+    now, requests, tokens, in_flight = at.now, meter.requests, meter.tokens, meter.in_flight + ask.slots
+    if ask.requests:
+        requests = (requests if requests > now else now) + ask.requests * limits.request_seconds
+    if ask.tokens:
+        seconds = ask.tokens * limits.token_seconds
+        tokens = (tokens if tokens > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
+    is_clear = requests - now <= _MINUTE and tokens - now <= _MINUTE and (limits.concurrent is None or in_flight <= limits.concurrent)
+    if limits.calendar or not is_clear:
+        refusal = refused(limits, meter, ask, at)
+        if refusal is not None:
+            return meter, refusal
+        if limits.calendar:
+            day, month = meter.day.turned(at.day), meter.month.turned(at.month)
+            return Meter(requests, tokens, _reserved_of_day(limits, day, ask), _reserved_of_month(limits, month, ask), in_flight), None
+    return Meter(requests, tokens, meter.day, meter.month, in_flight), None
 
-    requests: float = 0.0
-    tokens: float = 0.0
-    day_tokens: float = 0
-    day_cost: float = 0.0
-    month_tokens: float = 0
-    month_cost: float = 0.0
-    slots: int = 0
 
-
-def taken(limits: Limits, ask: Ask) -> Change:
-    """What admitting takes. More than all of a limit is never taken in advance, or it could never be had."""
-    per_minute = limits.tokens_per_minute
-    requests = 0.0 if limits.requests_per_minute is None else _MINUTE * ask.requests / limits.requests_per_minute
-    tokens = 0.0 if per_minute is None else _MINUTE * ask.tokens / per_minute if ask.tokens < per_minute else _MINUTE
+def settled(limits: Limits, meter: Meter, reserved: Ask, used: Ask, now: float, then: Moment) -> Meter:
+    """The meter after a request that was admitted at a moment: what it used in the place of what was reserved for it."""
+    of_requests, of_tokens = owed(limits, reserved, used)
+    requests = _filled(meter.requests, of_requests, now) if of_requests else meter.requests
+    tokens = _filled(meter.tokens, of_tokens, now)
+    in_flight = meter.in_flight + used.slots - reserved.slots
     if not limits.calendar:
-        return Change(requests, tokens, slots=ask.slots)
-    return Change(
-        requests,
-        tokens,
-        _at_most(ask.tokens, limits.tokens_per_day),
-        _at_most(ask.cost, limits.cost_per_day),
-        _at_most(ask.tokens, limits.tokens_per_month),
-        _at_most(ask.cost, limits.cost_per_month),
-        ask.slots,
+        return Meter(requests, tokens, meter.day, meter.month, in_flight)
+    day_tokens, day_cost, month_tokens, month_cost = owed_of_calendar(limits, reserved, used)
+    day, month = meter.day.plus(then.day, day_tokens, day_cost), meter.month.plus(then.month, month_tokens, month_cost)
+    return Meter(requests, tokens, day, month, in_flight)
+
+
+def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
+    """What is added to the buckets of requests and tokens, in seconds, when a request is settled."""
+    requests, in_advance = (used.requests - reserved.requests) * limits.request_seconds, reserved.tokens * limits.token_seconds
+    return requests, used.tokens * limits.token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
+
+
+def owed_of_calendar(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float, float, float]:
+    """What is added then to the tokens and the cost of a day, and to those of a month."""
+    return (
+        used.tokens - _at_most(reserved.tokens, limits.tokens_per_day),
+        used.cost - _at_most(reserved.cost, limits.cost_per_day),
+        used.tokens - _at_most(reserved.tokens, limits.tokens_per_month),
+        used.cost - _at_most(reserved.cost, limits.cost_per_month),
     )
 
 
-def spent(limits: Limits, ask: Ask) -> Change:
-    """What a request has used, all of it."""
-    requests = 0.0 if limits.requests_per_minute is None else _MINUTE * ask.requests / limits.requests_per_minute
-    tokens = 0.0 if limits.tokens_per_minute is None else _MINUTE * ask.tokens / limits.tokens_per_minute
-    if not limits.calendar:
-        return Change(requests, tokens, slots=ask.slots)
-    return Change(requests, tokens, ask.tokens, ask.cost, ask.tokens, ask.cost, ask.slots)
+def _reserved_of_day(limits: Limits, day: Window, ask: Ask) -> Window:
+    return day.plus(day.period, _at_most(ask.tokens, limits.tokens_per_day), _at_most(ask.cost, limits.cost_per_day))
+
+
+def _reserved_of_month(limits: Limits, month: Window, ask: Ask) -> Window:
+    return month.plus(month.period, _at_most(ask.tokens, limits.tokens_per_month), _at_most(ask.cost, limits.cost_per_month))
 
 
 def _at_most(amount: float, limit: float | None) -> float:
+    """More than all of a limit is never taken in advance, or it could never be had; of a bucket, no more than a minute."""
     return 0 if limit is None else min(amount, limit)
-
-
-def difference(after: Change, before: Change) -> Change:
-    """What is to be added where one thing was taken and another used."""
-    return Change(
-        after.requests - before.requests,
-        after.tokens - before.tokens,
-        after.day_tokens - before.day_tokens,
-        after.day_cost - before.day_cost,
-        after.month_tokens - before.month_tokens,
-        after.month_cost - before.month_cost,
-        after.slots - before.slots,
-    )
-
-
-def changed(meter: Meter, change: Change, now: float, day: int, month: int) -> Meter:
-    """A meter after a change that belongs to this day and month."""
-    counts = change[2:6] != _NOTHING
-    return Meter(
-        _filled(meter.requests, change.requests, now),
-        _filled(meter.tokens, change.tokens, now),
-        meter.day.plus(day, change.day_tokens, change.day_cost) if counts else meter.day,
-        meter.month.plus(month, change.month_tokens, change.month_cost) if counts else meter.month,
-        meter.in_flight + change.slots,
-    )
-
-
-_NOTHING = (0, 0, 0, 0)
 
 
 def _filled(full: float, seconds: float, now: float) -> float:
@@ -236,24 +228,7 @@ def _filled(full: float, seconds: float, now: float) -> float:
     return (full if full > now else now) + seconds if seconds > 0 else full + seconds
 
 
-def admitted(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> tuple[Meter, Refused | None]:
-    """The meter with what was asked for taken from it; as it was, with the reason, if that can't be."""
-    refusal = refused(limits, meter, ask, at)
-    if refusal is not None:
-        return meter, refusal
-    if not limits.calendar:
-        return changed(meter, taken(limits, ask), at.now, 0, 0), None
-    day, month = at.day, at.month
-    turned = meter._replace(day=meter.day.turned(day), month=meter.month.turned(month))
-    return changed(turned, taken(limits, ask), at.now, day, month), None
-
-
-def settled(limits: Limits, meter: Meter, reserved: Ask, used: Ask, now: float, day: int, month: int) -> Meter:
-    """The meter after a request that was admitted on this day in this month."""
-    return changed(meter, difference(spent(limits, used), taken(limits, reserved)), now, day, month)
-
-
-class Standing(NamedTuple):
+class Standing(msgspec.Struct, frozen=True, gc=False):
     """How a minute's limit stands: its size, what is left of it, and the seconds until all of it is there again."""
 
     limit: int
@@ -263,5 +238,8 @@ class Standing(NamedTuple):
 
 def standing(limit: int, full: float, now: float) -> Standing:
     """Of a bucket that is full at a moment."""
-    behind = max(full - now, 0.0)
-    return Standing(limit, max(int(limit * (1 - behind / _MINUTE) + _ROUNDING), 0), behind)
+    behind = full - now
+    if behind <= 0:
+        return Standing(limit, limit, 0.0)
+    left = int(limit * (1 - behind / _MINUTE) + _ROUNDING)
+    return Standing(limit, left if left > 0 else 0, behind)

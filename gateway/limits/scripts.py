@@ -83,13 +83,12 @@ local left_of_month = first_day_of(month + 1) * 86400 - now
 
 local function turn(meter, p, period)
   if meter[p] == period then return end
-  local kept = {meter[p], meter[p .. 't'], meter[p .. 'c']}
-  if meter['o' .. p] == period then
-    meter[p], meter[p .. 't'], meter[p .. 'c'] = meter['o' .. p], meter['o' .. p .. 't'], meter['o' .. p .. 'c']
-  else
-    meter[p], meter[p .. 't'], meter[p .. 'c'] = period, 0, 0
+  local o = 'o' .. p
+  local found = meter[o] == period and {period, meter[o .. 't'], meter[o .. 'c']} or {period, 0, 0}
+  if meter[o] == period or meter[p] > meter[o] then
+    meter[o], meter[o .. 't'], meter[o .. 'c'] = meter[p], meter[p .. 't'], meter[p .. 'c']
   end
-  meter['o' .. p], meter['o' .. p .. 't'], meter['o' .. p .. 'c'] = kept[1], kept[2], kept[3]
+  meter[p], meter[p .. 't'], meter[p .. 'c'] = found[1], found[2], found[3]
 end
 
 local worst, who, why = -1, 0, 0

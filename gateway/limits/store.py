@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 from gateway.limits import rules, scripts
 from gateway.limits.meters import Holder
 from gateway.limits.resp import NoReplyError, Parser, Reply, ReplyError, argument, array, command
-from gateway.limits.rules import Ask, Meter, Refused
+from gateway.limits.rules import Ask, Refused
 from gateway.state import Limits, LimitsStore
 from upstream.story import Signal
 
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     refused: tuple[Holder, Refused] | None
     day: int
     month: int
-    standings: Sequence[tuple[Limits, Meter]]
+    standings: Sequence[tuple[Limits, float, float]]
 
 
 class Pending:
@@ -338,7 +338,7 @@ def _admission(identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> tuple[lis
     for holder, ask in wanted:
         keys += _keys(holder)
         arguments += [getattr(holder.limits, name) or 0 for name in _REASONS]
-        arguments += ask
+        arguments += (ask.requests, ask.slots, ask.tokens, ask.cost)
     return keys, arguments
 
 
@@ -347,7 +347,8 @@ def _settlement(identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask
     arguments: list[str | float] = [identity, answer.day, answer.month]
     for holder, ask in reserved:
         keys += _keys(holder)
-        arguments += rules.difference(rules.spent(holder.limits, used), rules.taken(holder.limits, ask))[:6]
+        arguments += rules.owed(holder.limits, ask, used)
+        arguments += rules.owed_of_calendar(holder.limits, ask, used) if holder.limits.calendar else (0, 0, 0, 0)
     return keys, arguments
 
 
@@ -356,7 +357,7 @@ def _answer(holders: Sequence[Holder], reply: Sequence[int], now: float) -> Answ
     holder the milliseconds until its buckets are full."""
     who, why, wait, day, month, *full = reply
     standings = [
-        (holder.limits, Meter(now + requests / 1000, now + tokens / 1000))
+        (holder.limits, now + requests / 1000, now + tokens / 1000)
         for holder, requests, tokens in zip(holders, full[::2], full[1::2], strict=True)
     ]
     if not who:

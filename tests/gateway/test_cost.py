@@ -63,7 +63,7 @@ class Count(NamedTuple):
 BOUNDS = {
     "request": Count(137, 118, 3600),
     "request with a ledger": Count(147, 138, 4000),
-    "request of a limited key": Count(264, 202, 6600),
+    "request of a limited key": Count(183, 139, 5200),
     "chunk": Count(7.8, 14.4, 242),
 }
 """Set with CPython 3.11, of whose steps the third number is."""
@@ -220,7 +220,7 @@ async def test_the_path_is_no_longer_than_it_was(path: Path, books: Books, what:
         path.relay.books = books
         books.take(path.relay.state)
     if what == "request of a limited key":
-        path.limit(Limits(requests_per_minute=10**9, tokens_per_minute=10**12))
+        path.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
     count = counted(path.chunk if what == "chunk" else path.ask)
     bound = BOUNDS[what]
     compared = Count._fields if sys.version_info[:2] == (3, 11) else Count._fields[:2]

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.errors import Refusal
 from gateway.limits.estimate import Tokens, ask, cap, counts_as_request, estimate, used
+from gateway.limits.rules import Ask
 from gateway.record import Record
 from gateway.usage import Usage
 
@@ -37,7 +38,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
     ],
 )
 def test_the_answer_is_guessed(path: str, fields: dict[str, Any], completion: int) -> None:
-    assert estimate(fields, path, b"x" * 400) == (100, completion)
+    assert estimate(fields, path, b"x" * 400) == Tokens(100, completion)
 
 
 def test_media_do_not_count_by_their_bytes() -> None:
@@ -81,7 +82,7 @@ def test_a_longer_answer_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_costs() -> None:
-    assert ask(Tokens(1_000_000, 500_000), (0.5, 4.0), requests=1) == (1, 0, 1_500_000, 2.5)
+    assert ask(Tokens(1_000_000, 500_000), (0.5, 4.0), requests=1) == Ask(1, 0, 1_500_000, 2.5)
     assert ask(Tokens(7, 3), None).cost == 0
 
 
@@ -117,7 +118,7 @@ def record(**more: Any) -> Record:
     ],
 )
 def test_what_was_used(what: dict[str, Any], counts: tuple[int, int]) -> None:
-    assert used(record(**what), Tokens(100, 1024)) == counts
+    assert used(record(**what), Tokens(100, 1024)) == Tokens(*counts)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from msgspec.structs import replace
 
-from gateway.limits.rules import Ask, Meter, Moment, Refused, admitted, month_of, settled, standing
+from gateway.limits.rules import Ask, Meter, Moment, Refused, Standing, Window, admitted, month_of, settled, standing
 from gateway.state import Limits
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
@@ -73,7 +74,7 @@ def test_the_longest_wait_is_told() -> None:
 def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
     limits = Limits(tokens_per_minute=600)
     meter, _ = admitted(limits, Meter(), Ask(tokens=100), AT)
-    meter = settled(limits, meter, Ask(tokens=100), Ask(tokens=1200), AT.now, AT.day, AT.month)
+    meter = settled(limits, meter, Ask(tokens=100), Ask(tokens=1200), AT.now, AT)
     refused = admitted(limits, meter, Ask(tokens=1), AT)[1]
     assert refused is not None and refused.wait == pytest.approx(60.1)
 
@@ -81,9 +82,15 @@ def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
 def test_standing() -> None:
     limits = Limits(requests_per_minute=60)
     meter, _ = admitted(limits, Meter(), REQUEST, AT)
-    assert standing(60, meter.requests, AT.now) == pytest.approx((60, 59, 1.0))
-    assert standing(60, meter.requests, AT.now + 1) == (60, 60, 0.0)
-    assert standing(60, AT.now + 90, AT.now) == (60, 0, 90.0)
+    assert standing(60, meter.requests, AT.now) == Standing(60, 59, 1.0)
+    assert standing(60, meter.requests, AT.now + 1) == Standing(60, 60, 0.0)
+    assert standing(60, AT.now + 90, AT.now) == Standing(60, 0, 90.0)
+
+
+def test_the_latest_other_day_is_remembered() -> None:
+    """A clock goes a day on, back, two on and one back: that day's count is still known."""
+    window = Window().turned(11).plus(11, 5, 0).turned(10).turned(12)
+    assert window.turned(11).tokens == 5
 
 
 def test_months() -> None:
@@ -96,9 +103,16 @@ class Request:
     """One that was admitted. ``counted``: its tokens at the moment, reserved or used."""
 
     reserved: Ask
-    day: int
-    month: int
+    then: Moment
     counted: int
+
+    @property
+    def day(self) -> int:
+        return self.then.day
+
+    @property
+    def month(self) -> int:
+        return self.then.month
 
 
 LIMITS = Limits(
@@ -135,7 +149,7 @@ class Limiting(RuleBasedStateMachine):
             self.meter = meter
             self.open += 1
             # More than a bucket holds is not taken in advance of that bucket, but of the day.
-            request = Request(ask, self.at.day, self.at.month, tokens)
+            request = Request(ask, self.at, tokens)
             self.all.append(request)
             self._check_admitted(request)
             return request
@@ -173,7 +187,7 @@ class Limiting(RuleBasedStateMachine):
             return
         used = int(request.reserved.tokens * share) + more
         self.beyond += max(used - min(request.counted, 100), 0)
-        self.meter = settled(LIMITS, self.meter, request.reserved, Ask(1, 0, used, used / 100), self.at.now, request.day, request.month)
+        self.meter = settled(LIMITS, self.meter, request.reserved, Ask(1, 0, used, used / 100), self.at.now, request.then)
         request.counted = used
         self.open -= 1
 
@@ -181,7 +195,7 @@ class Limiting(RuleBasedStateMachine):
     def crash(self, request: Request | None) -> None:
         """Its relay dies: its place is free again, what it had reserved stays counted."""
         if request is not None:
-            self.meter = self.meter._replace(in_flight=self.meter.in_flight - 1)
+            self.meter = replace(self.meter, in_flight=self.meter.in_flight - 1)
             self.open -= 1
 
     @rule(seconds=st.floats(0.001, 90))
