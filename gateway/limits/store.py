@@ -28,6 +28,7 @@ LEASE = 10.0
 """Seconds after which the places of a gateway that died are free again."""
 PATIENCE = 0.25
 """Seconds that a reply may take; it is looked at four times a second, so up to twice as long."""
+_READING = 0.001  # seconds in which the loop looks at what has arrived
 _RENEW_EVERY = LEASE / 3
 _RETRY_EVERY = 1.0
 _UNSENT = 10_000  # settlements that are kept while the store is away
@@ -119,8 +120,12 @@ class Line(asyncio.Protocol):
         self.fail(f"it closed the connection{f': {error}' if error else ''}")
 
     def check(self, now: float) -> None:
-        """Give it up if a reply is overdue."""
+        """Give it up if a reply is overdue, unless it is here and this process was too late to read it."""
         if self._pending and now - self._pending[0].sent > PATIENCE:
+            asyncio.get_running_loop().call_later(_READING, self._give_up, self._pending[0])
+
+    def _give_up(self, oldest: Pending) -> None:
+        if self._pending and self._pending[0] is oldest:
             self.fail("it does not answer")
 
     def fail(self, reason: str) -> None:
