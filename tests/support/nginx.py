@@ -39,7 +39,7 @@ def nginx(site: str, port: int) -> Iterator[Path]:
     """One that serves ``site``, what stands in its ``http`` block, on a loopback port; gives its log of errors."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin")
     if program is None:
-        pytest.skip("nginx is not installed (Debian: nginx-light)")
+        pytest.skip("nginx is not installed (Debian: nginx)")
     with tempfile.TemporaryDirectory(prefix="nginx-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # its workers are somebody else where the tests are root
