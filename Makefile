@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools faults soak bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools docs faults soak bench bench-peers pictures lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -29,6 +29,11 @@ clients: $(READY)  ## the client packages that the suite tries, each in an envir
 
 deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas
 	$(BIN)/python -m tests.deploy.install
+
+docs: $(READY)  ## the site of docs/, in build/docs
+	$(BIN)/python -m tests.documents.install
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "The site is in build/docs; look at it with: python3 -m http.server --directory build/docs"
 
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows
 	$(BIN)/python -m tests.faults.report $(if $(ROWS),--rows $(ROWS))
@@ -68,4 +73,4 @@ lock:  ## write requirements.lock anew (needs uv)
 	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-pictures .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-pictures .venv-docs .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

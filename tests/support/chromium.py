@@ -36,7 +36,7 @@ _OUR_ENDS = 20  # a descriptor that is neither 3 nor 4
 
 
 class Chromium:
-    """One page. ``complaints`` are the browser's own errors: blocked by policy, failed to load, uncaught."""
+    """One page. ``complaints`` are the browser's own errors: blocked by policy, failed to load, uncaught. ``asked``: what it asked for."""
 
     def __init__(self, to: BinaryIO, source: BinaryIO) -> None:
         self._to = to
@@ -45,9 +45,10 @@ class Chromium:
         self._numbers = itertools.count(1)
         self._session: dict[str, str] = {}
         self.complaints: list[str] = []
+        self.asked: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
@@ -90,6 +91,8 @@ class Chromium:
             self.complaints.append(str(message["params"]["entry"]["text"]))
         elif message.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(str(message["params"]["exceptionDetails"]))
+        elif message.get("method") == "Network.requestWillBeSent":
+            self.asked.append(str(message["params"]["request"]["url"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

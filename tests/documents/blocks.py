@@ -1,0 +1,101 @@
+"""The fenced blocks of the pages, and what becomes of each: run, read by what reads such files, shown, or marked.
+
+The rule: a block's language alone decides what becomes of it, unless a comment in the line above says why it cannot be run here:
+``<!-- not run: it needs a cluster -->``. What follows ``not run: `` is one of REASONS.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+CHART = ROOT / "deploy" / "helm" / "vllm-gateway"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", CHART / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+REASONS = ("it needs a cluster", "it needs a GPU", "it needs Docker", "it needs the network", "it takes minutes")
+_BLOCK = re.compile(r"^( *)(?:<!-- ([^\n]*?) -->\n *)?(`{3,})([^\n]*)\n(.*?)^ *\3$", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
+
+
+class Fate(Enum):
+    """What becomes of a block."""
+
+    RUN = "run"
+    READ = "read"
+    SHOWN = "shown"
+    MARKED = "marked"
+
+
+FATES = {
+    "sh": Fate.RUN,
+    "python": Fate.RUN,
+    "js": Fate.RUN,
+    "yaml": Fate.READ,
+    "json": Fate.READ,
+    "promql": Fate.READ,
+    "text": Fate.SHOWN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block. ``line`` is that of its fence; ``comment`` what the comment above it says."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    comment: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def fate(self) -> Fate:
+        """Raises KeyError for a language that nobody knows what to do with."""
+        return Fate.MARKED if self.reason is not None else FATES[self.language]
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not run; None where it is."""
+        kind, _, reason = (self.comment or "").partition(": ")
+        return reason if kind == "not run" else None
+
+    @property
+    def file(self) -> str:
+        """The name that the first line of a YAML file gives it."""
+        named = _FILE_NAME.match(self.text)
+        return named[1] if named else "gateway.yaml"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """A page's blocks in their order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, match.start(3)) + 1, match[4].strip(), textwrap.dedent(match[5]), match[2])
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(*languages: str, page: Path | None = None) -> list[Block]:
+    """Those of some languages, of one page or of all."""
+    return [block for block in BLOCKS if block.language in languages and page in (None, block.page)]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return _BLOCK.sub("", page.read_text())
+
+
+def identity(value: object) -> str:
+    """What a parametrised test calls a block or a page."""
+    return str(value) if isinstance(value, Block) else getattr(value, "name", str(value))

@@ -1,0 +1,39 @@
+# What a reader does between the commands of a page, and what this machine has not got. Read by the script of a page.
+
+# A command that stays in its terminal has one of its own here; another one takes its place, as if after Ctrl-C.
+vllm-gateway() {
+  case "${1-}" in
+    serve | demo) in_another_terminal vllm-gateway "$@" ;;
+    *) command vllm-gateway "$@" ;;
+  esac
+}
+
+in_another_terminal() {
+  stopped
+  PYTHONUNBUFFERED=1 command "$@" </dev/null >>"$STAGE/terminal" 2>&1 &
+  echo $! >"$STAGE/running"
+  until curl --disable --fail --output /dev/null --max-time 5 http://127.0.0.1:9090/readyz 2>/dev/null; do
+    kill -0 $! || { cat "$STAGE/terminal" >&2; return 1; }
+    sleep 0.1
+  done
+}
+
+stopped() {
+  [[ -s "$STAGE/running" ]] || return 0
+  kill -TERM "$(<"$STAGE/running")" 2>/dev/null || true
+  while kill -0 "$(<"$STAGE/running")" 2>/dev/null; do sleep 0.05; done
+  rm "$STAGE/running"
+}
+
+# The environment is there already: what is run is the recipe. Anything else takes minutes, and is to be marked.
+make() {
+  [[ "$*" == run ]] || { echo "make $* is not run here" >&2; return 1; }
+  in_another_terminal make --silent --old-file .venv/.ready BIN="$STAGE/bin" run
+}
+
+# What a package needs is here already, and nothing is fetched.
+pip() {
+  "$PYTHON" -m pip "$1" --quiet --no-deps --no-build-isolation --no-index --target "$STAGE/installed" "${@:2}"
+}
+
+trap stopped EXIT

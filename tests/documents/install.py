@@ -1,0 +1,30 @@
+"""Owns the environment that builds the site, `.venv-docs`, made from docs/site.lock. Run by `make docs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.clients.install import ROOT, InstallError, build_python, installed, refreshed
+
+PLACE = ROOT / ".venv-docs"
+LOCK = ROOT / "docs" / "site.lock"
+
+
+def mkdocs() -> Path | None:
+    """The program; None when it is not installed."""
+    return PLACE / "bin" / "mkdocs" if installed(PLACE, LOCK) else None
+
+
+def main() -> int:
+    """Make the environment unless it is there. Returns the exit code."""
+    try:
+        refreshed(PLACE, LOCK, build_python)
+    except InstallError as error:
+        print(f"install.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

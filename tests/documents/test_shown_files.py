@@ -1,0 +1,165 @@
+"""The files that the documents show are fine by what reads them: the gateway, Helm's tests, Kubernetes' schemas, Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.config.models import Admin
+from tests.deploy.chart import Rendered, judged
+from tests.documents.blocks import DOCS, README, Block, blocks, identity
+from tests.support.certificates import certificate
+
+BIN = Path(sys.executable).parent
+REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
+_SECRET = re.compile(r"\{(env|file): ([^}]+)\}")
+READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.yaml")
+"""The files' names; tests/deploy/test_chart.py renders the values."""
+
+YAML = blocks("yaml")
+CONFIGURATIONS = [block for block in YAML if block.file == "gateway.yaml"]
+WHOLE = next(block for block in CONFIGURATIONS if block.page.name == "configuration.md")
+ALTERNATIVES = re.findall(r"`(launch: \{command.*?\}|servers: \[.*?\])`", README.read_text())
+BASE: dict[str, Any] = {
+    "models": [{"id": "Qwen/Qwen3-8B", "servers": [{"url": "http://10.0.0.5:8000"}]}],
+    "keys": [{"id": "team-a", "hash": "sha256:" + "0" * 64}],
+}
+"""What a fragment is put into."""
+
+
+def whole(text: str) -> str:
+    """A configuration as it is; a fragment with what it lacks."""
+    shown = yaml.safe_load(text)
+    return text if shown.keys() >= BASE.keys() else yaml.safe_dump(BASE | shown)
+
+
+def checked(folder: Path, text: str) -> str:
+    """What ``check`` says of a file, with the files beside it and the secrets that it refers to."""
+    for block in YAML:
+        if block.file == "keys.yaml":
+            (folder / block.file).write_text(block.text)
+    secrets = _SECRET.findall(text)
+    for kind, name in secrets:
+        if kind == "file":
+            (folder / name).write_text("a-secret\n")
+    (folder / "gateway.yaml").write_text(text)
+    if "tls:" in text:
+        for file, name in zip(certificate(folder), ("tls.crt", "tls.key"), strict=True):
+            file.rename(folder / name)
+    for path in re.findall(r" (\./[\w./-]+)", text):
+        (folder / path).mkdir(parents=True)
+    environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
+    environ["PATH"] = f"{gpus(folder)}{os.pathsep}{environ['PATH']}"
+    words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+def gpus(folder: Path) -> Path:
+    """Where a program says that this machine has more GPUs than are spoken of."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    listed = "".join(f"GPU {number}: one (UUID: GPU-{number})\n" for number in range(8))
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
+    program.chmod(0o755)
+    return program.parent
+
+
+@pytest.mark.parametrize("block", YAML, ids=identity)
+def test_a_shown_file_has_a_reader(block: Block) -> None:
+    assert any(Path(block.file).match(name) for name in READERS), f"nothing reads a {block.file}"
+
+
+@pytest.mark.parametrize("block", CONFIGURATIONS, ids=identity)
+def test_a_shown_configuration_is_fine_and_does_all_it_says(tmp_path: Path, block: Block) -> None:
+    said = checked(tmp_path, whole(block.text))
+    assert said.startswith("gateway.yaml is fine: ") and said.endswith(", 0 notes\n")
+
+
+@pytest.mark.parametrize("block", [block for block in YAML if block.file == "keys.yaml"], ids=identity)
+def test_shown_keys_are_fine(tmp_path: Path, block: Block) -> None:
+    (tmp_path / "keys.yaml").write_text(block.text)
+    (tmp_path / "gateway.yaml").write_text(yaml.safe_dump({"models": BASE["models"], "keys_file": "keys.yaml"}))
+    words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"gateway.yaml is fine: 1 model, {len(yaml.safe_load(block.text)['keys'])} key, 0 notes\n", done
+
+
+@pytest.mark.parametrize("written", ALTERNATIVES)
+def test_the_other_ways_to_servers_are_fine_too(tmp_path: Path, written: str) -> None:
+    text = next(block.text for block in CONFIGURATIONS if block.page == README)
+    changed = re.sub(r"launch: \{\}.*", written, text)
+    assert changed != text
+    assert checked(tmp_path, whole(changed)).startswith("gateway.yaml is fine: ")
+
+
+def test_the_whole_file_shows_every_setting() -> None:
+    shown = set(paths(yaml.safe_load(WHOLE.text), ""))
+    assert {setting.path for group in REFERENCE["groups"]() for setting in group.settings} - shown == set()
+
+
+def paths(value: object, path: str) -> Iterator[str]:
+    """The path of everything in a document, as the reference writes them."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield (here := f"{path}.{name}".removeprefix("."))
+            yield from paths(below, here)
+    elif isinstance(value, list):
+        for below in value:
+            yield from paths(below, path + "[]")
+
+
+@pytest.mark.parametrize("page", REFERENCE["PAGES"], ids=identity)
+def test_what_is_made_from_the_code_is_current(page: Path) -> None:
+    assert page.read_text() == REFERENCE["renewed"](page), "run .venv/bin/python docs/reference.py"
+
+
+@pytest.mark.parametrize("block", [block for block in YAML if block.file == "rbac.yaml"], ids=identity)
+def test_kubernetes_objects_are_fine_by_its_schemas(block: Block) -> None:
+    manifests = tuple(yaml.safe_load_all(block.text))
+    assert len(manifests) > 1
+    assert judged({"shown": Rendered(manifests)}) == {"shown": []}
+
+
+def test_the_scraped_port_is_the_default_one() -> None:
+    (prometheus,) = (yaml.safe_load(block.text) for block in YAML if block.file == "prometheus.yml")
+    admin = Admin()
+    assert prometheus["scrape_configs"][0]["static_configs"] == [{"targets": [f"{admin.host}:{admin.port}"]}]
+
+
+def promtool(what: str, file: Path) -> None:
+    """Have Prometheus' own tool check a file. Skips the test where it is not installed."""
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run([program, "check", what, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", [block for block in YAML if block.file == "prometheus.yml"], ids=identity)
+def test_prometheus_takes_its_configuration(tmp_path: Path, block: Block) -> None:
+    (tmp_path / block.file).write_text(block.text)
+    promtool("config", tmp_path / block.file)
+
+
+@pytest.mark.parametrize("block", blocks("promql"), ids=identity)
+def test_a_query_is_one(tmp_path: Path, block: Block) -> None:
+    rule = {"record": "shown", "expr": block.text}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": [rule]}]}))
+    promtool("rules", tmp_path / "rules.yaml")
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=identity)
+def test_json_is_json(block: Block) -> None:
+    json.loads(block.text)
