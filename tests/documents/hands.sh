@@ -31,9 +31,11 @@ make() {
   in_another_terminal make --silent --old-file .venv/.ready BIN="$STAGE/bin" run
 }
 
-# What a package needs is here already, and nothing is fetched.
+# The project is built and installed aside; what else a page installs has to be here already. Nothing is fetched.
 pip() {
-  "$PYTHON" -m pip "$1" --quiet --no-deps --no-build-isolation --no-index --target "$STAGE/installed" "${@:2}"
+  local aside=()
+  [[ "${2-}" == . ]] && aside=(--no-deps --no-build-isolation --target "$STAGE/installed")
+  "$PYTHON" -m pip "$1" --quiet --no-index "${aside[@]}" "${@:2}"
 }
 
 trap stopped EXIT

@@ -110,7 +110,7 @@ def _script(page: Path, folder: Path) -> Iterator[str]:
         yield "vllm-gateway serve gateway.yaml"
     for block in blocks:
         if block.fate is Fate.RUN:
-            yield f'echo {block.line} >>"$STAGE/reached"; echo "--- {block}"'
+            yield f'echo {block.line} >>"$STAGE/reached"; echo "--- {block} ($SECONDS s)"'
             yield _LANGUAGES[block.language](block, folder) if block.language in _LANGUAGES else block.text
         elif own and block.language == "yaml" and block.fate is Fate.READ:
             yield f"printf %s {shlex.quote(block.text)} >{shlex.quote(block.file)}"
