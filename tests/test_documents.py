@@ -67,7 +67,7 @@ def test_the_changelog_knows_this_version() -> None:
 
 def written_commands(word: str) -> set[str]:
     """What stands behind a command's name in the blocks for a shell and between backticks."""
-    texts = [block.text for block in blocks("sh")] + [code for page in PAGES for code in re.findall(r"`([^`\n]+)`", prose(page))]
+    texts = [block.text for block in blocks("sh", "bash")] + [code for page in PAGES for code in re.findall(r"`([^`\n]+)`", prose(page))]
     return {found.strip() for text in texts for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)}
 
 

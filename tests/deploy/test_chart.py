@@ -26,13 +26,13 @@ from gateway.config import load
 from gateway.keys import hash_of
 from gateway.metrics import FAMILIES, PREFIX
 from tests.deploy.chart import CHART, EXAMPLES, Manifest, Rendered, content, helm, judged, template
+from tests.documents.blocks import blocks
 from tests.support.process import gateway, wait_for, write
 from tests.support.running import KEY
 from upstream.address import Address
 from upstream.vllm import Adapter, LaunchSettings, command_line
 
 _LISTENS = re.compile(r"Starting vLLM server on http://127\.0\.0\.1:(\d+)")
-PAGE = CHART.parents[2] / "docs" / "kubernetes.md"
 ENGINE = {"model": {"id": "org/model"}}
 EVERYTHING = {"enabled": True}
 VALUES: dict[str, dict[str, Any]] = {
@@ -98,10 +98,8 @@ def cases() -> dict[str, Rendered]:
 
 
 def shown() -> dict[str, Rendered]:
-    """What the page on Kubernetes shows as values."""
-    blocks = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in blocks if not name.startswith("values")] == []
-    return {name: Rendered.of(values=yaml.safe_load(text)) for name, text in blocks}
+    """What the documents show as values."""
+    return {block.file: Rendered.of(values=yaml.safe_load(block.text)) for block in blocks("yaml") if block.file.startswith("values")}
 
 
 @pytest.fixture(scope="module")

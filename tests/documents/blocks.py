@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 CHART = ROOT / "deploy" / "helm" / "vllm-gateway"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", CHART / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-REASONS = ("it needs a cluster", "it needs a GPU", "it needs Docker", "it needs the network", "it takes minutes")
+REASONS = ("it needs a cluster", "it needs a GPU", "it needs Docker", "it changes the machine", "it takes minutes")
 _BLOCK = re.compile(r"^( *)(?:<!-- ([^\n]*?) -->\n *)?(`{3,})([^\n]*)\n(.*?)^ *\3$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
 
@@ -34,11 +34,14 @@ class Fate(Enum):
 
 FATES = {
     "sh": Fate.RUN,
+    "bash": Fate.RUN,
     "python": Fate.RUN,
     "js": Fate.RUN,
     "yaml": Fate.READ,
     "json": Fate.READ,
     "promql": Fate.READ,
+    "nginx": Fate.READ,
+    "ini": Fate.READ,
     "text": Fate.SHOWN,
 }
 
@@ -54,7 +57,7 @@ class Block:
     comment: str | None
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{identity(self.page)}:{self.line}"
 
     @property
     def fate(self) -> Fate:
@@ -98,4 +101,4 @@ def prose(page: Path) -> str:
 
 def identity(value: object) -> str:
     """What a parametrised test calls a block or a page."""
-    return str(value) if isinstance(value, Block) else getattr(value, "name", str(value))
+    return str(value).removeprefix(f"{ROOT}/")

@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 OWN = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 """Namespaces: the loopback interface's ports are the page's, and its processes end with it."""
 SECONDS = 200
+SHELLS = ("sh", "bash")
 ENVIRONMENTS = {"anthropic": "current", "langchain_openai": "current", "litellm": "litellm"}
 """Packages that are not in the project's own environment, and those of the tests' clients that have them."""
 _STARTS = re.compile(r"^(?:vllm-gateway (?:serve|demo)|make run)\b", re.MULTILINE)
@@ -56,7 +57,7 @@ def run_here(page: Path) -> list[Block]:
 
 def starts_its_own(blocks: Sequence[Block]) -> bool:
     """Whether a page starts a gateway."""
-    return any(block.language == "sh" and _STARTS.search(block.text) for block in blocks)
+    return any(block.language in SHELLS and _STARTS.search(block.text) for block in blocks)
 
 
 def follow(page: Path, place: Path) -> Followed:
@@ -111,7 +112,7 @@ def _script(page: Path, folder: Path) -> Iterator[str]:
     for block in blocks:
         if block.fate is Fate.RUN:
             yield f'echo {block.line} >>"$STAGE/reached"; echo "--- {block} ($SECONDS s)"'
-            yield _LANGUAGES[block.language](block, folder) if block.language in _LANGUAGES else block.text
+            yield _LANGUAGES.get(block.language, _shell)(block, folder)
         elif own and block.language == "yaml" and block.fate is Fate.READ:
             yield f"printf %s {shlex.quote(block.text)} >{shlex.quote(block.file)}"
 
@@ -124,6 +125,10 @@ _GIVEN = {
     "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000",
 }
 """What an application's environment has."""
+
+
+def _shell(block: Block, folder: Path) -> str:
+    return block.text.replace("sk-...", KEY)  # the reader's own
 
 
 def _python(block: Block, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
@@ -158,6 +159,24 @@ def test_a_query_is_one(tmp_path: Path, block: Block) -> None:
     rule = {"record": "shown", "expr": block.text}
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": [rule]}]}))
     promtool("rules", tmp_path / "rules.yaml")
+
+
+def test_nginx_takes_its_configuration(tmp_path: Path) -> None:
+    for block in blocks("nginx"):
+        program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+        if program is None:
+            pytest.skip("nginx is not installed (Debian: nginx)")
+        file = tmp_path / "nginx.conf"
+        file.write_text(f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\nhttp {{\naccess_log off;\n{block.text}}}\n")
+        done = subprocess.run([program, "-t", "-c", str(file)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{block}: {done.stderr}"
+
+
+def test_units_of_systemd_have_sections_and_settings() -> None:
+    for block in blocks("ini"):
+        parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+        parser.read_string(block.text)
+        assert parser.sections(), block
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=identity)
