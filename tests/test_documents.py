@@ -28,7 +28,7 @@ from tests.support.running import KEY
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
