@@ -1,8 +1,7 @@
 """Writes what documents say of settings and of the API: the tables in configuration.md, and api.md.
 
-Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description,
-its default and what has no effect yet come from ``gateway.config``, and the API is that of ``gateway.reference``. A test holds the
-documents to what this makes.
+Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description and
+its default come from ``gateway.config``, and the API is that of ``gateway.reference``. A test holds the documents to what this makes.
 """
 
 from __future__ import annotations
