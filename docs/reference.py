@@ -175,8 +175,7 @@ def _operation(operation: Operation) -> str:
     lines = [f"### {operation.method} {operation.path}", "", about, ""]
     lines += [f"- takes {_bodies(operation.sent)}"] if operation.sent else []
     lines += [f"- answers {_bodies(operation.answered)}"]
-    (kind,) = told.get("requestBody", {"content": {"": {}}})["content"].values()
-    return "\n".join(lines) + (f"\n\n```json\n{json.dumps(kind['example'])}\n```" if "example" in kind else "")
+    return "\n".join(lines) + "".join(f"\n\n```json\n{json.dumps(example)}\n```" for example in operation.examples)
 
 
 def _bodies(kinds: Mapping[str, tuple[str, ...]]) -> str:

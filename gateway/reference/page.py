@@ -5,6 +5,7 @@ The rule: what is told stands in ``words``; here is how it looks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
@@ -20,7 +21,8 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .2rem; }
 h3 { font: 600 1rem ui-monospace, Menlo, Consolas, monospace; margin: 1.6rem 0 .2rem; }
 code, pre { font: .9em ui-monospace, Menlo, Consolas, monospace; } pre { overflow: auto; }
 p { margin: .3rem 0; } dl { display: grid; grid-template-columns: 3rem 1fr; margin: .3rem 0; } dd { margin: 0; } .quiet { opacity: .7; }
-table { border-collapse: collapse; margin: .4rem 0; } td { vertical-align: top; padding: .15rem .8rem .15rem 0; overflow-wrap: anywhere; }
+table { border-collapse: collapse; margin: .4rem 0; } td { vertical-align: top; padding: .15rem .8rem .15rem 0; overflow-wrap: break-word; }
+td:first-child { white-space: nowrap; }
 """
 HEADERS = page_policy(_STYLE)
 
@@ -53,6 +55,7 @@ def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
         *(tag("p", *_prose(told[name])) for name in ("summary", "description") if name in told),
         *([tag("p", "Takes ", *_kinds(operation.sent), class_="quiet")] if operation.sent else []),
         tag("p", "Answers ", *_kinds(operation.answered), class_="quiet"),
+        *(tag("pre", json.dumps(example)) for example in operation.examples),
         _table(operation.parameters),
         tag("dl", *answers),
     )

@@ -47,6 +47,13 @@ class Operation:
         return _kinds(self.told.get("requestBody", {}))
 
     @property
+    def examples(self) -> Iterator[Any]:
+        """Bodies that may be sent."""
+        for each in self.told.get("requestBody", {}).get("content", {}).values():
+            if "example" in each:
+                yield each["example"]
+
+    @property
     def answered(self) -> Mapping[str, tuple[str, ...]]:
         return _kinds(self.told["responses"]["200"])
 
