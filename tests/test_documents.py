@@ -28,7 +28,7 @@ from tests.support.running import KEY
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
@@ -154,6 +154,12 @@ def test_the_table_of_errors_is_the_codes() -> None:
     told = {cells[2]: (int(cells[0]), cells[1]) for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit()}
     assert told == {code: (row.status, row.type) for code, row in ROWS.items()}
     assert all(len(cell) > 3 for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit() for cell in cells[3:])
+
+
+def test_operators_are_told_of_every_code() -> None:
+    told = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ROWS}
+    assert set(told) == set(ROWS)
+    assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in told.values())
 
 
 def test_the_table_of_anthropics_types_is_the_codes() -> None:
