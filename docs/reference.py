@@ -1,18 +1,20 @@
-"""Writes what documents say of settings: the reference in configuration.md, and in README.md what has no effect yet.
+"""Writes what documents say of settings and of the API: the tables in configuration.md, and api.md.
 
-Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description,
-its default and what has no effect yet come from ``gateway.config``. A test holds the documents to what this makes.
+Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description and
+its default come from ``gateway.config``, and the API is that of ``gateway.reference``. A test holds the documents to what this makes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gateway.config import schema
+from gateway.reference import document, words
+from gateway.reference.words import Operation, Ref, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"
@@ -135,7 +137,70 @@ def _value(setting: Setting) -> str:
     return f"list of [sections](#{anchor})" if repeated else f"[section](#{anchor})"
 
 
-PAGES = {ROOT / "docs" / "configuration.md": reference}
+# The API
+
+
+def api() -> str:
+    """The data port's routes, their errors and the shapes of their bodies, as Markdown."""
+    told = document()
+    parts = [told["info"]["description"], _statuses(told), _headers(told)]
+    tag = None
+    for operation in words.operations(told):
+        if operation.told["tags"] != tag:
+            tag = operation.told["tags"]
+            parts.append(f"## {tag[0]}")
+        parts.append(_operation(operation))
+    shapes = [_shape(name, schema) for name, schema in told["components"]["schemas"].items()]
+    return "\n\n".join([*parts, "## Shapes", *shapes])
+
+
+def _statuses(told: Mapping[str, Any]) -> str:
+    answers = {name: each for name, each in told["components"]["responses"].items() if name.startswith("Error")}
+    rows = [f"| {name.removeprefix('Error')} | {each['description']} |" for name, each in answers.items()]
+    return "\n".join(["## Errors", "", "Every route may answer with these; [errors](errors.md) says what each means.", "",
+                      "| status | codes |", "|---|---|", *rows])  # fmt: skip
+
+
+def _headers(told: Mapping[str, Any]) -> str:
+    asked = {row.name: row.about for operation in words.operations(told) for row in operation.parameters if row.kind == ("header",)}
+    answered = {name: each["description"] for name, each in told["components"]["headers"].items()}
+    rows = [f"| `{name}` | request | {about} |" for name, about in asked.items()]
+    rows += [f"| `{name}` | answer | {about} |" for name, about in answered.items()]
+    return "\n".join(["## Headers", "", "| header | of the | meaning |", "|---|---|---|", *rows])
+
+
+def _operation(operation: Operation) -> str:
+    told = operation.told
+    about = " ".join(told[name] for name in ("summary", "description") if name in told)
+    lines = [f"### {operation.method} {operation.path}", "", about, ""]
+    lines += [f"- takes {_bodies(operation.sent)}"] if operation.sent else []
+    lines += [f"- answers {_bodies(operation.answered)}"]
+    return "\n".join(lines) + "".join(f"\n\n```json\n{json.dumps(example)}\n```" for example in operation.examples)
+
+
+def _bodies(kinds: Mapping[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"`{kind}`: {_pieces(pieces)}" for kind, pieces in kinds.items())
+
+
+def _shape(name: str, schema: Mapping[str, Any]) -> str:
+    rows = [_member(row) for row in words.rows(schema)]
+    about = schema.get("description", "")
+    if not rows:
+        return f"### {name}\n\n{about + ': ' if about else ''}{_pieces(words.kind_of(schema))}"
+    table = "\n".join(["| member | value | meaning |", "|---|---|---|", *rows])
+    return f"### {name}\n\n{about + chr(10) * 2 if about else ''}{table}"
+
+
+def _member(row: Row) -> str:
+    needed = ["**required**"] if row.required else []
+    return f"| `{row.name}` | {_pieces(row.kind)} | {'; '.join([*needed, *filter(None, [row.about])])} |"
+
+
+def _pieces(pieces: Iterable[str]) -> str:
+    return "".join(f"[{piece}](#{piece.lower()})" if isinstance(piece, Ref) else piece for piece in pieces)
+
+
+PAGES = {ROOT / "docs" / "configuration.md": reference, ROOT / "docs" / "api.md": api}
 
 
 def renewed(path: Path) -> str:

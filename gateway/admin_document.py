@@ -12,8 +12,11 @@ from typing import Any
 
 from gateway import __version__
 from gateway.admin_guard import OPEN
-from gateway.markup import Html, page_policy, tag
 from gateway.operations import OPERATIONS
+from gateway.reference import HEADERS
+from gateway.reference import page as openapi_page
+
+__all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
@@ -96,7 +99,7 @@ _CHOICES = {"operation": list(OPERATIONS)}
 def document() -> dict[str, Any]:
     """The description as OpenAPI 3.1."""
     paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
-    info = {"title": "vllm-gateway, for operators", "version": __version__}
+    info = {"title": "vllm-gateway: admin API", "version": __version__}
     token = {"token": {"type": "http", "scheme": "bearer", "description": "where server.admin.token is set"}}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"securitySchemes": token}}
 
@@ -114,25 +117,6 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string", **choices}}
 
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.15rem; } h2 { font: 600 1rem ui-monospace, Menlo, Consolas, monospace; margin: 1.6rem 0 .2rem; }
-p { margin: .2rem 0; } dl { display: grid; grid-template-columns: 3rem 1fr; margin: .3rem 0; } dd { margin: 0; } .quiet { opacity: .7; }
-"""
-HEADERS = page_policy(_STYLE)
-
-
 def page() -> str:
     """The description as a page that needs nothing else."""
-    head = tag("head", tag("meta", charset="utf-8"), tag("title", "vllm-gateway: admin API"), tag("style", Html(_STYLE)))
-    title = tag("h1", f"vllm-gateway {__version__}: admin API")
-    return f"<!doctype html>\n{tag('html', head, tag('body', title, *map(_entry, ROUTES)), lang='en')}"
-
-
-def _entry(route: Described) -> Html:
-    answers = [part for status, meaning in route.answers.items() for part in (tag("dt", str(status)), tag("dd", meaning))]
-    choices = [tag("p", f"{name}: {', '.join(_CHOICES[name])}") for name in route.parameters if name in _CHOICES]
-    choices += [tag("p", f"questions: {', '.join(route.queries)}")] if route.queries else []
-    kinds = tag("p", ", ".join(route.kinds), class_="quiet")
-    return tag("section", tag("h2", f"{route.method} {route.template}"), tag("p", route.summary), *choices, tag("dl", *answers), kinds)
+    return openapi_page(document())

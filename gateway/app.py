@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway import manual
 from gateway.access_log import AccessLog
 from gateway.addresses import Connections, Proxies, shown
 from gateway.admission import House, part
@@ -91,6 +92,7 @@ class Relay:
         self.request_ids = request_ids()
         self._log = log
         self._max_model_len: dict[str, int] = {}
+        self._manual = manual.Manual()
         self.catalog = Catalog((), {})
         self.take(state)
         self._tell_time()
@@ -234,6 +236,9 @@ class Relay:
             return self._models(request, mounted, rest[1:])
         if path.encode() in self.targets:
             _only(request, "POST")
+        if self.state.docs and path in manual.PATHS:
+            _only(request, "GET")
+            return await self._manual.page(path)
         raise Refusal("not_found", "There is no such route.")
 
     def _preflight(self, request: Request) -> Response | None:

@@ -26,7 +26,7 @@ from gateway.metrics import Tally
 from gateway.operations import RefusedOperation
 from gateway.relays import Relays
 from gateway.reshape import Reshape, can_roll, reshape, shape
-from gateway.resident import Resident
+from gateway.resident import FIRST_START, Resident
 from upstream.health import Target
 from upstream.launcher import Launcher, LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
@@ -78,14 +78,27 @@ class Standing:
 
 @dataclass(slots=True)
 class _Found:
-    """A model whose servers run already: the gateway only looks."""
+    """A model whose servers run already: the gateway only looks.
+
+    ``comes``: they come and go, and its requests may wait for them; ``missing``: none of them is there, and some are to come.
+    """
 
     servers: tuple[str, ...]
     phase: Phase
     since: float
+    comes: bool
+    missing: bool = False
+
+    @property
+    def expected(self) -> float | None:
+        """When one of them may be up; None: nobody knows of any."""
+        if self.phase is Phase.STARTING:
+            return self.since + FIRST_PROBE
+        return self.since + FIRST_START if self.missing else None
 
     def see(self, conditions: Iterable[Condition], awaited: bool, now: float) -> None:
         seen = {*conditions, *([Condition.LOADING] if awaited else [])}
+        self.missing = self.comes and seen <= {Condition.AWAY}
         phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
         if phase is not self.phase:
             self.phase, self.since = phase, now
@@ -101,7 +114,7 @@ class Fleet:
         self._tally = Tally(relays.boards, _COUNTED)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
-        self._found = {model: _Found(servers, Phase.STARTING, now) for model, servers in _found_servers(config)}
+        self._found = {model.id: _Found(servers, Phase.STARTING, now, _comes(model)) for model, servers in _found_servers(config)}
         self._index()
         self._told: Mapping[str, float] = {}
         self._nudged = asyncio.Event()
@@ -140,9 +153,9 @@ class Fleet:
         """Follow a configuration that differs in nothing but the servers that were found."""
         now = time.monotonic()
         known, self._found = self._found, {}
-        for identity, servers in _found_servers(config):
-            one = self._found[identity] = known.get(identity) or _Found(servers, Phase.STARTING, now)
-            one.servers = servers
+        for model, servers in _found_servers(config):
+            one = self._found[model.id] = known.get(model.id) or _Found(servers, Phase.STARTING, now, _comes(model))
+            one.servers, one.comes = servers, _comes(model)
 
     def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
         before, was_gone = shape(resident.specs), resident.gone
@@ -272,8 +285,7 @@ class Fleet:
         now = time.monotonic()
         self._see(now)
         launched = forecast([self._view(resident) for resident in self._residents.values()], now)
-        probed = {model: max(found.since + FIRST_PROBE, now) for model, found in self._found.items() if found.phase is Phase.STARTING}
-        return launched | probed
+        return launched | {model: when for model, found in self._found.items() if (when := found.expected) is not None}
 
     def telling(self) -> Mapping[str, float]:
         """``expected``, for relays: from now on they are told again only when it has shifted."""
@@ -483,13 +495,18 @@ class Fleet:
         return resident
 
 
-def _found_servers(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _found_servers(config: Config) -> Iterator[tuple[conf.Model, tuple[str, ...]]]:
     """The models whose servers run already, with the names of these."""
     servers: dict[str, list[str]] = {model.id: [] for model in config.models if model.launch is None}
     for place in plan.places(config):
         if place.model.id in servers:
             servers[place.model.id].append(place.name)
-    return ((model, tuple(names)) for model, names in servers.items())
+    return ((model, tuple(servers[model.id])) for model in config.models if model.id in servers)
+
+
+def _comes(model: conf.Model) -> bool:
+    """Whether a model's requests wait for servers that are not there: who writes a queue for servers that come and go says so."""
+    return model.discover is not None and model.queue is not None
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -137,6 +137,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
         cors_origins=config.server.cors.origins,
+        docs=config.server.docs,
         log_user=config.log.user,
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,

@@ -180,13 +180,15 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together."""
+    """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together;
+    ``docs``: the API reference is served."""
 
     generation: int
     keys: tuple[Key, ...]
     models: tuple[Model, ...]
     body_limit: int = 20 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
+    docs: bool = False
     log_user: bool = False
     ledger_user: bool = False
     ledger_metadata: bool = False

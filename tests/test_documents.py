@@ -36,6 +36,12 @@ def test_the_table_of_errors_is_the_codes() -> None:
     assert all(len(cell) > 3 for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit() for cell in cells[3:])
 
 
+def test_operators_are_told_of_every_code() -> None:
+    told = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ROWS}
+    assert set(told) == set(ROWS)
+    assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in told.values())
+
+
 def test_the_table_of_anthropics_types_is_the_codes() -> None:
     told = {cells[0]: cells[1] for cells in rows(DOCS / "errors.md") if len(cells) == 2}
     for code, row in ROWS.items():

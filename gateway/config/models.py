@@ -107,6 +107,7 @@ class ServerSection(Section):
     admin: Admin = Field(default=Admin(), description="the admin port")
     tls: Tls | None = Field(default=None, description="TLS on the data port")
     cors: Cors = Field(default=Cors(), description="browsers that may call the gateway")
+    docs: Flag = Field(default=False, description="serve the API reference on the data port, to everybody: /docs and /openapi.json")
     trusted_proxies: tuple[Network, ...] = Field(default=(), description="networks of the proxies whose X-Forwarded-For is believed")
     max_connections_per_address: Count | None = Field(
         default=None, description="connections that one client address may have to each relay; those of trusted proxies do not count"

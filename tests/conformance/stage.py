@@ -1,12 +1,14 @@
 """The gateway as these tests meet it: one process, the models of the documents, and vLLM servers that it launches itself.
 
 A stage is a gateway with the servers of one kind behind it: ``simulator`` has all models, ``qwen``, ``llama`` and ``pooling`` one real
-vLLM each. The rule: tests that run on several stages are the same tests.
+vLLM each. The rule: tests that run on several stages are the same tests, and whatever is asked and answered by ``post`` and ``curl`` is
+what the API reference says.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import sys
 import tempfile
@@ -22,7 +24,9 @@ import psutil
 import pytest
 
 from gateway import keys
+from gateway.routes import ROUTES
 from tests.conformance.asked import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
+from tests.support.described import answer_problems, request_problems
 from tests.support.process import SIMULATOR, Gateway, configuration, gateway
 from tests.vllm.chat import events
 from tests.vllm.dialogues import Architecture
@@ -54,7 +58,9 @@ class Stage:
         """A JSON request; `model` is set where the body has none, and left out where it is None."""
         document = {name: value for name, value in {"model": self.model, **body}.items() if (name, value) != ("model", None)}
         with self.client(key) as client:
-            return client.post(path, json=document)
+            answer = client.post(path, json=document)
+        _hold(path, document, answer.status_code, answer.headers["content-type"], answer.text)
+        return answer
 
     def chunks(self, body: Json, path: str = CHAT, key: str | None = KEY) -> list[Any]:
         """The events of a streamed answer."""
@@ -84,7 +90,9 @@ class Stage:
                 connection.putheader(name, value)
             connection.endheaders(data)
             answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+            told, text = {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+            _hold(path, json.loads(data), answer.status, told["content-type"], text)
+            return answer.status, told, text
         finally:
             connection.close()
 
@@ -118,6 +126,18 @@ class Stage:
         with self.directly(model) as client:
             lines = client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def _hold(path: str, body: Json, status: int, media_type: str, text: str) -> None:
+    """Hold a request that was served, and any answer, to the API reference. Routes that do not exist have none."""
+    if path.startswith(MOUNT):  # where the model may be left out
+        path, body = path.removeprefix(MOUNT), {"model": "-", **body}
+    if path not in ROUTES:
+        return
+    problems = answer_problems(path, status, media_type, text)
+    if status == 200:
+        problems += request_problems(path, body)
+    assert problems == []
 
 
 def on(*names: str) -> pytest.MarkDecorator:

@@ -135,6 +135,39 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         assert f"{MODEL}: servers were found: 3 gone, 0 in all" in one.said.getvalue()
 
 
+async def test_requests_wait_for_servers_that_are_not_there_yet(tmp_path: Path) -> None:
+    async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
+        one = stage.one
+        assert one.control.not_ready() is None and one.state(MODEL) == "failed"
+        waiting = [asyncio.create_task(one.ask(MODEL)) for _ in range(2)]
+        await until(lambda: one.status(MODEL)["queued"] == 2, 30.0)
+        refused = await one.ask(MODEL)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        await stage.put(endpoint(HOSTS[0], ready=False))
+        await until(lambda: list(stage.conditions().values()) == ["loading"], 30.0)
+        assert one.status(MODEL)["queued"] == 2, "it is on its way"
+        await stage.put(endpoint(HOSTS[0]))
+        assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
+        await stage.put(endpoint(HOSTS[0], ready=False, terminating=True))
+        await stage.shows("away")
+        again = asyncio.create_task(one.ask(MODEL))
+        await until(lambda: one.status(MODEL)["queued"] == 1, 30.0)
+        await stage.put(endpoint(HOSTS[1]))
+        assert (await again).status_code == 200, "and so do those for servers that are all leaving"
+
+
+async def test_nobody_waits_for_servers_that_are_there_and_down(tmp_path: Path) -> None:
+    async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
+        await stage.api.put(slice_of("a", [endpoint(HOSTS[0])], ("http", 1)))
+        url = f"http://{HOSTS[0]}:1"
+        await until(lambda: stage.conditions() == {url: "down"} and stage.one.state(MODEL) == "failed", 30.0)
+        word = stage.one.control.tell_health()
+        await until(lambda: stage.one.control.relays.hold(word), 30.0)
+        refused = await stage.one.ask(MODEL)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
+
+
 async def test_only_servers_that_are_there_have_metrics_and_a_status(tmp_path: Path) -> None:
     async with Staged(tmp_path, *map(endpoint, HOSTS)) as stage:
         series = stage.one.control.series()

@@ -1,0 +1,132 @@
+"""An OpenAPI document in words, for whoever writes it out as a page: its operations, and its schemas as rows of tables. Pure.
+
+The rule: what a schema says is said here once; how it looks is the business of the writers. A ``Ref`` in a row is the name of another
+schema, which has a table of its own; objects that have no name are told in rows of their own, by dotted paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+
+class Ref(str):
+    """The name of another schema."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A member of an object. ``kind`` is what it may hold; pieces that are a ``Ref`` lead on."""
+
+    name: str
+    kind: tuple[str, ...]
+    about: str
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path. ``kinds`` are the media types of what is sent, and of a 200, each with its schema where it has a name."""
+
+    method: str
+    path: str
+    told: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> Iterator[Row]:
+        for each in self.told["parameters"]:
+            yield Row(each["name"], (each["in"], *_choices(each["schema"])), each.get("description", ""), each.get("required", False))
+
+    @property
+    def sent(self) -> Mapping[str, tuple[str, ...]]:
+        return _kinds(self.told.get("requestBody", {}))
+
+    @property
+    def examples(self) -> Iterator[Any]:
+        """Bodies that may be sent."""
+        for each in self.told.get("requestBody", {}).get("content", {}).values():
+            if "example" in each:
+                yield each["example"]
+
+    @property
+    def answered(self) -> Mapping[str, tuple[str, ...]]:
+        return _kinds(self.told["responses"]["200"])
+
+
+def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
+    """All of them, in the document's order."""
+    for path, methods in document["paths"].items():
+        for method, told in methods.items():
+            yield Operation(method.upper(), path, told)
+
+
+def answers(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:
+    """The statuses of an operation's answers, and what each means."""
+    for status, told in operation.told["responses"].items():
+        shared = document["components"]["responses"][told["$ref"].rpartition("/")[2]] if "$ref" in told else told
+        yield status, shared["description"]
+
+
+def _kinds(told: Schema) -> dict[str, tuple[str, ...]]:
+    return {kind: tuple(kind_of(each.get("schema", {}))) for kind, each in told.get("content", {}).items()}
+
+
+def _choices(schema: Schema) -> tuple[str, ...]:
+    return tuple(f" `{value}`" for value in schema.get("enum", ()))
+
+
+def rows(schema: Schema, path: str = "") -> Iterator[Row]:
+    """The members of an object, and of the objects in them."""
+    required = schema.get("required", ())
+    for name, each in schema.get("properties", {}).items():
+        yield Row(path + name, tuple(kind_of(each)), each.get("description", ""), name in required)
+        inner, mark = (each["items"], "[]") if "items" in each else (each, "")
+        yield from rows(inner, f"{path}{name}{mark}.")
+
+
+def kind_of(schema: Schema) -> Iterator[str]:
+    """What a schema admits, in words and references."""
+    if "$ref" in schema:
+        yield Ref(schema["$ref"].rpartition("/")[2])
+    elif "anyOf" in schema and "properties" not in schema:
+        yield from _alternatives([piece for each in schema["anyOf"] for piece in (tuple(kind_of(each)),) if piece])
+    elif "const" in schema:
+        yield f"`{schema['const']}`"
+    elif "enum" in schema:
+        yield ", ".join("null" if value is None else f"`{value}`" for value in schema["enum"])
+    else:
+        yield from _typed(schema)
+
+
+def _alternatives(pieces: list[tuple[str, ...]]) -> Iterator[str]:
+    for place, piece in enumerate(dict.fromkeys(pieces)):
+        if place:
+            yield " or "
+        yield from piece
+
+
+_WORDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list", "null": "null"}
+
+
+def _typed(schema: Schema) -> Iterator[str]:
+    types = schema.get("type", [])
+    for place, name in enumerate([types] if isinstance(types, str) else types):
+        if place:
+            yield " or "
+        yield _WORDS.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
+        if name == "array" and "items" in schema and (inner := tuple(kind_of(schema["items"]))):
+            yield " of "
+            yield from inner
+    if not types:
+        yield "anything"
+
+
+def _bounds(schema: Schema) -> str:
+    words = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "up to"))
+    told = [f"{word} {schema[name]}" for name, word in words if name in schema]
+    return f" {' '.join(told)}" if told else ""

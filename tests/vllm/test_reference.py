@@ -1,0 +1,63 @@
+"""The requests of the API reference, held against the real vLLM's own request models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gateway.policy import FORBIDDEN, OLD_NAMES
+from gateway.reference import document
+from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, installed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
+
+MODELS = {
+    "ChatRequest": ["openai.chat_completion:ChatCompletionRequest"],
+    "CompletionRequest": ["openai.completion:CompletionRequest"],
+    "ResponsesRequest": ["openai.responses:ResponsesRequest"],
+    "MessagesRequest": ["anthropic:AnthropicMessagesRequest"],
+    "CountTokensRequest": ["anthropic:AnthropicCountTokensRequest"],
+    "EmbeddingsRequest": ["pooling.embed:EmbeddingCompletionRequest", "pooling.embed:EmbeddingChatRequest"],
+    "PoolingRequest": ["pooling.pooling:PoolingCompletionRequest", "pooling.pooling:PoolingChatRequest"],
+    "ClassifyRequest": ["pooling.classify:ClassificationCompletionRequest", "pooling.classify:ClassificationChatRequest"],
+    "ScoreRequest": [f"pooling.scoring:Score{pair}Request" for pair in ("Text", "Data", "QueriesDocuments", "QueriesItems")],
+    "RerankRequest": ["pooling.scoring:RerankRequest"],
+    "TranscriptionRequest": ["speech_to_text.transcription:TranscriptionRequest"],
+    "TranslationRequest": ["speech_to_text.translation:TranslationRequest"],
+    "TokenizeRequest": ["serve.tokenize:TokenizeCompletionRequest", "serve.tokenize:TokenizeChatRequest"],
+    "DetokenizeRequest": ["serve.tokenize:DetokenizeRequest"],
+}
+OURS = {"extra_body", "metadata", *(old for names in OLD_NAMES.values() for old in names)}
+"""What the gateway adds: it merges, translates or books it."""
+ONLY_OURS = {"ChatRequest": {"prompt"}, "CompletionRequest": {"best_of"}}
+NOT_TOLD = {"prompt_embeds", "logits_processors"}
+"""What a server takes only when it is started with options for it."""
+
+SCRIPT = """
+import importlib, json, sys
+found = {}
+for schema, names in json.loads(sys.argv[1]).items():
+    found[schema] = []
+    for name in names:
+        module, _, model = name.partition(":")
+        found[schema] += getattr(importlib.import_module(f"vllm.entrypoints.{module}.protocol"), model).model_fields
+print(json.dumps(found))
+"""
+
+
+def test_a_request_is_told_with_all_fields_that_vllm_knows(tmp_path: Path) -> None:
+    command = installed()
+    assert command is not None
+    environ = {**ENVIRONMENT, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    words = [str(command.parent / "python"), "-c", SCRIPT, json.dumps(MODELS)]
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    known = {schema: set(fields) for schema, fields in json.loads(done.stdout.splitlines()[-1]).items()}
+    schemas = document()["components"]["schemas"]
+    for schema, fields in known.items():
+        told = set(schemas[schema]["properties"])
+        assert fields - told - FORBIDDEN - NOT_TOLD == set(), schema
+        assert told - fields - OURS - ONLY_OURS.get(schema, set()) == set(), schema
