@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +129,17 @@ def gateway(
     seconds: float = 30.0,
     runtime: Path | None = None,
     stdin: int = subprocess.DEVNULL,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Gateway]:
     """Run ``vllm-gateway serve``; in the end nothing of it is left.
 
-    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own.
+    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own;
+    ``variables`` are more of the environment.
     """
     if config is not None:
         write(folder / "gateway.yaml", config)
     with tempfile.TemporaryDirectory(prefix="gw-") as own:  # a short path: unix sockets allow 107 bytes
-        yield from _running(folder, runtime or Path(own), ready, seconds, stdin)
+        yield from _running(folder, runtime or Path(own), ready, seconds, stdin, variables or {})
 
 
 def write(file: Path, config: Any) -> None:
@@ -147,9 +149,9 @@ def write(file: Path, config: Any) -> None:
     fresh.replace(file)
 
 
-def _running(folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int) -> Iterator[Gateway]:
+def _running(folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int, variables: Mapping[str, str]) -> Iterator[Gateway]:
     file = folder / "gateway.yaml"
-    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1", **variables}
     command = [str(Path(sys.executable).parent / "vllm-gateway"), "serve", str(file)]
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
         process = subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, env=environ, start_new_session=True)
