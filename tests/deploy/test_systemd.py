@@ -81,7 +81,7 @@ class Installed:
     @property
     def key(self) -> str:
         """The key that was printed."""
-        return re.findall(r"^sk-\S+$", self.said, re.MULTILINE)[0]
+        return str(re.findall(r"^sk-\S+$", self.said, re.MULTILINE)[0])
 
     def look(self) -> dict[str, int]:
         """Every file and when it was written."""
@@ -204,7 +204,7 @@ def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Insta
     runtime = Path(variables["XDG_RUNTIME_DIR"])
     watchdog = int(seconds(unit, "WatchdogSec") * 1_000_000)
     [start], [reload] = unit["ExecStart"], unit["ExecReload"]
-    with service_manager(str(runtime / "notify")) as inbox:
+    with service_manager("@") as inbox:
         variables |= {"NOTIFY_SOCKET": inbox.address, "WATCHDOG_USEC": str(watchdog)}
         with gateway(installed.config.parent, None, ready=False, line=start.split(), runtime=runtime, variables=variables) as one:
             inbox.wait_for("READY")
