@@ -214,7 +214,7 @@ async def _served(
 @asynccontextmanager
 async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
     """A task that does not outlive the block."""
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(work, name=work.__qualname__)
     try:
         yield task
     finally:
@@ -310,7 +310,7 @@ class Control:
     def broken(self) -> str | None:
         """What has stopped working and will not work again by itself; None while all is well."""
         ended = next((task for task in self.lasting if task.done()), None)
-        return self.relays.broken(time.monotonic()) if ended is None else f"{ended.get_coro()} has ended"
+        return self.relays.broken(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
 
     def headline(self) -> str:
         """How the gateway is, in a line."""

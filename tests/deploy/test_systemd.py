@@ -6,9 +6,11 @@ systemd itself does not run here. The test is the service manager: it takes the 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import pytest
 from gateway.config import load
 from gateway.config.models import ServerSection
 from gateway.fleet import STOP_GRACE
+from tests.deploy import confined
 from tests.deploy.chart import program
 from tests.deploy.install import ROOT
 from tests.deploy.released import build, offline
@@ -51,10 +54,14 @@ def seconds(unit: dict[str, list[str]], name: str) -> float:
 
 
 def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    found = shutil.which("systemd-analyze")
-    if found is None:
+    needs_systemd()
+    return subprocess.run(["systemd-analyze", "--no-pager", *map(str, words)], capture_output=True, text=True, timeout=60)
+
+
+def needs_systemd() -> None:
+    """Skips the test where there is none, and so no libseccomp."""
+    if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd)")
-    return subprocess.run([found, "--no-pager", *map(str, words)], capture_output=True, text=True, timeout=60)
 
 
 def installing(*words: str | Path, script: Path = INSTALL) -> subprocess.CompletedProcess[str]:
@@ -194,6 +201,7 @@ def test_what_cannot_be_meant_is_refused(words: list[str], says: str) -> None:
 
 
 def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Installed) -> None:
+    needs_systemd()
     unit = settings(installed.unit)
     config = installed.config.read_text()
     installed.config.write_text(config.replace("port: 8000", "port: 0").replace("port: 9090", "port: 0"))
@@ -206,7 +214,8 @@ def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Insta
     [start], [reload] = unit["ExecStart"], unit["ExecReload"]
     with service_manager("@") as inbox:
         variables |= {"NOTIFY_SOCKET": inbox.address, "WATCHDOG_USEC": str(watchdog)}
-        with gateway(installed.config.parent, None, ready=False, line=start.split(), runtime=runtime, variables=variables) as one:
+        line: list[str | Path] = [sys.executable, confined.__file__, installed.unit, *start.split()]
+        with gateway(installed.config.parent, None, ready=False, line=line, runtime=runtime, variables=variables) as one:
             inbox.wait_for("READY")
             assert one.get("/readyz").status_code == 200
             body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
@@ -215,6 +224,7 @@ def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Insta
             )
             assert asked.status_code == 200
             inbox.wait_for("WATCHDOG")
+            assert {confined.filters(each.pid) for each in one.tree()} == {confined.filters(os.getpid()) + 1}
             shown = subprocess.run(
                 [installed.prefix / "usr/local/bin/vllm-gateway", "status", "--json", "--config", installed.config],
                 capture_output=True, text=True, timeout=60,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ import psutil
 import pytest
 
 from gateway import plan
+from gateway.announce import Announcer
 from gateway.config import Config, load
+from gateway.control import Control
 from gateway.link import Health
 from gateway.relays import relays
 from gateway.service_manager import VARIABLES, ServiceManager
@@ -189,6 +192,18 @@ def test_a_control_process_that_hangs_feeds_no_watchdog(tmp_path: Path) -> None:
             assert inbox.told == []
             one.process.send_signal(signal.SIGCONT)
             inbox.wait_for("WATCHDOG")
+
+
+async def test_a_part_of_control_that_has_ended_is_told() -> None:
+    control = Control(Config(models=(), keys=()), Announcer())
+
+    async def part() -> None:
+        pass
+
+    task = asyncio.create_task(part(), name="Reloader.run")
+    control.lasting.append(task)
+    await task
+    assert control.broken() == "Reloader.run has ended"
 
 
 # Relays that hang
