@@ -93,6 +93,14 @@ place() {
 check_python() {
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is not Python 3.11 or newer; name one with PYTHON=..."
   "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module (Debian: python3-venv)"
+  local root
+  root=$("$python" -c 'import os, sys; print(os.path.realpath(sys.base_prefix))')
+  case $root/ in # ProtectHome= of the unit
+    /home/* | /root/* | /run/user/*)
+      [[ -n $prefix ]] || fail "$python lives in $root, and the service sees no home folder; name another with PYTHON=/usr/bin/python3"
+      ;;
+    *) ;;
+  esac
 }
 
 find_wheel() {
@@ -116,13 +124,16 @@ make_user() {
   done
 }
 
-# The program, exactly as locked.
+# The program, exactly as locked. The mark says by which interpreter and of what it is made, and is written last.
 install_program() {
-  local wanted
-  wanted=$(cat "$wheel" "$lock" | sha256sum)
-  [[ ! -f $mark || $(<"$mark") != "$wanted" ]] || return 0
+  local interpreter wanted before=''
+  interpreter=$("$python" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])')
+  wanted="$interpreter $(cat "$wheel" "$lock" | sha256sum)"
+  [[ ! -f $mark ]] || before=$(<"$mark")
+  [[ $before != "$wanted" ]] || return 0
   changed=yes
-  [[ -x $home/bin/python ]] || run "$python" -m venv "$home"
+  [[ $before == "$interpreter "* ]] || run "$python" -m venv --clear "$home"
+  run rm -f "$mark"
   local pip=("$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps)
   run "${pip[@]}" --only-binary :all: --require-hashes --requirement "$lock"
   run "${pip[@]}" --force-reinstall "$wheel"
@@ -149,14 +160,14 @@ write_config() {
 }
 
 start() {
-  if ! has_systemd; then
-    echo "$name is installed; systemd is not told: $home/bin/$name serve $config"
-    return
+  if has_systemd; then
+    run systemctl daemon-reload
+    run systemctl enable --quiet "$name"
+    run systemctl restart "$name" # it returns when the gateway is ready
+    run echo "$name runs: systemctl status $name"
+  else
+    run echo "$name is installed; systemd is not told: $home/bin/$name serve $config"
   fi
-  run systemctl daemon-reload
-  run systemctl enable --quiet "$name"
-  run systemctl restart "$name" # it returns when the gateway is ready
-  echo "$name runs: systemctl status $name"
 }
 
 install_all() {
