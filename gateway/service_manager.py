@@ -18,7 +18,7 @@ from typing import Protocol
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """What the service manager says by the environment. It is for the gateway alone: servers that are launched do not inherit it."""
 _LOOK_EVERY = 0.25  # seconds
-_STATUS_EVERY = 1.0
+_STATUS_EVERY = 2.0
 _ASK_EVERY = 10.0
 _STARTING_TAKES = 60.0  # seconds: what each word of a start that goes on asks for
 _MICROSECONDS = 1_000_000

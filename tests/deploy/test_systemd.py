@@ -114,6 +114,16 @@ def test_systemd_has_nothing_to_say_about_the_unit(installed: Installed) -> None
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_systemd_understands_the_drop_in_that_is_shown(installed: Installed, tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^```ini\n(.*?)^```", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE | re.DOTALL)
+    unit = Path(shutil.copy(installed.unit, tmp_path))
+    more = tmp_path / f"{unit.name}.d"
+    more.mkdir()
+    for text, said in ((shown, 0), (shown.replace("ReadWritePaths", "ReadWritePath"), 1)):
+        (more / "override.conf").write_text(text)
+        assert len(analyze("verify", unit).stderr.splitlines()) == said
+
+
 def test_systemd_finds_little_exposure() -> None:
     done = analyze("security", "--offline=true", f"--threshold={THRESHOLD}", UNIT)
     assert done.returncode == 0, done.stdout + done.stderr

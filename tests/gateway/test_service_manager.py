@@ -63,8 +63,8 @@ def test_ready_is_told_once_and_the_start_is_extended_until_then(inbox: Inbox) -
     assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(LASTING)}]
     told.look(stage, 11)
     stage.waits = None
-    told.look(stage, 12)
-    told.look(stage, 12.5)
+    told.look(stage, 13)
+    told.look(stage, 13.5)
     assert inbox.told[1:] == [
         {"EXTEND_TIMEOUT_USEC": str(LASTING)},
         {"READY": "1", "STATUS": "1 of 1 servers up and more"},
