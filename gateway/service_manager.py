@@ -70,7 +70,10 @@ class ServiceManager:
     async def run(self, gateway: Supervised) -> None:
         """Tell of the gateway until cancelled."""
         while self._address is not None:
-            self.look(gateway, time.monotonic())
+            try:
+                self.look(gateway, time.monotonic())
+            except Exception:  # noqa: BLE001  the outer edge: where it goes on like this, the watchdog hears nothing
+                _log.exception("a look for the service manager")
             await asyncio.sleep(_LOOK_EVERY)
 
     def look(self, gateway: Supervised, now: float) -> None:

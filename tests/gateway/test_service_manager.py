@@ -147,6 +147,20 @@ async def test_without_a_service_manager_nothing_is_said(environ: dict[str, str]
     await ServiceManager.of(environ, 1).run(Stage())  # it ends at once
 
 
+async def test_one_look_that_fails_is_not_the_last(inbox: Inbox) -> None:
+    class Failing(Stage):
+        def not_ready(self) -> str | None:
+            self.waits, waits = None, self.waits
+            if waits is not None:
+                raise KeyError
+            return None
+
+    telling = asyncio.create_task(manager(inbox).run(Failing()))
+    await until(lambda: inbox.has("READY"), 60)
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+
+
 # The whole gateway
 
 
