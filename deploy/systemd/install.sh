@@ -171,8 +171,8 @@ start() {
 }
 
 install_all() {
-  check_python
   find_wheel
+  check_python
   [[ -n $prefix ]] || make_user
   install_program
   [[ -f $config ]] || write_config
