@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools docs faults soak bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -14,7 +14,7 @@ test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so
 check: $(READY)  ## style, types and the import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana deploy/helm
+	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana deploy/helm deploy/sbom.py
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
@@ -27,13 +27,21 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
 
-deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas
+deploy-tools: $(READY)  ## the tools that check what is deployed and released: Helm, Kubernetes' schemas, shellcheck, CycloneDX, wheels
 	$(BIN)/python -m tests.deploy.install
 
 docs: $(READY)  ## the site of docs/, in build/docs
 	$(BIN)/python -m tests.documents.install
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "The site is in build/docs; look at it with: python3 -m http.server --directory build/docs"
+
+dist: $(READY)  ## the wheel and the source distribution, in dist/
+	rm -rf dist
+	$(BIN)/hatchling build
+
+sbom: dist  ## beside them, the bill of materials
+	$(BIN)/python -m tests.deploy.install cyclonedx
+	$(BIN)/python deploy/sbom.py dist/*.whl
 
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows
 	$(BIN)/python -m tests.faults.report $(if $(ROWS),--rows $(ROWS))
@@ -68,9 +76,11 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-lock:  ## write requirements.lock anew (needs uv)
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
+lock:  ## write requirements.lock and those of the images anew (needs uv)
+	$(COMPILE) pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
+	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt -o deploy/docker/runtime.lock
+	$(COMPILE) --constraint requirements.lock --group build -o deploy/docker/build.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-pictures .venv-docs .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist .venv .venv-vllm .venv-pictures .venv-docs .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

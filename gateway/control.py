@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,8 +38,9 @@ from gateway.metrics import Series, summed, tokens_by_model
 from gateway.operations import RefusedOperation
 from gateway.parting import let_nobody_in
 from gateway.rates import Rates
-from gateway.relays import Relays, relays
+from gateway.relays import LOOK, Relays, relays
 from gateway.reload import History, Reading, Reloader
+from gateway.service_manager import VARIABLES, ServiceManager
 from gateway.signals import on_hangup, stop_signals
 from upstream.discovery import Cluster, Sources, Standing
 from upstream.health import Probe, Prober
@@ -56,6 +57,7 @@ _BACKLOG = 4096
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _ACQUAINT = 0.3  # seconds in which a server that a new configuration brings may answer its first probe
+_ENDING = 30.0  # seconds for what has no other bound of its own on the way down
 _TAKEN = 5.0  # seconds in which every relay should have taken a generation
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -87,8 +89,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         commands = _admin_socket(path, stack)
-        control = Control(config, announcer)
-        environ = inherited({name: value for name, value in os.environ.items() if name not in config.withheld}, Path(sys.executable).parent)
+        control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
+        environ = inherited(_without(os.environ, {*config.withheld, *VARIABLES}), Path(sys.executable).parent)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=environ)
         control.launcher = await stack.enter_async_context(launcher)
         prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
@@ -100,15 +102,17 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         on_hangup(asked, control.reloader.ask)
-        await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin))
+        await stack.enter_async_context(_background(control.manager.run(control)))
+        control.lasting.append(await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin)))
         if commands is not None:
             await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
-        await stack.enter_async_context(_background(control.watch_tokens()))
+        control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
         announcer.summary(config, data, admin)
         control.begin()
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))
         files = await stack.enter_async_context(_background(control.reloader.run()))
+        control.lasting += [fleet, files]
         await asked.get()
         files.cancel()
         await _linger(control, asked)
@@ -140,6 +144,10 @@ async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
     for task in (stopping, impatient):
         task.cancel()
     await asyncio.gather(stopping, impatient, return_exceptions=True)
+
+
+def _without(environ: Mapping[str, str], names: Set[str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -192,11 +200,13 @@ def _guarded(app: Starlette, section: conf.Admin) -> Guard:
 
 
 @asynccontextmanager
-async def _served(app: ASGIApp, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto") -> AsyncIterator[None]:
+async def _served(
+    app: ASGIApp, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto"
+) -> AsyncIterator[asyncio.Task[None]]:
     config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
     server = uvicorn.Server(config)
-    async with _background(server._serve([listener])):
-        yield
+    async with _background(server._serve([listener])) as task:
+        yield task
         server.should_exit = True
         server.force_exit = True
 
@@ -204,7 +214,7 @@ async def _served(app: ASGIApp, listener: socket.socket, http: type[asyncio.Prot
 @asynccontextmanager
 async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
     """A task that does not outlive the block."""
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(work, name=work.__qualname__)
     try:
         yield task
     finally:
@@ -223,10 +233,12 @@ class Control:
     reloader: Reloader
     ledger: Ledger | None = None
 
-    def __init__(self, config: Config, announcer: Announcer) -> None:
+    def __init__(self, config: Config, announcer: Announcer, manager: ServiceManager | None = None) -> None:
         self._read = config
         self.config = config  # as it was read, with the servers that were found
         self.announcer = announcer
+        self.manager = manager or ServiceManager(None, None)
+        self.lasting: list[asyncio.Task[None]] = []  # what works as long as the gateway serves
         self.history = History()
         self._started = time.time()
         self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
@@ -253,6 +265,7 @@ class Control:
         """Say that no more requests should come."""
         self._leaving = True
         self.relays.leave()
+        self.manager.stopping(self.config.server.linger + self.config.server.drain + STOP_GRACE + _ENDING)
 
     async def end(self) -> None:
         """Let clients finish, then end the servers."""
@@ -266,7 +279,7 @@ class Control:
         while waiting := self._look_for_results():
             self.announcer.waiting(waiting, time.time() - self._started, self._last_line)
             await asyncio.sleep(self.announcer.interval)
-        self.announcer.serving(self._up(), sum(place.name not in self.fleet.away() for place in plan.places(self.config)))
+        self.announcer.serving(self._up(), self._expected_up())
 
     def _last_line(self, name: str) -> str:
         snapshot = self.known.snapshots.get(name)
@@ -275,6 +288,10 @@ class Control:
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
 
+    def _expected_up(self) -> int:
+        away = self.fleet.away()
+        return sum(place.name not in away for place in plan.places(self.config))
+
     async def watch_tokens(self) -> None:
         """Look at the counts of tokens, again and again."""
         while True:
@@ -282,7 +299,30 @@ class Control:
             logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)
 
+    async def watch_relays(self) -> None:
+        """See whether the relays answer, again and again."""
+        while True:
+            self.relays.look(time.monotonic())
+            await asyncio.sleep(LOOK)
+
+    # What the service manager is told
+
+    def broken(self) -> str | None:
+        """What has stopped working and will not work again by itself; None while all is well."""
+        ended = next((task for task in self.lasting if task.done()), None)
+        return self.relays.broken(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
+
+    def headline(self) -> str:
+        """How the gateway is, in a line."""
+        well = f"{self._up()} of {self._expected_up()} servers up"
+        wrong = "" if self.history.last.successful else "; the configuration that was read last cannot be used"
+        return f"{self.broken() or self.not_ready() or well}{wrong}"
+
     # Another configuration
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Have the service manager know of a reading."""
+        return self.manager.reloading()
 
     async def acquaint(self, config: Config) -> None:
         """Find and probe the servers that a configuration brings, so that a model that moves to others is up there when it does."""

@@ -50,6 +50,10 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """control → relay: say that you are there. relay → control: the same word back."""
+
+
 class Taken(msgspec.Struct, tag=True, frozen=True):
     """relay → control: this generation is served by, and no request starts by an older one."""
 
@@ -69,7 +73,7 @@ class Asked(msgspec.Struct, tag=True, frozen=True):
     since: float | None
 
 
-Message = Configure | Health | Leave | Drain | Taken | Learned | Asked
+Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -32,7 +32,7 @@ from gateway.edge import LINGER, EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken
 from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
 from gateway.parting import HANDSHAKE, is_awaited
@@ -167,6 +167,8 @@ class _Process:
                     self.learn(message)
                 case Leave():
                     self.relay.leaving = True
+                case Ping():
+                    self.link.send(message)
                 case Drain(seconds=seconds):
                     await self._drain(seconds)
                     return

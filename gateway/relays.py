@@ -2,7 +2,7 @@
 
 The rules: a relay's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
-dies again and again is replaced more slowly.
+dies again and again is replaced more slowly; one that hangs is killed, so that it is replaced too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -31,19 +31,25 @@ if TYPE_CHECKING:
 _EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
 _SHORT_LIFE = 5.0  # a relay that dies younger than this waits before it is replaced
 _PAUSE = 1.0
+LOOK = 5.0
+"""Seconds between two looks at whether relays answer."""
+_PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
+_WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
 _FRAME_BUFFER = 1024 * 1024
 _log = logging.getLogger("vllm_gateway.control")
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it was replaced."""
+    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it was replaced; ``unanswered`` how many
+    looks in a row."""
 
     number: int
     pid: int | None
     up: bool
     generation: int
     restarts: int
+    unanswered: int
 
 
 class _Relay:
@@ -72,12 +78,15 @@ class _Relay:
         self.learned = 0
         self.asked: dict[str, float] = {}
         self.restarts = 0
+        self._unanswered = 0
         self._ending = False
 
     @property
     def status(self) -> RelayStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
-        return RelayStatus(self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts)
+        return RelayStatus(
+            self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts, self._unanswered
+        )
 
     def holds(self, number: int) -> bool:
         """Whether nothing is done here by an older ``Health`` than this."""
@@ -86,6 +95,18 @@ class _Relay:
     def send(self, message: Message) -> None:
         if self._link is not None:
             self._link.send(message)
+
+    def look(self) -> None:
+        """Ask a relay that serves whether it is there; one that has not answered for too long is killed, and so replaced."""
+        process = self._process
+        if process is None or process.returncode is not None or not self.status.up or self._ending:
+            return
+        if self._unanswered >= _PATIENCE:
+            _log.error("relay %d does not answer any more and is killed", self.number)
+            process.kill()
+            return
+        self._unanswered += 1
+        self.send(Ping())
 
     def drain(self, seconds: float) -> None:
         """Have the process drain and exit, and put no other in its place."""
@@ -117,12 +138,15 @@ class _Relay:
             except LinkBrokenError as error:
                 _log.error("relay %d: %s", self.number, error)
             finally:
-                self._link, self.generation, self.learned, self.asked = None, 0, 0, {}
+                self._link, self.generation, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
                 self._on_word()
 
     async def _listen(self, link: Link) -> None:
         async for message in link.messages():
             match message:
+                case Ping():
+                    self._unanswered = 0
+                    continue
                 case Taken(generation=generation):
                     self.generation = generation
                 case Learned(number=number):
@@ -196,6 +220,7 @@ class Relays:
         self._state: State | None = None
         self._health = Health({}, {})
         self._leaving = False
+        self._seen = time.monotonic()
 
     @property
     def boards(self) -> tuple[Board, ...]:
@@ -231,6 +256,19 @@ class Relays:
         self._health = msgspec.structs.replace(health, number=self._health.number + 1)
         for relay in self._relays:
             relay.send(message(self._health))
+
+    def look(self, now: float) -> None:
+        """See whether relays answer, every ``LOOK`` seconds; ``now`` is the monotonic clock's."""
+        if any(status.up for status in self.statuses):
+            self._seen = now
+        for relay in self._relays:
+            relay.look()
+
+    def broken(self, now: float) -> str | None:
+        """Why no relay will come up again by itself; None while that may be."""
+        if any(task.done() for task in self._tasks):
+            return "a relay is not looked after any more"
+        return "no relay comes up" if now - self._seen > _WITHOUT else None
 
     def hold(self, number: int) -> bool:
         """Whether no relay does anything by an older word than the one told under this number."""

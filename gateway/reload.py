@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +72,9 @@ class Taker(Protocol):
 
     history: History
 
+    def reading(self) -> AbstractContextManager[None]:
+        """What is around one reading of the files."""
+
     async def acquaint(self, config: Config) -> None:
         """Get to know what a configuration brings, before anything is served by it."""
 
@@ -126,13 +129,17 @@ class Reloader:
     async def reload(self) -> Reading:
         """Read the files now and serve by them if they are good; returns when every relay does, or has had time to."""
         async with self._turn:
-            await self._settled()
-            self._seen = await asyncio.to_thread(looked, self._files)
-            try:
-                config = await asyncio.to_thread(load, self._path, self._environ)
-            except ConfigurationError as error:
-                return await self._failed(error)
-            return await self._good(config)
+            with self._taker.reading():
+                return await self._read()
+
+    async def _read(self) -> Reading:
+        await self._settled()
+        self._seen = await asyncio.to_thread(looked, self._files)
+        try:
+            config = await asyncio.to_thread(load, self._path, self._environ)
+        except ConfigurationError as error:
+            return await self._failed(error)
+        return await self._good(config)
 
     async def _settled(self) -> None:
         """Wait a moment for whoever is writing."""

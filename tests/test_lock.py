@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in ("tests", "docs", "fuzz") for file in (ROOT / folder).rglob("*.lock"))]
+LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in ("tests", "docs", "deploy", "fuzz") for file in (ROOT / folder).rglob("*.lock"))]
 _ENTRY = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")
 _PERMITTED = re.compile(r"\b(MIT|ISC|PSF-2\.0|MPL-2\.0|Mozilla Public License 2\.0|Apache|BSD|LGPL-3\.0-only)\b")
@@ -29,6 +29,12 @@ def test_every_locked_package_has_one_version_and_its_hashes(lock: Path) -> None
     for name, rest in found:
         assert re.match(r"==[^\s;]+|\s*@ ", rest), f"{name} has no exact version"
         assert _HASH.search(rest), f"{name} has no hash"
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "deploy").rglob("*.lock")), ids=lambda lock: lock.name)
+def test_what_is_deployed_is_what_was_tried(lock: Path) -> None:
+    tried = dict(entries(ROOT / "requirements.lock"))
+    assert {name: rest for name, rest in entries(lock) if tried.get(name) != rest} == {}
 
 
 def licences(name: str) -> str:

