@@ -33,6 +33,7 @@ from gateway.config import Config, load
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
+from gateway.key_sets import KeySets, key_sets
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
 from gateway.operations import RefusedOperation
@@ -95,8 +96,11 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.prober = await stack.enter_async_context(prober)
         sources = await stack.enter_async_context(Sources(control.found, Cluster.of(os.environ)))
         control.discovery = Discovery(sources)
+        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
         control.ledger = _ledger(config, path, stack)
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.ledger))
+        control.relays = await stack.enter_async_context(
+            relays(data, config.server.relays, control.nudged, control.key_sets.ask, control.ledger)
+        )
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         on_hangup(asked, control.reloader.ask)
@@ -221,6 +225,7 @@ class Control:
     fleet: Fleet
     discovery: Discovery
     reloader: Reloader
+    key_sets: KeySets
     ledger: Ledger | None = None
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
@@ -230,6 +235,7 @@ class Control:
         self.history = History()
         self._started = time.time()
         self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
+        self._awaited |= {issuer.issuer for issuer in config.jwt}
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self._generation = 0
@@ -245,6 +251,7 @@ class Control:
     def begin(self) -> None:
         """Look for servers, launch, probe, and have the relays serve."""
         self.discovery.look_for(self.config)
+        self.key_sets.want(self.config)
         self.fleet.look()
         self.configure()
         self._watch_servers()
@@ -306,6 +313,7 @@ class Control:
         """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
         self._read = config
         self.discovery.look_for(config)
+        self.key_sets.want(config)
         self.config = config = self.discovery.fill(config)
         self.discovery.serve(config)
         speak_by(config)
@@ -326,6 +334,11 @@ class Control:
             self._take_servers(filled, changed)
         self._watch_servers()
         self.fleet.nudge()
+
+    def fetched(self) -> None:
+        """An issuer's keys are others, or the first look at them is over."""
+        if self._generation and not self._draining:
+            self.configure()
 
     def _take_servers(self, filled: Config, changed: Iterable[Change]) -> None:
         """Serve by a configuration that differs in nothing but the servers that were found."""
@@ -370,6 +383,7 @@ class Control:
             self.fleet.away() | self.discovery.named(Standing.LEAVING),
             self.discovery.named(Standing.UNREADY),
             self.discovery.awaited(self.config, probes),
+            self.key_sets.known(),
         )
 
     def launched(self, snapshot: Snapshot) -> None:
@@ -484,7 +498,7 @@ class Control:
 
         What is added or started anew later keeps nobody from the models that are served.
         """
-        unconcluded = plan.unconcluded(self.config, self.known)
+        unconcluded = [*plan.unconcluded(self.config, self.known), *sorted(self.key_sets.awaited())]
         self._awaited.intersection_update(unconcluded)
         return [name for name in unconcluded if name in self._awaited]
 
@@ -502,6 +516,8 @@ class Control:
             series.setdefault(Series("server_ejected", labels), (0,))
         for model, well in self.discovery.well(self.config):
             series[Series("discovery_up", (model,))] = (float(well),)
+        for issuer, well in self.key_sets.well():
+            series[Series("key_set_up", (issuer,))] = (float(well),)
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
@@ -546,6 +562,7 @@ class Control:
             "generation": self._generation,
             "configuration": self.history.last.shown(),
             "ledger": None if self.ledger is None else self.ledger.status(),
+            "issuers": self.key_sets.shown(self.config),
             "relays": [
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses
