@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, admin_socket, logs, plan
 from gateway import config as conf
-from gateway.admin import application, operators_application
+from gateway.admin import application
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
@@ -33,6 +35,7 @@ from gateway.config import Config, load
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
+from gateway.key_list import LastUse, shown_keys
 from gateway.key_sets import KeySets, key_sets
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
@@ -89,6 +92,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         commands = _admin_socket(path, stack)
         control = Control(config, announcer)
+        control.asked = asked
         environ = inherited({name: value for name, value in os.environ.items() if name not in config.withheld}, Path(sys.executable).parent)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=environ)
         control.launcher = await stack.enter_async_context(launcher)
@@ -104,9 +108,9 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         on_hangup(asked, control.reloader.ask)
-        await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin))
+        await stack.enter_async_context(_served(_guarded(application(control, control), config.server.admin), admin))
         if commands is not None:
-            await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
+            await stack.enter_async_context(_served(application(control, control), commands, OwnUsersProtocol))
         await stack.enter_async_context(_background(control.watch_tokens()))
         announcer.summary(config, data, admin)
         control.begin()
@@ -226,6 +230,8 @@ class Control:
     discovery: Discovery
     reloader: Reloader
     key_sets: KeySets
+    asked: asyncio.Queue[int]
+    """Whatever is put in asks for the end."""
     ledger: Ledger | None = None
 
     def __init__(self, config: Config, announcer: Announcer) -> None:
@@ -483,6 +489,13 @@ class Control:
             raise RefusedOperation("the gateway is stopping")
         return await self.reloader.reload()
 
+    async def drain(self) -> None:
+        """Begin to stop."""
+        if self._leaving:
+            raise RefusedOperation("the gateway is stopping")
+        self.leave()
+        self.asked.put_nowait(signal.SIGTERM)
+
     # What the admin port shows
 
     def not_ready(self) -> str | None:
@@ -546,6 +559,10 @@ class Control:
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None if self.ledger is None else await self.ledger.usage(words)
+
+    async def keys(self) -> dict[str, Any]:
+        use = LastUse({}, "no ledger is configured") if self.ledger is None else await self.ledger.last_use(self.config)
+        return shown_keys(self.config, use, datetime.now(UTC))
 
     def engines(self) -> dict[str, Engine]:
         models = {place.name: place.model.id for place in plan.places(self.config)}

@@ -60,6 +60,9 @@ class Shown:
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 
+    async def keys(self) -> dict[str, Any]:
+        return {}
+
     def engines(self) -> dict[str, Engine]:
         return {}
 
