@@ -368,6 +368,7 @@ def _of_tokens(draft: Draft) -> list[Place]:
 def _issuers(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
+    yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be taken for each other")
     for place in _of_tokens(draft):
         if place.value not in anonymous:
             yield place.problem(f"names no entry of keys{did_you_mean(place.value, anonymous)}")

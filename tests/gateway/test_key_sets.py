@@ -155,7 +155,8 @@ def test_what_check_says(tmp_path: Path) -> None:
     assert problems(tmp_path, provider(url, keys=["staff", "team-a"])) == [
         "jwt[0].keys: which of them a token counts as is not said; write claims.key, or one entry alone"
     ]
-    assert "this issuer is already on line" in problems(tmp_path, provider(url), provider(url))[0]
+    assert "this issuer is already on line" in problems(tmp_path, provider(url), provider(url, keys="team-a"))[0]
+    assert "subjects of two issuers would be taken for each other" in problems(tmp_path, provider(url), provider(url) | {"issuer": "b"})[0]
     assert "algorithms" in problems(tmp_path, provider(url, algorithms=["HS256"]))[0]
     assert "algorithms" in problems(tmp_path, provider(url, algorithms=["none"]))[0]
     keys = [{"id": "staff"}, {"id": "staff/alice", "hash": "sha256:" + "a" * 64}, {"id": "any", "anonymous": True}]
@@ -238,7 +239,7 @@ def test_keys_in_a_file_and_an_issuer_that_was_never_there(tmp_path: Path) -> No
     with published(away) as shown:
         shown.status = 0
         (tmp_path / "keys.json").write_bytes(issuer.document)
-        config = with_tokens(provider("keys.json") | {"issuer": issuer.name}, provider(shown))
+        config = with_tokens(provider("keys.json") | {"issuer": issuer.name}, provider(shown, keys="team-a"))
         with gateway(tmp_path, config) as one:
             assert asked(one, issuer.token()).status_code == 200
             refused = asked(one, away.token())
