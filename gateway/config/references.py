@@ -393,7 +393,7 @@ def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
             continue
         anonymous, hashes = key.get("anonymous"), key.get("hash")
         if anonymous.value is not True:
-            if hashes.value in (None, []) and key.get("id").value not in of_tokens:
+            if hashes.value in (None, []) and str(key.get("id").value) not in of_tokens:
                 yield hashes.problem(
                     "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
                 )
