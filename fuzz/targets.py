@@ -22,11 +22,13 @@ from gateway.beginning import hint
 from gateway.config import ConfigurationError, drafted, load
 from gateway.errors import ROWS, Refusal, from_server, render
 from gateway.form import Form
+from gateway.key_set import usable
 from gateway.media import MediaHosts
 from gateway.payload import Prepared, merge, parse, prepare
 from gateway.policy import FORBIDDEN, IN_TEMPLATE, Policy
 from gateway.routes import ROUTES, Body
-from gateway.state import BodyRules, Key, State
+from gateway.state import BodyRules, Issuer, Key, State
+from gateway.tokens import Tokens
 from upstream import vllm_names
 from upstream.sse import EventTooLongError, Splitter, data_of, split
 
@@ -207,6 +209,27 @@ def key(data: bytes) -> None:
             assert {"one": _TOKEN.encode(), "two": b"any string"}[found.id] in data
 
 
+# Tokens
+
+_KEY_SET = usable(
+    b'{"keys": [{"x": "N6q3hedASHL7vjUxL9ZotQaU2jhiQ3cGkDs_i9Ud-9k", "kty": "OKP", "crv": "Ed25519", "kid": "fuzz", "use": "sig"}]}'
+)
+_ISSUER = Issuer("https://login.example.com/", ("vllm-gateway",), ("staff",), ("EdDSA", "RS256"), _KEY_SET)
+_GOOD = (Path(__file__).resolve().parent / "corpus" / "token" / "good").read_bytes()
+
+
+def token(data: bytes) -> None:
+    """No bytes but the signed ones are a token: their header and claims as they are, and a signature that is theirs."""
+    tokens = Tokens(lambda _: None)
+    tokens.take(State(1, (Key("staff"),), (), issuers=(_ISSUER,)))
+    try:
+        found = tokens.key(data, hashlib.sha256(data).digest())
+    except Refusal as refusal:
+        assert refusal.row.status == 401
+    else:
+        assert found is None or data.rpartition(b".")[0] == _GOOD.rpartition(b".")[0]
+
+
 # A server's errors
 
 
@@ -220,7 +243,7 @@ def answer(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {"config": config, "payload": payload, "form": form, "sse": sse, "media": media, "key": key, "answer": answer}
+    {"config": config, "payload": payload, "form": form, "sse": sse, "media": media, "key": key, "token": token, "answer": answer}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
 """What is worth beginning with, and worth keeping: a folder for each target."""

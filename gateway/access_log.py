@@ -60,7 +60,7 @@ def line(record: Record) -> bytes:
         time=datetime.fromtimestamp(record.started, UTC),
         request_id=record.id,
         client=record.client,
-        key=record.key,
+        key=record.key.id if record.key else None,
         user=record.user,
         endpoint=record.endpoint,
         model=record.model,

@@ -1,12 +1,13 @@
-"""What control serves to operators: metrics, health, the status, usage, a description of it all; on the admin socket the operations too.
+"""What control serves to operators: metrics, health, the status, usage, keys, operations, a description of it all.
 
 The rules: every answer is made from what control has at hand and waits for nobody, but for a server's own metrics, which the server is
-asked for, and /usage, which waits for the ledger's database on a thread of its own;
-what acts is served on the socket alone, which only the operator's own user can open.
+asked for, and /usage and /keys, which wait for the ledger's database on a thread of its own;
+what acts is noted in the log with who asked for it. Who may ask is decided before: by the port's guard, by the socket's owner.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from gateway.metrics import PREFIX, Family, Series, by_family
 from gateway.operations import OPERATIONS, Operations, RefusedOperation
 from gateway.picture import picture
 
+_log = logging.getLogger("vllm_gateway.control")
 _QUALITY = re.compile(r"(?:0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 
 
@@ -49,6 +51,9 @@ class Overview(Protocol):
 
         Raises QuestionError, and AwayError where its database does not answer.
         """
+
+    async def keys(self) -> dict[str, Any]:
+        """The entries of keys as /keys shows them."""
 
     def engines(self) -> Mapping[str, Engine]:
         """The servers that run, by name."""
@@ -97,15 +102,13 @@ def registry(overview: Overview) -> CollectorRegistry:
     return made
 
 
-def application(overview: Overview) -> Starlette:
-    """The ASGI application of the admin port."""
-    return Starlette(routes=_routes(_handlers(overview)))
+def application(overview: Overview, operations: Operations) -> Starlette:
+    """The ASGI application of the admin port and of the admin socket."""
+    return Starlette(routes=_routes(_handlers(overview) | _acting(overview, operations)))
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
-    """What is described and has a handler here."""
-    described = (route for route in admin_document.ROUTES if route.path in handlers)
-    return [Route(route.path, handlers[route.path], methods=[route.method]) for route in described]
+    return [Route(route.path, handlers[route.path], methods=[route.method]) for route in admin_document.ROUTES]
 
 
 def _handlers(overview: Overview) -> dict[str, Handler]:
@@ -137,12 +140,16 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
             return _error(f"the ledger's database does not answer: {error}", 503)
         return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
 
+    async def keys(_: Request) -> Response:
+        return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
+
     return {
         "/metrics": metrics,
         "/livez": livez,
         "/readyz": readyz,
         "/status": status,
         "/usage": usage,
+        "/keys": keys,
         **engines.handlers(overview.engines),
         **_documents(),
     }
@@ -171,8 +178,7 @@ def _weighted(part: str) -> tuple[str, float]:
     return kind, float(quality) if _QUALITY.fullmatch(quality) else 0.0
 
 
-def operators_application(overview: Overview, operations: Operations) -> Starlette:
-    """The ASGI application of the admin socket."""
+def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
     methods = {name: getattr(operations, name) for name in OPERATIONS}
 
     async def operate(request: Request) -> Response:
@@ -181,21 +187,35 @@ def operators_application(overview: Overview, operations: Operations) -> Starlet
             return _error(f"there is no operation {operation}", 404)
         if unknown := _unknown(model, overview.status()):
             return _error(unknown, 404)
+        _note(f"{operation} of {model}", request)
         try:
             await methods[operation](model)
         except RefusedOperation as refused:
             return _error(str(refused), 409)
         return JSONResponse(next(each for each in overview.status()["models"] if each["id"] == model))
 
-    async def reload(_: Request) -> Response:
+    async def reload(request: Request) -> Response:
+        _note("reload", request)
         try:
             reading = await operations.reload()
         except RefusedOperation as refused:
             return _error(str(refused), 409)
         return JSONResponse(reading.shown())
 
-    acting = {"/reload": reload, "/models/{id:path}/{operation}": operate}
-    return Starlette(routes=_routes(_handlers(overview) | acting))
+    async def drain(request: Request) -> Response:
+        _note("drain", request)
+        try:
+            await operations.drain()
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        return JSONResponse({"draining": True}, 202)
+
+    return {"/reload": reload, "/drain": drain, "/models/{id:path}/{operation}": operate}
+
+
+def _note(what: str, request: Request) -> None:
+    """Who has what done. Each line is a kind of its own, so that none is left out for being like another."""
+    _log.info(f"{what} is asked for by {request.state.who}")
 
 
 def _error(message: str, status: int) -> Response:

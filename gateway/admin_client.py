@@ -1,4 +1,4 @@
-"""The other end of the admin socket: how a command asks the gateway that runs with a configuration.
+"""The other end of the admin API: how a command asks a gateway, over its socket or over its port with the token.
 
 The rule: what can go wrong is one sentence for the operator.
 """
@@ -42,15 +42,30 @@ class AdminClient:
         """Have the configuration read; returns what came of it as /status shows it. Raises RefusedError."""
         return self._answer("POST", "/reload")
 
+    def drain(self) -> dict[str, Any]:
+        """Have the gateway stop as at a SIGTERM. Raises RefusedError."""
+        return self._answer("POST", "/drain")
+
     def _answer(self, method: str, path: str) -> dict[str, Any]:
         try:
             answer = self._client.request(method, path)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
-        document: dict[str, Any] = answer.json()
-        if answer.status_code != 200:
+        document = _document(answer)
+        if not answer.is_success:
             raise RefusedError(document["error"])
         return document
+
+
+def _document(answer: httpx2.Response) -> dict[str, Any]:
+    """What a gateway answers: a mapping, which of an error has words. Raises UnreachableError for anything else."""
+    try:
+        document = answer.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not (answer.is_success or isinstance(document.get("error"), str)):
+        raise UnreachableError("what answers there is no gateway's admin port")
+    return document
 
 
 @contextmanager
@@ -60,4 +75,17 @@ def admin_client(path: Path) -> Iterator[AdminClient]:
     timeout = httpx2.Timeout(None, connect=_CONNECT)
     headers = {"accept": "application/json"}
     with httpx2.Client(transport=transport, base_url="http://gateway", timeout=timeout, headers=headers, trust_env=False) as client:
+        yield AdminClient(client)
+
+
+@contextmanager
+def remote_admin_client(url: str, token: str | None) -> Iterator[AdminClient]:
+    """As ``admin_client``, over the admin port at ``url``. Raises UnreachableError for what is no URL."""
+    headers = {"accept": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    timeout = httpx2.Timeout(None, connect=_CONNECT)
+    try:
+        made = httpx2.Client(base_url=url, timeout=timeout, headers=headers, trust_env=False)
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise UnreachableError(str(error)) from error
+    with made as client:
         yield AdminClient(client)

@@ -18,13 +18,14 @@ from gateway.reference import page as openapi_page
 
 __all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
+_FORBIDDEN = "no token is configured, or a page in a browser asks"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One route. ``answers``: what each status means; ``kinds``: the media types of its 200; ``acts``: on the admin socket only;
-    ``queries``: what may be asked behind a ``?``."""
+    """One route. ``answers``: what each status means; ``kinds``: the media types of its 200; ``acts``: over the admin port it needs
+    the token; ``queries``: what may be asked behind a ``?``."""
 
     path: str
     summary: str
@@ -35,9 +36,16 @@ class Described:
     queries: tuple[str, ...] = ()
 
     @property
-    def guarded(self) -> bool:
-        """Whether `server.admin.token` is asked for, where it is set."""
-        return not self.acts and self.path not in OPEN
+    def meanings(self) -> dict[int, str]:
+        """What each status means, those of the port's guard among them."""
+        if self.path in OPEN:
+            return dict(self.answers)
+        return dict(sorted({**self.answers, 401: "the token is not shown", **({403: _FORBIDDEN} if self.acts else {})}.items()))
+
+    @property
+    def security(self) -> list[dict[str, list[str]]]:
+        """As OpenAPI has it: the token where it is set, and to act always."""
+        return [] if self.path in OPEN else [{"token": []}] if self.acts else [{}, {"token": []}]
 
     @property
     def template(self) -> str:
@@ -73,19 +81,33 @@ ROUTES = (
         (JSON,),
         queries=("by", "since", "until", "key", "model"),
     ),
+    Described(
+        "/keys",
+        "Whose keys there are: entries with their models, limits and ends, and from the ledger when each was used last. Never a hash.",
+        {200: "the entries; `last_use_unknown` says why no last use is known, if so"},
+        (JSON,),
+    ),
     Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}, (JSON,)),
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
     Described(
         "/reload",
-        "Read the configuration again. On the admin socket alone.",
+        "Read the configuration again.",
         {200: "what became of it", 409: "it is not read; the text says why"},
         (JSON,),
         method="POST",
         acts=True,
     ),
     Described(
+        "/drain",
+        "Stop the gateway as SIGTERM does: it takes no more requests, lets those under way finish for `server.drain`, and ends.",
+        {202: "it has begun", 409: "it is stopping already"},
+        (JSON,),
+        method="POST",
+        acts=True,
+    ),
+    Described(
         "/models/{id:path}/{operation}",
-        "Do something to a model's servers. On the admin socket alone, which only the gateway's own user can open.",
+        "Do something to a model's servers.",
         {200: "it is done: the model's entry of /status", 404: "no such model or operation", 409: "it is not done; the text says why"},
         (JSON,),
         method="POST",
@@ -100,16 +122,17 @@ def document() -> dict[str, Any]:
     """The description as OpenAPI 3.1."""
     paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
     info = {"title": "vllm-gateway: admin API", "version": __version__}
-    token = {"token": {"type": "http", "scheme": "bearer", "description": "where server.admin.token is set"}}
+    words = "server.admin.token; without one nothing is asked for, and nothing is done over the port. The admin socket needs none."
+    token = {"token": {"type": "http", "scheme": "bearer", "description": words}}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"securitySchemes": token}}
 
 
 def _operation(route: Described) -> dict[str, Any]:
-    answers: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.answers.items()}
-    answers["200"]["content"] = {kind: {} for kind in route.kinds}
+    answers: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.meanings.items()}
+    answers[min(answers)]["content"] = {kind: {} for kind in route.kinds}
     parameters = [_parameter(name, "path") for name in route.parameters] + [_parameter(name, "query") for name in route.queries]
     told = {"summary": route.summary, "responses": answers, "parameters": parameters}
-    return told | ({"security": [{}, {"token": []}]} if route.guarded else {})
+    return told | ({"security": route.security} if route.security else {})
 
 
 def _parameter(name: str, place: str) -> dict[str, Any]:

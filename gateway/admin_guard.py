@@ -1,7 +1,8 @@
-"""Who may look at the admin port: a bearer token where one is configured, and no page of another site.
+"""Who may use the admin port: a bearer token where one is configured, and no page of another site.
 
-The rule: the probes of a supervisor stay open, since they say nothing but yes or no. The admin socket needs none of this:
-the kernel says who is at its other end.
+The rules: the probes of a supervisor stay open, since they say nothing but yes or no; nothing is done without the token, whatever may
+be seen without one, and nothing at all for a page in a browser. The admin socket needs none of this: the kernel says who is at its
+other end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 OPEN = frozenset({"/livez", "/readyz"})
+READING = frozenset({"GET", "HEAD"})
+_PAGES = (b"origin", b"sec-fetch-site")
+"""What browsers send with what a page asks for (Fetch Standard; Fetch Metadata Request Headers), and nobody else."""
 _PORT = re.compile(r":\d*\Z", re.ASCII)
 
 
@@ -29,11 +33,24 @@ class Guard:
         self._local = host in LOCAL_HOSTS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None if scope["path"] in OPEN else self._refusal(scope["headers"])
-        await (refused or self._application)(scope, receive, send)
+        await (self._refusal(scope) or self._application)(scope, receive, send)
 
-    def _refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
-        named = {name: value for name, value in headers if name in (b"authorization", b"host")}
+    def _refusal(self, scope: Scope) -> Response | None:
+        if scope["method"] not in READING:
+            scope["state"] = {**scope.get("state", {}), "who": f"the token, from {(scope['client'] or ('nowhere',))[0]}"}
+            return self._refusal_to_act(scope["headers"])
+        return None if scope["path"] in OPEN else self._refusal_to_show(scope["headers"])
+
+    def _refusal_to_act(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
+        named = dict(headers)
+        if self._digest is None:
+            return _NO_TOKEN
+        if any(name in named for name in _PAGES):
+            return _NO_PAGES
+        return None if self._shown(named.get(b"authorization", b"")) else _UNAUTHORIZED
+
+    def _refusal_to_show(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
+        named = dict(headers)
         if self._digest is not None:
             return None if self._shown(named.get(b"authorization", b"")) else _UNAUTHORIZED
         return None if not self._local or _is_local(named.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
@@ -62,4 +79,9 @@ def _is_local(host: str) -> bool:
 
 
 _UNAUTHORIZED = JSONResponse({"error": "the admin port asks for its token"}, 401, {"www-authenticate": "Bearer"})
+_NO_TOKEN = JSONResponse(
+    {"error": "nothing is done over the admin port without a server.admin.token; on the gateway's own machine the commands use its socket"},
+    403,
+)
+_NO_PAGES = JSONResponse({"error": "nothing is done for a page in a browser"}, 403)
 _MISDIRECTED = JSONResponse({"error": "the admin port is asked by its address, or as localhost"}, 421)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -80,16 +81,31 @@ def _clear(path: Path) -> None:
     raise SocketTakenError(f"another gateway runs with this configuration (it answers on {path})")
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end of a unix socket, as the kernel noted it when the connection was made."""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
+class Peer(NamedTuple):
+    """Who is at the other end of a unix socket."""
+
+    pid: int
+    uid: int
+
+    def __str__(self) -> str:
+        return f"uid {self.uid} (pid {self.pid})"
+
+
+def peer(connection: socket.socket) -> Peer:
+    """As the kernel noted it when the connection was made."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return Peer(pid, uid)
 
 
 class OwnUsersProtocol(HttpToolsProtocol):
-    """A connection of the user that runs the gateway, or of root; any other is cut before it has said anything."""
+    """A connection of the user that runs the gateway, or of root; any other is cut before it has said anything.
+
+    Its requests have ``who`` in their state.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        if peer_uid(transport.get_extra_info("socket")) not in (os.geteuid(), _ROOT):
+        who = peer(transport.get_extra_info("socket"))
+        self.app_state = {**self.app_state, "who": str(who)}
+        if who.uid not in (os.geteuid(), _ROOT):
             transport.abort()

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from email.utils import formatdate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -47,6 +47,9 @@ from gateway.waiting import Ask, Lobby, nobody
 from upstream.deadlines import Deadlines
 from upstream.pool import Fleet
 
+if TYPE_CHECKING:
+    from gateway.tokens import Tokens
+
 _MODELS = "/v1/models"
 _SWEEP_EVERY = 4  # ticks
 _log = logging.getLogger("vllm_gateway.relay")
@@ -66,6 +69,7 @@ class Relay:
         metrics: RelayMetrics,
         log: AccessLog,
         ask: Ask = nobody,
+        want: Callable[[str], None] | None = None,
         books: Books | None = None,
         meters: Meters | None = None,
         number: int = 0,
@@ -77,6 +81,8 @@ class Relay:
         self.books = books
         self.sampler: Sampler | None = None
         self._spans = spans or Spans()
+        self._want = want
+        self._tokens: Tokens | None = None
         self.metrics = metrics
         self.admission = Admission()
         self.limits = Limiter(metrics, meters or Meters.private())
@@ -108,7 +114,7 @@ class Relay:
                 servers[spec.name].ejected = self.metrics.cells("server_ejected", model.id, spec.name)
         self.state = state
         self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.relays))
-        self.keyring = Keyring(state.keys)
+        self.keyring = Keyring(state.keys, self._tokens_of(state))
         self.cors = Cors(state.cors_origins)
         self.catalog.retire()
         self.catalog = Catalog(state.models, servers)
@@ -125,6 +131,17 @@ class Relay:
         self.sampler = None
         if state.tracing is not None:
             self.sampler, self._spans.endpoint = Sampler(state.tracing), state.tracing.endpoint
+
+    def _tokens_of(self, state: State) -> Tokens | None:
+        """What knows tokens by this generation; None where none are taken."""
+        if not state.issuers:
+            self._tokens = None
+            return None
+        from gateway.tokens import Tokens  # with PyJWT, which is an extra
+
+        self._tokens = self._tokens or Tokens(self._want or _told_nobody)
+        self._tokens.take(state)
+        return self._tokens
 
     def _part(self, whole: int | None, index: int, relays: int) -> float:
         """What this relay may have in flight on a model's server; what cannot be divided is another relay's with each server."""
@@ -268,6 +285,10 @@ class Relay:
         return key
 
 
+def _told_nobody(_: str) -> None:
+    """There is no control that could fetch a key."""
+
+
 class _Accounted:
     """Gives every answer its request id, its line in the log and its count."""
 
@@ -300,7 +321,7 @@ def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], 
     endpoint = path if path in ("/health", _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
     return Record(
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
-        key=key.id if key else None, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
+        key=key, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
         incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
         user=None, failures=(), detail=None, client=_client(scope, proxies),
     )  # fmt: skip

@@ -11,18 +11,23 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from gateway import keys
 from gateway.errors import Refusal
 from gateway.state import Key
 
+if TYPE_CHECKING:
+    from gateway.tokens import Tokens
+
 _TOKEN = re.compile(rb"[\x21-\x7e]{1,512}\Z")  # one word of visible ASCII (RFC 6750's b64token and every key in use)
 
 
 class Keyring:
-    """The keys of one generation, by the SHA-256 of each."""
+    """The keys of one generation, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
+    def __init__(self, keys: Iterable[Key], tokens: Tokens | None = None) -> None:
+        self._tokens = tokens
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
@@ -39,9 +44,10 @@ class Keyring:
         token = _bearer(authorization) if authorization is not None else api_key
         if not token:
             return self._nobody()
-        key = self._by_digest.get(sha256(token).digest())
+        digest = sha256(token).digest()
+        key = self._by_digest.get(digest)
         if key is None:
-            return self._stranger(token)
+            return (self._tokens.key(token, digest) if self._tokens is not None else None) or self._stranger(token)
         if key.expires is not None and time.time() >= key.expires:
             if key.revoked:
                 raise Refusal("invalid_api_key", "This API key has been revoked.")

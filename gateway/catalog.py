@@ -91,7 +91,8 @@ class Catalog:
         return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]
 
     def _allows(self, key: Key, model: Model) -> bool:
-        return key.models is None or model.id in self._scope(key.models)
+        of_key, of_token = key.models, key.within
+        return (of_key is None or model.id in self._scope(of_key)) and (of_token is None or model.id in self._scope(of_token))
 
     def _scope(self, globs: tuple[str, ...]) -> frozenset[str]:
         """The ids that a key's globs cover, by id or alias; worked out once for each set of globs in use."""

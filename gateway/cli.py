@@ -11,8 +11,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -34,6 +35,14 @@ _WIDE = 200
 RunningConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
                        show_default=False)
+]  # fmt: skip
+AdminUrl = Annotated[
+    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of --config.",
+                             show_default=False)
+]  # fmt: skip
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file that holds its server.admin.token.",
+                              show_default=False)
 ]  # fmt: skip
 LedgerConfig = Annotated[
     Path,
@@ -194,6 +203,8 @@ def schema() -> int:
 def status(
     config: RunningConfig = _DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print what /status says, for programs.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
     """Show the models of the running gateway and how they are."""
     from rich.console import Console
@@ -207,7 +218,7 @@ def status(
         else:  # what is no terminal has no width: nothing is to be wrapped there
             show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
-    return _asked(config, lambda gateway: shown(gateway.status()))
+    return _asked(_Where(config, admin, token_file), lambda gateway: shown(gateway.status()))
 
 
 def usage(
@@ -277,21 +288,37 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     """A command that has something done to a model of the running gateway."""
 
     def run(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)],
+        config: RunningConfig = _DEFAULT,
+        admin: AdminUrl = None,
+        token_file: TokenFile = None,
     ) -> int:
-        return _asked(config, lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
+        return _asked(_Where(config, admin, token_file), lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
 
     run.__doc__ = about
     return run
 
 
-def reload(config: RunningConfig = _DEFAULT) -> int:
+def drain(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+    """Have the running gateway stop, as SIGTERM does.
+
+    It takes no more requests, lets those under way finish for `server.drain`, and ends.
+    """
+
+    def ask(gateway: AdminClient) -> None:
+        gateway.drain()
+        typer.echo("the gateway is stopping; requests under way finish first")
+
+    return _asked(_Where(config, admin, token_file), ask)
+
+
+def reload(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
     """Have the running gateway read its configuration again.
 
     Prints what has changed, or the problems. With problems the gateway goes on as before, and the exit code is 2.
     """
     read: dict[str, Any] = {}
-    code = _asked(config, lambda gateway: read.update(gateway.reload()))
+    code = _asked(_Where(config, admin, token_file), lambda gateway: read.update(gateway.reload()))
     if code:
         return code
     for problem in read["problems"]:
@@ -303,17 +330,52 @@ def reload(config: RunningConfig = _DEFAULT) -> int:
     return 0
 
 
-def _asked(config: Path, ask: Callable[[AdminClient], None]) -> int:
-    """Have a conversation with the gateway that runs with this configuration."""
-    from gateway.admin_client import RefusedError, UnreachableError, admin_client
-    from gateway.admin_socket import socket_path
+class _Where(NamedTuple):
+    """The gateway that is meant: the one that runs with a configuration here, or the one behind an admin port."""
 
+    config: Path
+    admin: str | None = None
+    token_file: Path | None = None
+
+    def client(self) -> AbstractContextManager[AdminClient]:
+        """Raises OSError and ValueError where the token cannot be read."""
+        from gateway.admin_client import admin_client, remote_admin_client
+        from gateway.admin_socket import socket_path
+
+        if self.admin is None:
+            return admin_client(socket_path(self.config, os.environ))
+        return remote_admin_client(self.admin, None if self.token_file is None else _token(self.token_file))
+
+    def unreachable(self, why: str) -> str:
+        if self.admin is not None:
+            return f"{self.admin}: {why}"
+        hint = "" if self.config.exists() else ", and there is no such file; name it with --config"
+        return f"no gateway of this user runs with {self.config}{hint}"
+
+
+def _token(file: Path) -> str:
+    """The token that a file holds. Raises OSError and ValueError."""
+    token = file.read_text("ascii").strip()
+    if not token or not token.isprintable():
+        raise ValueError("a header could not hold it")
+    return token
+
+
+def _asked(where: _Where, ask: Callable[[AdminClient], None]) -> int:
+    """Have a conversation with a gateway."""
+    from gateway.admin_client import RefusedError, UnreachableError
+
+    if where.token_file is not None and where.admin is None:
+        return say_error("--token-file goes with --admin; a gateway of this machine and user asks for no token", BAD_USAGE)
     try:
-        with admin_client(socket_path(config, os.environ)) as gateway:
+        client = where.client()
+    except (OSError, ValueError) as error:
+        return say_error(f"{where.token_file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}", FAILED)
+    try:
+        with client as gateway:
             ask(gateway)
-    except UnreachableError:
-        hint = "" if config.exists() else ", and there is no such file; name it with --config"
-        return say_error(f"no gateway of this user runs with {config}{hint}", FAILED)
+    except UnreachableError as error:
+        return say_error(where.unreachable(str(error)), FAILED)
     except RefusedError as error:
         return say_error(str(error), FAILED)
     return 0
@@ -329,6 +391,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "status": status,
     "reload": reload,
+    "drain": drain,
     "usage": usage,
     "start": _operation("start", "Start a model's servers in the running gateway."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from starlette.types import ASGIApp
 
 from gateway import __version__, admin_socket, logs, plan
 from gateway import config as conf
-from gateway.admin import application, operators_application
+from gateway.admin import application
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
@@ -33,6 +35,8 @@ from gateway.config import Config, load
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.engines import Engine
 from gateway.fleet import STOP_GRACE, Fleet
+from gateway.key_list import LastUse, shown_keys
+from gateway.key_sets import KeySets, key_sets
 from gateway.link import Health
 from gateway.metrics import Series, summed, tokens_by_model
 from gateway.operations import RefusedOperation
@@ -90,6 +94,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         commands = _admin_socket(path, stack)
         control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
+        control.asked = asked
         environ = inherited(_without(os.environ, {*config.withheld, *VARIABLES}), Path(sys.executable).parent)
         launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=environ)
         control.launcher = await stack.enter_async_context(launcher)
@@ -97,15 +102,19 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.prober = await stack.enter_async_context(prober)
         sources = await stack.enter_async_context(Sources(control.found, Cluster.of(os.environ)))
         control.discovery = Discovery(sources)
+        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
         control.ledger = _ledger(config, path, stack)
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.ledger))
+        control.relays = await stack.enter_async_context(
+            relays(data, config.server.relays, control.nudged, control.key_sets.ask, control.ledger)
+        )
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(path, config, control)
         on_hangup(asked, control.reloader.ask)
         await stack.enter_async_context(_background(control.manager.run(control)))
-        control.lasting.append(await stack.enter_async_context(_served(_guarded(application(control), config.server.admin), admin)))
+        shown = application(control, control)
+        control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin)))
         if commands is not None:
-            await stack.enter_async_context(_served(operators_application(control, control), commands, OwnUsersProtocol))
+            await stack.enter_async_context(_served(shown, commands, OwnUsersProtocol))
         control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
         announcer.summary(config, data, admin)
         control.begin()
@@ -231,6 +240,9 @@ class Control:
     fleet: Fleet
     discovery: Discovery
     reloader: Reloader
+    key_sets: KeySets
+    asked: asyncio.Queue[int]
+    """Whatever is put in asks for the end."""
     ledger: Ledger | None = None
 
     def __init__(self, config: Config, announcer: Announcer, manager: ServiceManager | None = None) -> None:
@@ -242,6 +254,7 @@ class Control:
         self.history = History()
         self._started = time.time()
         self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
+        self._awaited |= {issuer.issuer for issuer in config.jwt}
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self._generation = 0
@@ -257,6 +270,7 @@ class Control:
     def begin(self) -> None:
         """Look for servers, launch, probe, and have the relays serve."""
         self.discovery.look_for(self.config)
+        self.key_sets.want(self.config)
         self.fleet.look()
         self.configure()
         self._watch_servers()
@@ -346,6 +360,7 @@ class Control:
         """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
         self._read = config
         self.discovery.look_for(config)
+        self.key_sets.want(config)
         self.config = config = self.discovery.fill(config)
         self.discovery.serve(config)
         speak_by(config)
@@ -366,6 +381,11 @@ class Control:
             self._take_servers(filled, changed)
         self._watch_servers()
         self.fleet.nudge()
+
+    def fetched(self) -> None:
+        """An issuer's keys are others, or the first look at them is over."""
+        if self._generation and not self._draining:
+            self.configure()
 
     def _take_servers(self, filled: Config, changed: Iterable[Change]) -> None:
         """Serve by a configuration that differs in nothing but the servers that were found."""
@@ -410,6 +430,7 @@ class Control:
             self.fleet.away() | self.discovery.named(Standing.LEAVING),
             self.discovery.named(Standing.UNREADY),
             self.discovery.awaited(self.config, probes),
+            self.key_sets.known(),
         )
 
     def launched(self, snapshot: Snapshot) -> None:
@@ -509,6 +530,13 @@ class Control:
             raise RefusedOperation("the gateway is stopping")
         return await self.reloader.reload()
 
+    async def drain(self) -> None:
+        """Begin to stop."""
+        if self._leaving:
+            raise RefusedOperation("the gateway is stopping")
+        self.leave()
+        self.asked.put_nowait(signal.SIGTERM)
+
     # What the admin port shows
 
     def not_ready(self) -> str | None:
@@ -524,7 +552,7 @@ class Control:
 
         What is added or started anew later keeps nobody from the models that are served.
         """
-        unconcluded = plan.unconcluded(self.config, self.known)
+        unconcluded = [*plan.unconcluded(self.config, self.known), *sorted(self.key_sets.awaited())]
         self._awaited.intersection_update(unconcluded)
         return [name for name in unconcluded if name in self._awaited]
 
@@ -542,6 +570,8 @@ class Control:
             series.setdefault(Series("server_ejected", labels), (0,))
         for model, well in self.discovery.well(self.config):
             series[Series("discovery_up", (model,))] = (float(well),)
+        for issuer, well in self.key_sets.well():
+            series[Series("key_set_up", (issuer,))] = (float(well),)
         for outcome, count in self._launches.items():
             series[Series("launches_total", outcome)] = (count,)
         for result, count in self.history.counts.items():
@@ -571,6 +601,10 @@ class Control:
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None if self.ledger is None else await self.ledger.usage(words)
 
+    async def keys(self) -> dict[str, Any]:
+        use = LastUse({}, "no ledger is configured") if self.ledger is None else await self.ledger.last_use(self.config)
+        return shown_keys(self.config, use, datetime.now(UTC))
+
     def engines(self) -> dict[str, Engine]:
         models = {place.name: place.model.id for place in plan.places(self.config)}
         return {target.name: Engine(models[target.name], target) for target in plan.targets(self.config, self.known)}
@@ -586,6 +620,7 @@ class Control:
             "generation": self._generation,
             "configuration": self.history.last.shown(),
             "ledger": None if self.ledger is None else self.ledger.status(),
+            "issuers": self.key_sets.shown(self.config),
             "relays": [
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in self.relays.statuses

@@ -7,6 +7,7 @@ configuration's files is ``keybook``'s to do, and a gateway that runs with them 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
@@ -19,9 +20,8 @@ from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 
 if TYPE_CHECKING:
     from gateway.config import Config, Key
+    from gateway.key_list import LastUse
 
-SOON = timedelta(days=14)
-"""What ends within this time is shown as ending soon."""
 _DEFAULT = Path("gateway.yaml")
 _ONCE = "This key is not stored and not shown again: keep it now."
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
@@ -84,6 +84,7 @@ def rotate(
     """
     from gateway import keys
     from gateway.config.quantities import parse_duration
+    from gateway.key_list import instant
 
     try:
         seconds = parse_duration(overlap)
@@ -98,10 +99,10 @@ def rotate(
         if entry.revoked or entry.expired(now):
             raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
         end = now + timedelta(seconds=seconds)
-        kept = [{"hash": one.text, "expires": _instant(min(one.expires or end, end))} for one in entry.hashes]
+        kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
         good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
         file = book.change(id, "hash", [*good, keys.hash_of(key)])
-        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {_instant(end)}" if good else ""
+        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {instant(end)}" if good else ""
         _show_new(key, f"{id} has a new key in {file}{until}")
 
     return _written(act)
@@ -132,16 +133,31 @@ def show(
 ) -> int:
     """Show whose keys there are, what they may use, and which end soon."""
     from gateway.config import ConfigurationError, load
+    from gateway.key_list import shown_keys
 
     try:
-        listed = [_listed(key, datetime.now(UTC)) for key in load(config).keys]
+        known = load(config)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
+    listed = shown_keys(known, _last_use(known, config), datetime.now(UTC))
     if as_json:
-        typer.echo(json.dumps(listed, indent=2))
+        typer.echo(json.dumps(listed["keys"], indent=2))
     else:
-        _print_table(listed)
+        _print_table(listed["keys"])
+        if listed["last_use_unknown"]:
+            typer.echo(f"the last use is not known: {listed['last_use_unknown']}", err=True)
     return 0
+
+
+def _last_use(known: Config, file: Path) -> LastUse:
+    """From the ledger, where there is one."""
+    from gateway.key_list import LastUse
+
+    if known.ledger is None:
+        return LastUse(unknown="no ledger is configured")
+    from gateway.ledger.last_use import read_last_use  # with SQLAlchemy
+
+    return read_last_use(known, Path(os.path.abspath(file)).parent)
 
 
 def take_over(
@@ -308,36 +324,7 @@ def _principal(entry: Any) -> Key:
         raise _refusal(f"the entry of {entry.get('id')} is not good as it is; `vllm-gateway check` says why") from error
 
 
-def _instant(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 # What is shown
-
-
-def _listed(key: Key, now: datetime) -> dict[str, Any]:
-    ends = sorted(one.expires for one in key.hashes if one.expires is not None)
-    return {
-        "id": key.id,
-        "state": _state(key, now),
-        "models": list(key.models),
-        "expires": _instant(key.expires) if key.expires else None,
-        "hashes": len(key.hashes),
-        "hashes_end": [_instant(end) for end in ends],
-        "limits": key.limits.model_dump(exclude_defaults=True) if key.limits else {},
-    }
-
-
-def _state(key: Key, now: datetime) -> str:
-    if key.revoked:
-        return "revoked"
-    if key.anonymous:
-        return "no key"
-    last = [one.expires for one in key.hashes]
-    ends = [end for end in (key.expires, max(filter(None, last)) if last and all(last) else None) if end is not None]
-    if not ends:
-        return "valid"
-    return "expired" if min(ends) <= now else "ends soon" if min(ends) <= now + SOON else "valid"
 
 
 def _print_table(listed: list[dict[str, Any]]) -> None:
@@ -346,15 +333,19 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", "state", "models", "expires", "hashes", "limits"):
+    for title in ("id", "state", "models", "expires", "last used", "hashes", "limits"):
         table.add_column(title, overflow="fold")
     for one in listed:
         ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
         limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
-        cells = (one["id"], one["state"], ", ".join(one["models"]), one["expires"] or "-", f"{one['hashes']}{ends}", limits or "-")
-        table.add_row(*map(Text, cells))
+        hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{ends}"
+        cells = (one["id"], ", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
+        id, *others = map(Text, cells)
+        table.add_row(id, Text(one["state"], _COLOURS.get(one["state"], "")), *others)
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
+
+_COLOURS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "new": new,

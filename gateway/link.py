@@ -73,7 +73,13 @@ class Asked(msgspec.Struct, tag=True, frozen=True):
     since: float | None
 
 
-Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked
+class Unknown(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: a token of this issuer came that is signed by a key that is not known here."""
+
+    issuer: str
+
+
+Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked | Unknown
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

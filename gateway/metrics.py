@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
         "discovery_up": Family("gauge", "1 when what the model's servers are found by answers as it should.", ("model",)),
+        "key_set_up": Family("gauge", "1 when the last look at an issuer's keys brought some.", ("issuer",)),
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
         "fallbacks_total": Family("counter", "Requests that another model answered.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
@@ -197,7 +198,7 @@ class RelayMetrics:
         overheads[bisect_left(_OVERHEAD, overhead)] += 1
         overheads[-1] += overhead
         if record.usage is not None and record.key is not None:
-            self._count_tokens(record.key, model, record.usage)
+            self._count_tokens(record.key.entry or record.key.id, model, record.usage)
         if record.gaps is not None:
             self._count_stream(record, model, record.gaps)
         if record.code is not None or record.incomplete is not None or record.failures or record.asked is not None:

@@ -1,6 +1,6 @@
-"""What an operator may have done to a model of a running gateway.
+"""What an operator may have done to a running gateway and its models.
 
-The words are the same everywhere: commands, routes of the admin socket, methods.
+The words are the same everywhere: commands, routes of the admin API, methods.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ class RefusedOperation(Exception):
 
 
 class Operations(Protocol):
-    """All but ``reload`` take a model's id. Each raises RefusedOperation."""
+    """Those of ``OPERATIONS`` take a model's id. Each raises RefusedOperation."""
 
     async def reload(self) -> Reading:
         """Read the configuration again, and serve by it if it is good."""
+
+    async def drain(self) -> None:
+        """Begin to stop as at a SIGTERM: requests under way go on to their end."""
 
     async def start(self, model: str) -> None:
         """Bring the servers up and keep them up."""

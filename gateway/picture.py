@@ -94,13 +94,14 @@ def picture(status: Mapping[str, Any]) -> Picture:
 
 
 def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the operator has to see to: a configuration that is not, or not wholly, what its file says."""
+    """What the operator has to see to: a configuration that is not, or not wholly, what its file says; what is looked for and not found."""
     read = status.get("configuration", {})
     problems = read.get("problems", ())
     since = f"the configuration on disk cannot be used, for {_since(read.get('when'), status['time'])}"
     found = [(model["id"], model.get("discovery") or {}) for model in status["models"]]
     lost = [f"{name}: looking for its servers ({one['source']}): {one['problem']}" for name, one in found if one.get("problem")]
-    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *lost)
+    away = [f"the keys of {one['issuer']} cannot be read: {one['problem']}" for one in status.get("issuers", ()) if one["problem"]]
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *lost, *away)
 
 
 def _model(model: Mapping[str, Any], now: float) -> ModelPicture:

@@ -11,7 +11,7 @@ import hmac
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway import config as conf
@@ -19,7 +19,7 @@ from gateway.config import Config, plain_variables
 from gateway.config.redis_url import limits_store
 from gateway.fairness import weight_of
 from gateway.logs import LogSettings
-from gateway.state import Allowance, BodyRules, Clients, Key, Limits, LimitsStore, Model, Queue, State, Tls, Tracing
+from gateway.state import Allowance, BodyRules, Claims, Clients, Issuer, Key, Limits, LimitsStore, Model, Queue, State, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
@@ -123,6 +123,8 @@ class Knowledge:
     away: Set[str] = frozenset()
     unready: Set[str] = frozenset()
     awaited: Set[str] = frozenset()
+    key_sets: Mapping[str, bytes] = field(default_factory=dict)
+    """By issuer, those that were fetched."""
 
 
 def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
@@ -148,6 +150,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         clients=_clients(config.server),
         tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
         limits_store=_limits_store(config),
+        issuers=tuple(_issuer(issuer, known.key_sets) for issuer in config.jwt),
+        teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
     )
 
 
@@ -221,8 +225,26 @@ def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
         yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
 
 
+def _issuer(issuer: conf.Jwt, key_sets: Mapping[str, bytes]) -> Issuer:
+    return Issuer(
+        name=issuer.issuer,
+        audiences=issuer.audience,
+        keys=issuer.keys,
+        algorithms=issuer.algorithms,
+        key_set=issuer.jwks.keys if issuer.jwks.url is None else key_sets.get(issuer.issuer),
+        claims=Claims(**issuer.claims.model_dump()),
+        leeway=issuer.leeway,
+        limit=issuer.token_limit,
+        subjects=issuer.subjects,
+    )
+
+
+def _teams(config: Config) -> dict[str, tuple[Allowance, ...]]:
+    return {team.id: tuple(_allowances(f"team {team.id}", team.limits)) for team in config.teams}
+
+
 def _keys(config: Config) -> tuple[Key, ...]:
-    teams = {team.id: tuple(_allowances(f"team {team.id}", team.limits)) for team in config.teams}
+    teams = _teams(config)
     return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.state import Key
 from gateway.tracing import Trace
 from gateway.usage import Usage
 
@@ -39,7 +40,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     status: int
     code: str | None
-    key: str | None
+    key: Key | None
     model: str | None
     asked: str | None = None
     server: str | None

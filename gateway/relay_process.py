@@ -32,7 +32,7 @@ from gateway.edge import LINGER, EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken, Unknown
 from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
 from gateway.parting import HANDSHAKE, is_awaited
@@ -102,6 +102,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
             metrics=process.metrics,
             log=log,
             ask=process.ask,
+            want=process.want,
             books=books,
             meters=Meters.inherited(arguments.meters_fd, arguments.number),
             number=arguments.number,
@@ -139,6 +140,10 @@ class _Process:
     def ask(self, model: str, since: float | None) -> None:
         """Tell control since when a model is asked for."""
         self.link.send(Asked(model, since))
+
+    def want(self, issuer: str) -> None:
+        """Tell control of a token that is signed by a key that is not known here."""
+        self.link.send(Unknown(issuer))
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""

@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken
+from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken, Unknown
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -63,6 +63,7 @@ class _Relay:
         meters: Meters,
         seats: Seats | None,
         on_word: Callable[[], None],
+        on_unknown: Callable[[str], None],
         ledger: Ledger | None,
     ) -> None:
         self.number = number
@@ -72,6 +73,7 @@ class _Relay:
         self._ledger = ledger
         self._listener = listener
         self._on_word = on_word
+        self._on_unknown = on_unknown
         self._link: Link | None = None
         self._process: asyncio.subprocess.Process | None = None
         self.generation = 0
@@ -155,6 +157,8 @@ class _Relay:
                     self.asked[model] = since
                 case Asked(model=model):
                     self.asked.pop(model, None)
+                case Unknown(issuer=issuer):
+                    self._on_unknown(issuer)
             self._on_word()
 
     @asynccontextmanager
@@ -208,13 +212,17 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
 
 
 class Relays:
-    """All relays. ``on_word`` is called when one has said something, or is gone."""
+    """All relays. ``on_word`` is called when one has said something, or is gone, ``on_unknown`` with the issuer of a token that one
+    has no key for."""
 
-    def __init__(self, listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None) -> None:
+    def __init__(
+        self, listener: socket.socket, count: int, on_word: Callable[[], None], on_unknown: Callable[[str], None], ledger: Ledger | None
+    ) -> None:
         self._meters = Meters.create("meters", count)
         self._seats = Seats.create(count) if count > 1 else None
         self._relays = tuple(
-            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, self._seats, on_word, ledger) for number in range(count)
+            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, self._seats, on_word, on_unknown, ledger)
+            for number in range(count)
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._state: State | None = None
@@ -309,9 +317,11 @@ class Relays:
 
 
 @asynccontextmanager
-async def relays(listener: socket.socket, count: int, on_word: Callable[[], None], ledger: Ledger | None = None) -> AsyncIterator[Relays]:
+async def relays(
+    listener: socket.socket, count: int, on_word: Callable[[], None], on_unknown: Callable[[str], None], ledger: Ledger | None = None
+) -> AsyncIterator[Relays]:
     """The relays, all of which are gone when the block ends. ``ledger`` has a journal for each."""
-    kept = Relays(listener, count, on_word, ledger)
+    kept = Relays(listener, count, on_word, on_unknown, ledger)
     try:
         yield kept
     finally:

@@ -55,7 +55,10 @@ class Key:
     """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
     seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
     are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger; ``weight`` is its share
-    where requests of several keys wait; ``allowances`` are its own limits and its team's."""
+    where requests of several keys wait; ``allowances`` are its own limits and its team's.
+
+    A token's subject is a principal of its own: ``entry`` is then the id of the configured one that it counts as, under which metrics
+    show it, and ``within`` are globs that narrow its scope further, None for no further."""
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -69,6 +72,36 @@ class Key:
     revoked: bool = False
     weight: float = 1.0
     allowances: tuple[Allowance, ...] = ()
+    entry: str | None = None
+    within: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Which of a token's claims say what; None: none does."""
+
+    subject: str = "sub"
+    key: str | None = None
+    team: str | None = None
+    models: str | None = None
+    priority: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """Whose tokens are taken as keys. ``key_set`` holds its public keys, a JSON list of JWKs (RFC 7517), None while they are not
+    known; ``keys`` are the ids of the principals as which its tokens may count; ``leeway`` is in seconds, ``limit`` in bytes of a token;
+    ``subjects`` is for how many of them each relay counts apart."""
+
+    name: str
+    audiences: tuple[str, ...]
+    keys: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    key_set: bytes | None = None
+    claims: Claims = field(default_factory=Claims)
+    leeway: float = 30.0
+    limit: int = 8192
+    subjects: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +232,9 @@ class State:
     clients: Clients = field(default_factory=Clients)
     tls: Tls | None = None
     limits_store: LimitsStore | None = None
+    issuers: tuple[Issuer, ...] = ()
+    teams: Mapping[str, tuple[Allowance, ...]] = field(default_factory=dict)
+    """The limits of each team that a token may name."""
 
     @property
     def bases(self) -> tuple[Model, ...]:

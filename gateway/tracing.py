@@ -210,7 +210,7 @@ def attributes(record: Record) -> dict[str, str | bool | int | float]:
         "gen_ai.request.stream": record.stream,
         "gen_ai.response.time_to_first_chunk": record.first_token,
         "vllm_gateway.request_id": record.id,
-        "vllm_gateway.key": record.key,
+        "vllm_gateway.key": record.key.id if record.key else None,
         "vllm_gateway.server": record.server,
         "vllm_gateway.retries": record.retries,
         "vllm_gateway.queued": record.queued,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in ("tests", "docs", "deploy", "fuzz") for file in (ROOT / folder).rglob("*.lock"))]
+LOCKED = ("tests", "docs", "deploy", "fuzz")
+LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in LOCKED for file in (ROOT / folder).rglob("*.lock"))]
 _ENTRY = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")
 _PERMITTED = re.compile(r"\b(MIT|ISC|PSF-2\.0|MPL-2\.0|Mozilla Public License 2\.0|Apache|BSD|LGPL-3\.0-only)\b")

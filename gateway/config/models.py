@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from datetime import datetime
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +36,7 @@ from gateway.config.values import (
     Hashes,
     HttpUrl,
     Instant,
+    KeySet,
     LogPart,
     MediaHost,
     Mount,
@@ -49,8 +49,10 @@ from gateway.config.values import (
     ReadableFile,
     ServerUrl,
     Text,
+    Texts,
     Variables,
     WeightsPlace,
+    installed,
 )
 from gateway.logs import PARTS
 from gateway.state import Tls as Files
@@ -346,6 +348,48 @@ class Team(Section):
     limits: Limits | None = Field(default=None, description="how much its keys may use together")
 
 
+class Claims(Section):
+    """Which claims of a token say what; a name with dots leads into a claim, e.g. realm_access.roles."""
+
+    subject: Name = Field(default="sub", description="whose token it is; each has the limits of its key's entry for itself")
+    key: Name | None = Field(default=None, description="the key's entry, one of `keys`; needed where there are several")
+    team: Name | None = Field(default=None, description="its team: an id, or a list of which the first that is in `teams` counts")
+    models: Name | None = Field(default=None, description="models it may use, of those of its entry: a list, or words in one text")
+    priority: Name | None = Field(default=None, description="its priority, a whole number, in the place of its entry's")
+
+
+Algorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]  # none that is symmetric: who can check such a token can make one
+
+
+class Jwt(Section):
+    """An identity provider whose tokens (JSON Web Tokens) are taken as keys."""
+
+    issuer: Text = Field(description="the issuer as its tokens name it in `iss`")
+    audience: Texts = Field(description="what its tokens must name in `aud`, or a list of which they must name one")
+    jwks: KeySet = Field(description="its public keys: a URL, or a file")
+    ca: ReadableFile | None = Field(default=None, description="file with the authorities that the URL's certificate may be of, PEM")
+    refresh: Duration = _quantity("10m", "time between two looks at the URL")
+    keys: Texts = Field(description="the entries of `keys` as which its tokens count, one or a list")
+    claims: Claims = Field(default=Claims(), description="which claims say what")
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
+        default=("RS256", "ES256", "EdDSA"), description="how its tokens may be signed"
+    )
+    leeway: DurationOrZero = _quantity("30s", "how far the clocks of issuer and gateway may differ")
+    token_limit: Size = _quantity("8KiB", "largest token")
+    subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = Field(
+        default=10_000, description="subjects that each relay counts apart; further ones share the limits of their entry"
+    )
+
+    @field_validator("issuer")
+    @classmethod
+    def _can_be_checked(cls, issuer: str) -> str:
+        if not installed("jwt", "cryptography"):
+            raise ValueError("tokens need packages that are not installed: pip install 'vllm-gateway[jwt]'")
+        return issuer
+
+
 class LimitsSection(Section):
     """How limits behave."""
 
@@ -383,16 +427,9 @@ class Tracing(Section):
     @field_validator("endpoint")
     @classmethod
     def _can_be_exported(cls, endpoint: str) -> str:
-        if not _installed("opentelemetry.exporter.otlp.proto.http"):
+        if not installed("opentelemetry.exporter.otlp.proto.http"):
             raise ValueError("tracing needs packages that are not installed: pip install 'vllm-gateway[otel]'")
         return endpoint
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # what it is in is not there either
-        return False
 
 
 class Ledger(Section):
@@ -425,6 +462,7 @@ class Config(Section):
     keys: tuple[Key, ...] = Field(default=(), description="who may use it; after loading also those of keys_file")
     keys_file: FilePath | None = Field(default=None, description="a file with more keys, e.g. a mounted Secret")
     teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")
+    jwt: tuple[Jwt, ...] = Field(default=(), description="identity providers whose tokens are taken as keys")
     limits: LimitsSection = Field(default=LimitsSection(), description="how limits behave")
     limits_store: LimitsStore = Field(
         default=None, description="where limits are counted: redis://… for several gateways together; default: memory"

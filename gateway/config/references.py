@@ -359,14 +359,41 @@ def _hashes(key: Place) -> Iterator[Place]:
             yield Place(place.source, place.path, place.value.lower())
 
 
+def _of_tokens(draft: Draft) -> list[Place]:
+    """The ids of entries of keys as which tokens count."""
+    named = (issuer.get("keys") for issuer in draft.top.each("jwt"))
+    return [place for each in named for place in (each.items() if isinstance(each.value, list) else [each]) if _is_text(place)]
+
+
+def _issuers(draft: Draft) -> Iterator[Problem]:
+    yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
+    anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
+    yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be taken for each other")
+    for place in _of_tokens(draft):
+        if place.value not in anonymous:
+            yield place.problem(f"names no entry of keys{did_you_mean(place.value, anonymous)}")
+        elif anonymous[place.value]:
+            yield place.problem("is the entry for requests with no key; a token needs another")
+    of_tokens = {place.value for place in _of_tokens(draft)}
+    for key in draft.keys:
+        begun = str(key.get("id").value).split("/")
+        if any("/".join(begun[:length]) in of_tokens for length in range(1, len(begun))):
+            yield key.get("id").problem("a subject of a token could have this id, behind that of its entry; choose another")
+    for issuer in draft.top.each("jwt"):
+        keys = issuer.get("keys")
+        if isinstance(keys.value, list) and len(keys.value) > 1 and issuer.get("claims", "key").value is None:
+            yield keys.problem("which of them a token counts as is not said; write claims.key, or one entry alone")
+
+
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
     first: Place | None = None
+    of_tokens = {place.value for place in _of_tokens(draft)}
     for key in draft.keys:
         if not isinstance(key.value, dict):
             continue
         anonymous, hashes = key.get("anonymous"), key.get("hash")
         if anonymous.value is not True:
-            if hashes.value in (None, []):
+            if hashes.value in (None, []) and str(key.get("id").value) not in of_tokens:
                 yield hashes.problem(
                     "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
                 )
@@ -469,6 +496,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _some_keys,
     _unique_keys,
     _hash_or_anonymous,
+    _issuers,
     _scopes,
     _teams,
     _ports,

@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
+from importlib.util import find_spec
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,6 +86,10 @@ def _mount(value: str) -> str:
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
+
+
+def _one_text_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,37 @@ def _readable_file(value: object, info: ValidationInfo) -> Path:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class KeySetPlace:
+    """Where an issuer's public keys are: a URL, or a file, and then ``keys`` is what of it can be used (see ``key_set``)."""
+
+    url: str | None = None
+    keys: bytes | None = None
+
+
+def _key_set_place(value: object, info: ValidationInfo) -> KeySetPlace:
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        return KeySetPlace(url=_http_url(value))
+    path = _path(value, info)
+    text = read_file(str(path), surroundings(info))
+    if not installed("jwt", "cryptography"):
+        return KeySetPlace()  # `issuer` says what is missing
+    from gateway.key_set import KeySetError, usable  # loaded by those who take tokens
+
+    try:
+        return KeySetPlace(keys=usable(text.encode()))
+    except KeySetError as error:
+        raise ValueError(f"the file {path} {error}") from None
+
+
+def installed(*modules: str) -> bool:
+    """Whether packages that are extras are there."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # what it is in is not there either
+        return False
+
+
 def _weights_place(value: str, info: ValidationInfo) -> str:
     return os.path.abspath(surroundings(info).folder / value) if value.startswith(("./", "../")) else value
 
@@ -215,6 +251,9 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
 
 
 Text = Annotated[str, Strict(), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many)]
+"""One text, or a list of them."""
+
 WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
 """A name on the hub or a folder; one that begins with ./ or ../ starts from the folder of the configuration."""
 
@@ -260,6 +299,13 @@ FilePath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "strin
 """An absolute path; a relative one starts from the folder of the configuration."""
 
 ReadableFile = Annotated[Path, PlainValidator(_readable_file), WithJsonSchema({"type": "string", "minLength": 1})]
+KeySet = Annotated[
+    KeySetPlace,
+    PlainValidator(_key_set_place),
+    WithJsonSchema({"type": "string", "minLength": 1, "examples": ["https://login.example.com/keys", "keys.json"]}),
+]
+"""A URL or a file."""
+
 BodyFields = Annotated[dict[str, Any], PlainValidator(_body_fields), WithJsonSchema({"type": "object", "not": {"required": ["model"]}})]
 """Members of a request's body."""
 

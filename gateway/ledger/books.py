@@ -40,13 +40,11 @@ class Books:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._under_way: dict[str, _Under] = {}
-        self._keys: dict[str, Key] = {}
         self._prices: dict[str, tuple[float, float] | None] = {}
         self._with_user = self._with_metadata = False
 
     def take(self, state: State) -> None:
-        """Write by this generation's keys and prices from now on."""
-        self._keys = {key.id: key for key in state.keys}
+        """Write by this generation's prices from now on."""
         self._prices = {model.id: model.price for model in state.models}
         self._with_user, self._with_metadata = state.ledger_user, state.ledger_metadata
 
@@ -67,15 +65,15 @@ class Books:
         if under is not None and under.slot is not None:
             self._journal.let_go(under.slot)
 
-    def _row(self, record: Record, key: str, under: _Under | None) -> Row:
-        usage, known = record.usage, self._keys.get(key)
+    def _row(self, record: Record, key: Key, under: _Under | None) -> Row:
+        usage = record.usage
         told = usage or _NOTHING
         return Row(
             record.id,
             record.started,
             record.endpoint,
-            key,
-            known.team if known else None,
+            key.id,
+            key.team,
             record.model,
             record.server,
             record.stream,
@@ -91,7 +89,7 @@ class Books:
             record.first_token,
             record.queued,
             self._prices.get(record.model) if record.model else None,
-            known.labels if known else {},
+            key.labels,
             under.user if under else None,
             under.metadata if under else None,
         )

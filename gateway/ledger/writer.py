@@ -21,10 +21,12 @@ from typing import Any
 import msgspec
 
 from gateway import config as conf
+from gateway.key_list import LastUse
 from gateway.ledger import queries
 from gateway.ledger.aside import aside
 from gateway.ledger.errors import AwayError
 from gateway.ledger.journal import Journal
+from gateway.ledger.last_use import known_last_use
 from gateway.ledger.row import Row, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import Store, database
@@ -87,6 +89,13 @@ class Ledger:
         """The answer to a question. Raises QuestionError and AwayError."""
         asked = queries.question(words, datetime.now(UTC))
         return (await aside(lambda: queries.answer(self._store.engine, asked), _ANSWERS_WITHIN)).document()
+
+    async def last_use(self, config: conf.Config) -> LastUse:
+        """When the entries of a configuration were used last, or why that is not known."""
+        try:
+            return await aside(lambda: known_last_use(self._store.engine, config), _ANSWERS_WITHIN)
+        except AwayError as error:
+            return LastUse(unknown=f"the ledger's database does not answer: {error}")
 
     def relay_gone(self, number: int) -> None:
         """A relay's process has ended, on whatever way: what it had under way is lost with it, and is told so."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from gateway.limits import estimate
-from gateway.limits.meters import Holder, Meters
+from gateway.limits.meters import Holder, Meters, MetersFullError
 from gateway.limits.permit import ARRIVAL, Permit
 from gateway.limits.store import Store
 from gateway.metrics import RelayMetrics
@@ -79,6 +79,7 @@ class Limiter:
         self.store: Store | None = None
         self._metrics = metrics
         self._counted: dict[str, Counted] = {}
+        self._subjects: dict[tuple[str, str | None], Counted] = {}  # of tokens, in the team that each is in
         self._place: LimitsStore | None = None
 
     def take(self, state: State) -> None:
@@ -87,7 +88,8 @@ class Limiter:
         for key in state.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
-        place = state.limits_store if self._counted else None
+        self._subjects = {}
+        place = state.limits_store if self._counted or any(state.teams.values()) else None
         if place != self._place:
             self.close()
             self._place = place
@@ -95,7 +97,20 @@ class Limiter:
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""
+        if key.entry is not None:
+            return Permit(self, self._of_subject(key, key.entry), identity)
         return Permit(self, self._counted[key.id], identity)
+
+    def _of_subject(self, key: Key, entry: str) -> Counted:
+        """A token's subject is counted from its first request on: for itself as long as there is room, and with its entry otherwise."""
+        known = self._subjects.get((key.id, key.team))
+        if known is None:
+            try:
+                known = Counted(entry, self.meters, key.allowances)
+            except MetersFullError:
+                known = self._counted.get(entry) or Counted(entry, self.meters, ())
+            self._subjects[key.id, key.team] = known
+        return known
 
     def count(self, key: str, reason: str) -> None:
         """Count a request that was refused."""

@@ -55,7 +55,7 @@ class Operation:
 
     @property
     def answered(self) -> Mapping[str, tuple[str, ...]]:
-        return _kinds(self.told["responses"]["200"])
+        return _kinds(self.told["responses"][min(self.told["responses"])])  # 200, or 202 for what has only begun
 
 
 def operations(document: Mapping[str, Any]) -> Iterator[Operation]:

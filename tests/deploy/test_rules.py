@@ -92,6 +92,8 @@ CASES = (
          ("The ledger falls behind", "3000 rows wait on disk for its database.")),
     Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
          ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
+    Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
+         ("The keys of i cannot be read", "Those that are known stay in use; /status says why.")),
     Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
          ("m: more and more requests wait", "75 wait for a server.")),
     Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",

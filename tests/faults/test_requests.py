@@ -10,11 +10,14 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from gateway.key_set import usable
 from gateway.metrics import summed
 from gateway.routes import ROUTES, Body
-from gateway.state import Key
+from gateway.state import Claims, Key
+from gateway.state import Issuer as Trusted
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
+from tests.support.issuer import AUDIENCE, Issuer
 from tests.support.running import KEY, Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, EVENTS, Reply, ask, chat, client, request
@@ -37,8 +40,8 @@ _OWN = b"server: uvicorn\r\nset-cookie: a=b\r\nx-inside: 10.0.0.7\r\nkeep-alive:
 
 
 @asynccontextmanager
-async def _served(keys: Sequence[Key] = ()) -> AsyncIterator[tuple[Served, Scripted]]:
-    async with scripted(_answer) as server, unharmed([model(server.port, mounts=("/i/1",))], keys) as served:
+async def _served(keys: Sequence[Key] = (), issuers: Sequence[Trusted] = ()) -> AsyncIterator[tuple[Served, Scripted]]:
+    async with scripted(_answer) as server, unharmed([model(server.port, mounts=("/i/1",))], keys, issuers=tuple(issuers)) as served:
         yield served, server
 
 
@@ -144,7 +147,9 @@ async def test_the_host_decides_nothing(measured: Callable[[str], None]) -> None
 # Keys
 
 EXPIRED, FOREIGN = "sk-an-expired-key", "sk-a-key-for-another-model"
-KEYS = [key(), key("late", EXPIRED, expires=time.time() - 60), key("other", FOREIGN, models=("something-else",))]
+ISSUER = Issuer()
+TRUSTED = Trusted(ISSUER.name, (AUDIENCE,), ("staff",), ("ES256",), usable(ISSUER.document), Claims(models="models"))
+KEYS = [Key("staff"), key(), key("late", EXPIRED, expires=time.time() - 60), key("other", FOREIGN, models=("something-else",))]
 
 
 def _with(token: str | None) -> list[bytes]:
@@ -171,12 +176,16 @@ SHOWN: dict[str, tuple[list[bytes], int]] = {
     "two, one of them good": ([*_with("sk-nobody"), *_with(KEY)], 400),
     "an expired one": (_with(EXPIRED), 401),
     "one for other models": (_with(FOREIGN), 404),
+    "a token for another audience": (_with(ISSUER.token(aud="another")), 401),
+    "a token that is over": (_with(ISSUER.token(exp=1)), 401),
+    "a token of somebody else": (_with(Issuer().token()), 401),
+    "a token for other models": (_with(ISSUER.token(models="something-else")), 404),
 }
 
 
 @pytest.mark.row(18)
 async def test_every_route_asks_for_its_key(measured: Callable[[str], None]) -> None:
-    async with _served(KEYS) as (served, server):
+    async with _served(KEYS, [TRUSTED]) as (served, server):
         asked = 0
         for prefix in (b"", b"/i/1"):
             for path, route in ROUTES.items():
@@ -201,15 +210,16 @@ async def test_every_route_asks_for_its_key(measured: Callable[[str], None]) -> 
 
 
 @pytest.mark.row(18)
-async def test_a_good_key_opens_every_route() -> None:
+@pytest.mark.parametrize("token", [KEY, ISSUER.token()], ids=["key", "token"])
+async def test_a_good_key_opens_every_route(token: str) -> None:
     """Without this the other test would pass with no route at all."""
-    async with _served(KEYS) as (served, server):
+    async with _served(KEYS, [TRUSTED]) as (served, server):
         for path, route in ROUTES.items():
             form = route.body is Body.FORM
             body, kind = (
                 (FORM, b"multipart/form-data; boundary=b") if form else (request()[request().index(b"\r\n\r\n") + 4 :], b"application/json")
             )
-            reply = await ask(served.port, _asking(b"POST", path.encode(), _with(KEY), body, kind))
+            reply = await ask(served.port, _asking(b"POST", path.encode(), _with(token), body, kind))
             assert reply.status == 200, path
         assert len(server.requests) == len(ROUTES)
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx2
 import pytest
 from starlette.routing import Route
 
-from gateway.admin import application, operators_application
+from gateway.admin import application
 from gateway.admin_document import ROUTES, document, page
 from gateway.config import Key
 from gateway.operations import OPERATIONS
@@ -130,8 +129,7 @@ def served(app: Any) -> set[tuple[str, str]]:
 
 def test_what_is_served_is_described_and_what_is_described_is_served() -> None:
     nothing: Any = Nothing()
-    assert served(application(nothing)) == {(route.method, route.path) for route in ROUTES if not route.acts}
-    assert served(operators_application(nothing, nothing)) == {(route.method, route.path) for route in ROUTES}
+    assert served(application(nothing, nothing)) == {(route.method, route.path) for route in ROUTES}
 
 
 def test_the_document_is_openapi(running: Gateway) -> None:
@@ -143,6 +141,8 @@ def test_the_document_is_openapi(running: Gateway) -> None:
             assert named == set(re.findall(r"\{(\w+)\}", path))
             assert operation["summary"] and all(answer["description"] for answer in operation["responses"].values())
     acts = told["paths"]["/models/{id}/{operation}"]["post"]
+    assert acts["security"] == [{"token": []}] and {"401", "403"} <= set(acts["responses"])
+    assert told["paths"]["/status"]["get"]["security"] == [{}, {"token": []}] and "security" not in told["paths"]["/livez"]["get"]
     assert acts["parameters"][1]["schema"]["enum"] == list(OPERATIONS)
 
 
@@ -152,10 +152,6 @@ def test_a_described_route_answers_as_it_says(running: Gateway, path: str) -> No
     (described,) = (route for route in ROUTES if route.path == path)
     assert answer.status_code in described.answers
     assert answer.status_code != 200 or any(answer.headers["content-type"].startswith(kind) for kind in described.kinds)
-
-
-def test_nothing_acts_on_the_port(running: Gateway) -> None:
-    assert httpx2.post(f"http://127.0.0.1:{running.admin}/models/sim%2Fone/stop", timeout=30, verify=False).status_code == 404
 
 
 def test_the_page_says_the_same_and_needs_nothing_else(running: Gateway, tmp_path: Path) -> None:

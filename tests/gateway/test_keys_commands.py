@@ -207,8 +207,8 @@ def test_the_list(folder: Path) -> None:
         "team-a": "valid", "two": "valid", "anonymous": "no key", "ending": "ends soon", "ended": "expired", "gone": "revoked",
     }  # fmt: skip
     assert listed["ending"] == {
-        "id": "ending", "state": "ends soon", "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
-        "limits": {"requests_per_minute": 5},
+        "id": "ending", "state": "ends soon", "team": None, "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
+        "tokens": False, "limits": {"requests_per_minute": 5}, "last_used": None,
     }  # fmt: skip
     plain = gateway("keys", "list", folder=folder)
     assert plain.code == 0 and "sha256" not in plain.out and "requests_per_minute 5" in plain.out

@@ -18,13 +18,13 @@ from gateway.engines import Engine
 from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, Tally, observe, summed
 from gateway.record import Record
 from gateway.scoreboard import Board
-from gateway.state import State
+from gateway.state import Key, State
 from gateway.usage import Usage
 from tests.support.running import key, model
 
 NOTHING: dict[str, Any] = {
     "id": "req_1", "started": 1.0, "endpoint": "/v1/chat/completions",
-    "status": 200, "code": None, "key": "team-a", "model": "tiny",
+    "status": 200, "code": None, "key": Key("team-a"), "model": "tiny",
     "server": "tiny#0", "stream": False, "request_bytes": 1, "answer_bytes": 2, "usage": None,
     "incomplete": None, "retries": 0, "duration": 0.3,
     "overhead": 0.0004, "queued": 0.0, "first_byte": None, "first_token": None, "gaps": None, "user": None, "failures": (), "detail": None,
@@ -59,6 +59,9 @@ class Shown:
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None
+
+    async def keys(self) -> dict[str, Any]:
+        return {}
 
     def engines(self) -> dict[str, Engine]:
         return {}

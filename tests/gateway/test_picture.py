@@ -111,6 +111,8 @@ def test_a_configuration_that_is_not_in_use_is_told() -> None:
     assert first == "the configuration on disk cannot be used, for 1 min: g.yaml:3: x: unknown key"
     assert rest == ["g.yaml:9: y: <b>bad</b>", "server.port needs a restart"]
     assert "y: &lt;b&gt;bad" in page(shown)
+    issuers = [{"issuer": "https://a.example", "problem": "it answered with status 503"}, {"issuer": "https://b.example", "problem": ""}]
+    assert picture(known | {"issuers": issuers}).warnings == ("the keys of https://a.example cannot be read: it answered with status 503",)
     assert picture(known).warnings == ()
 
 

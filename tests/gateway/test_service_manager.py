@@ -231,7 +231,7 @@ def served(folder: Path, count: int) -> tuple[Config, socket.socket]:
 async def test_a_relay_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 2)
     with closing(listener):
-        async with relays(listener, 2, lambda: None) as kept:
+        async with relays(listener, 2, lambda: None, lambda _: None) as kept:
             kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: all(relay.up for relay in kept.statuses), 60)
             first, second = (relay.pid for relay in kept.statuses)
@@ -248,7 +248,7 @@ async def test_a_relay_that_hangs_is_replaced_and_the_others_are_not(tmp_path: P
 async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):
-        async with relays(listener, 1, lambda: None) as kept:
+        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
             now = time.monotonic()
             assert kept.broken(now) is None
             kept.look(now)

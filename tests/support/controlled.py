@@ -20,6 +20,7 @@ from gateway.config import load
 from gateway.control import Control, listen
 from gateway.discovery import Discovery
 from gateway.fleet import Fleet
+from gateway.key_sets import key_sets
 from gateway.metrics import Series
 from gateway.relays import relays
 from gateway.reload import Reading, Reloader
@@ -118,7 +119,8 @@ async def controlled(
         control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=10.0))
         sources = await stack.enter_async_context(Sources(control.found, cluster, resolve))
         control.discovery = Discovery(sources)
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged))
+        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
+        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.key_sets.ask))
         control.fleet = Fleet(config, control.launcher, control.relays, control)
         control.reloader = Reloader(file, config, control)
         control.begin()

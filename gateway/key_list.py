@@ -1,0 +1,70 @@
+"""The entries of keys as operators see them: states, ends, limits, last use.
+
+Pure. The rule: nothing that a key could be known by, its hash included, is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from gateway.config import Config, Key
+
+SOON = timedelta(days=14)
+"""What ends within this time is shown as ending soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """When entries were used last, by id, as far as the ledger goes back; ``unknown`` says why nothing is known, where that is so."""
+
+    times: Mapping[str, datetime] = field(default_factory=dict)
+    unknown: str | None = None
+
+
+def shown_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
+    """All entries, for programs. ``now`` is aware."""
+    of_tokens = tokens_of(config)
+    return {"keys": [_shown(key, use, now, key.id in of_tokens) for key in config.keys], "last_use_unknown": use.unknown}
+
+
+def tokens_of(config: Config) -> frozenset[str]:
+    """The ids of the entries as which tokens of an identity provider count."""
+    return frozenset(name for issuer in config.jwt for name in issuer.keys)
+
+
+def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, Any]:
+    ends = sorted(one.expires for one in key.hashes if one.expires is not None)
+    last = use.times.get(key.id)
+    return {
+        "id": key.id,
+        "state": state(key, now),
+        "team": key.team,
+        "models": list(key.models),
+        "expires": instant(key.expires) if key.expires else None,
+        "hashes": len(key.hashes),
+        "hashes_end": [instant(end) for end in ends],
+        "tokens": of_tokens,
+        "limits": key.limits.model_dump(exclude_defaults=True) if key.limits else {},
+        "last_used": instant(last) if last else None,
+    }
+
+
+def state(key: Key, now: datetime) -> str:
+    """In words."""
+    if key.revoked:
+        return "revoked"
+    if key.anonymous:
+        return "no key"
+    last = [one.expires for one in key.hashes]
+    ends = [end for end in (key.expires, max(filter(None, last)) if last and all(last) else None) if end is not None]
+    if not ends:
+        return "valid"
+    return "expired" if min(ends) <= now else "ends soon" if min(ends) <= now + SOON else "valid"
+
+
+def instant(moment: datetime) -> str:
+    """In UTC, to the second."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,65 @@
+"""Limits of tokens' subjects: each for itself, with its team, and with its entry where there is no room for one more."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.errors import Refusal
+from gateway.limits import Limiter
+from gateway.limits.meters import Meters
+from gateway.metrics import RelayMetrics
+from gateway.state import Allowance, Key, Limits, State
+from tests.support.running import board
+
+FULL = "rate_limit_exceeded"
+TWO = Limits(requests_per_minute=2)
+ENTRY = Key("staff", allowances=(Allowance("key staff", TWO),))
+LAB = {"lab": (Allowance("team lab", Limits(requests_per_minute=3)),)}
+
+
+def subject(name: str, team: str | None = None) -> Key:
+    return Key(f"staff/{name}", entry="staff", team=team, allowances=(Allowance(f"key staff/{name}", TWO), *LAB.get(team or "", ())))
+
+
+@pytest.fixture
+def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
+    memory = mmap.mmap(-1, request.param)
+    struct.pack_into("<QQ", memory, 0, 1, 0)
+    with board() as counts:
+        made = Limiter(RelayMetrics(counts), Meters(memory))
+        made.take(State(1, (ENTRY,), (), teams=LAB))
+        yield made
+
+
+async def admitted(limiter: Limiter, key: Key, times: int) -> list[str | None]:
+    """Why each of so many requests does not get in; None for one that does."""
+    return [await refusal_of(limiter, key, f"req_{key.id}_{number}") for number in range(times)]
+
+
+async def refusal_of(limiter: Limiter, key: Key, identity: str) -> str | None:
+    try:
+        await limiter.permit(key, identity).arrive()
+    except Refusal as refusal:
+        return refusal.code
+    return None
+
+
+@pytest.mark.parametrize("limiter", [1 << 20], indirect=True)
+async def test_each_has_its_own_and_its_teams(limiter: Limiter) -> None:
+    for name in ("alice", "bob"):
+        assert await admitted(limiter, subject(name), 3) == [None, None, FULL]
+    assert await admitted(limiter, subject("carol", "lab"), 2) == [None, None]
+    assert await admitted(limiter, subject("dave", "lab"), 2) == [None, FULL]
+    assert await admitted(limiter, subject("carol"), 1) == [FULL], "what was used in a team is used"
+
+
+@pytest.mark.parametrize("limiter", [512], indirect=True)
+async def test_without_room_they_share_their_entrys(limiter: Limiter) -> None:
+    first = [await admitted(limiter, subject(f"early-{number}"), 3) for number in range(3)]
+    assert first[0] == [None, None, FULL]
+    assert await admitted(limiter, subject("late"), 1) + await admitted(limiter, subject("later"), 1) == [FULL, FULL]
+    assert await admitted(limiter, ENTRY, 1) == [FULL]
