@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools faults soak bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools faults soak bench bench-peers pictures image image-vllm lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -63,9 +63,20 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-lock:  ## write requirements.lock anew (needs uv)
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
+BUILD ?= docker build
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gateway/__init__.py)
+LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null)
+image:  ## the container image vllm-gateway; BUILD="podman build --format docker" for other builders
+	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile --tag vllm-gateway:$(VERSION) .
+
+image-vllm:  ## the container image vllm-gateway-vllm: vLLM, and the gateway that launches it
+	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile.vllm --tag vllm-gateway-vllm:$(VERSION) .
+
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
+lock:  ## write requirements.lock and those of the images anew (needs uv)
+	$(COMPILE) pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
+	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt -o deploy/docker/runtime.lock
+	$(COMPILE) --constraint requirements.lock --group build -o deploy/docker/build.lock
 
 clean:
 	rm -rf .venv .venv-vllm .venv-pictures .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,8 @@ The rule: a tool is a row of TOOLS, installed from `tools/NAME.lock` into `.venv
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tests.clients.install import Builder, InstallError, build_python, installed, refreshed
+from tests.clients.install import Builder, InstallError, build_python, installed, refreshed, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = Path(__file__).resolve().parent / "tools"
@@ -37,9 +39,31 @@ def build_helm(place: Path, lock: Path) -> None:
         program.chmod(0o755)
 
 
+def build_base(place: Path, lock: Path) -> None:
+    """What images are built on here, where none can be pulled: this machine's own Debian, with the packages of the lock."""
+    if shutil.which("mmdebstrap") is None:
+        raise InstallError("mmdebstrap is not installed (Debian: mmdebstrap)")
+    place.mkdir(parents=True)
+    codename, sources = platform.freedesktop_os_release()["VERSION_CODENAME"], place / "sources.list"
+    sources.write_text("".join(f"{line}\n" for line in _mirrors(codename)))
+    packages = ",".join(lock.read_text().split())
+    leaner = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale", "info")]
+    words = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", *leaner, f"--include={packages}"]
+    run([*words, codename, str(place / "rootfs.tar"), str(sources)], ROOT)
+
+
+def _mirrors(codename: str) -> list[str]:
+    """The lines of a sources.list for the parts of the distribution that apt here has."""
+    words = ["apt-get", "indextargets", "--format", "deb $(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", "Component: main"]
+    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if line.split()[2] in {codename, f"{codename}-updates", f"{codename}-security"}]
+
+
 TOOLS: dict[str, tuple[Builder, str]] = {
     "helm": (build_helm, "bin/helm"),
     "kubernetes": (build_python, "bin/python"),
+    "images": (build_python, "bin/python"),
+    "base": (build_base, "rootfs.tar"),
 }
 """How each is made, and its program."""
 
