@@ -27,7 +27,7 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
 
-deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas
+deploy-tools: $(READY)  ## the tools that check what is deployed: Helm, Kubernetes' schemas, a base for images (needs Debian's mmdebstrap)
 	$(BIN)/python -m tests.deploy.install
 
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows

@@ -1,7 +1,7 @@
 """The images, built here by buildah as `make image` builds them, and unpacked where tests can run what is in them.
 
-The rule: a build leaves two things, the image's files and its configuration, in a folder named for it that `git` ignores. They are used
-again until anything that they are made from is another; whatever else buildah has needed is gone when it is done.
+The rule: a build leaves two things of an image, its files and its configuration, in a folder that `git` ignores. They are used again
+until anything that they are made from is another; whatever else buildah has needed is gone when it is done.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ SOURCES = (
 STANDIN = ROOT / "tests" / "deploy" / "standin"
 """What stands for vLLM in the base: a command `vllm` and a package of its interpreter."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PLACE = ROOT / ".venv-deploy-built"
 _MARK = "complete"
 
 
@@ -67,14 +68,15 @@ def image(goal: str) -> Image:
         pytest.skip("what images are built on is not installed (make deploy-tools)")
     if shutil.which("buildah") is None or os.geteuid() != 0:
         pytest.skip("images are built by root, with buildah (Debian: buildah)")
-    place, digest = ROOT / f".venv-deploy-built-{goal}", _digest(goal, base)
-    with _alone(place):
-        if not (place / _MARK).exists() or (place / _MARK).read_text() != digest:
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            _build(goal, base, place)
-            (place / _MARK).write_text(digest)
-    return Image(place / "root", json.loads((place / "config.json").read_text()))
+    digest = _digest(base)
+    with _alone(PLACE):
+        if not (PLACE / _MARK).exists() or (PLACE / _MARK).read_text() != digest:
+            for left in (PLACE, *base.parent.glob("images-*")):  # by a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            PLACE.mkdir()
+            _build(base, PLACE)
+            (PLACE / _MARK).write_text(digest)
+    return Image(PLACE / goal, json.loads((PLACE / f"{goal}.json").read_text()))
 
 
 @contextmanager
@@ -85,9 +87,9 @@ def _alone(place: Path) -> Iterator[None]:
         yield
 
 
-def _digest(goal: str, base: Path) -> str:
-    """Of everything that goes into an image, and of how it is built."""
-    total = hashlib.sha256(goal.encode() + base.with_name(".complete").read_bytes() + Path(__file__).read_bytes())
+def _digest(base: Path) -> str:
+    """Of everything that goes into the images, and of how they are built."""
+    total = hashlib.sha256(base.with_name(".complete").read_bytes() + Path(__file__).read_bytes())
     for file in sorted(file for source in (*SOURCES, STANDIN) for file in _files(ROOT / source)):
         total.update(f"{file.relative_to(ROOT)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
@@ -98,20 +100,22 @@ def _files(place: Path) -> Iterable[Path]:
     return (file for file in found if file.is_file() and "__pycache__" not in file.parts)
 
 
-def _build(goal: str, base: Path, place: Path) -> None:
+def _build(base: Path, place: Path) -> None:
+    """Both from one storage: the steps that they share are taken once."""
     with tempfile.TemporaryDirectory(prefix="images-", dir=base.parent) as name:
         buildah = Buildah(Path(name))
         buildah.make_base(base)
         configuration, volumes = pip_configuration()
         secret = buildah.folder / "pip.conf"
         secret.write_text(configuration)
-        options = ["--isolation=chroot", "--format=docker", f"--secret=id=pip,src={secret}", "--build-arg=BASE=localhost/base"]
+        options = ["--isolation=chroot", "--format=docker", "--layers", f"--secret=id=pip,src={secret}", "--build-arg=BASE=localhost/base"]
         options += [f"--volume={path}:{path}:ro" for path in volumes]
-        _run(["make", "--silent", goal, f"BUILD={' '.join([*buildah.words, 'bud', *options])}", "VERSION=tested"])
-        tag = f"localhost/vllm-gateway{goal.removeprefix('image')}:tested"
-        described = json.loads(buildah.run("inspect", "--type", "image", tag))
-        (place / "config.json").write_text(json.dumps(described["Docker"]["config"], indent=1))
-        buildah.unpack(tag, place / "root")
+        for goal in FILES:
+            _run(["make", "--silent", goal, f"BUILD={' '.join([*buildah.words, 'bud', *options])}", "VERSION=tested"])
+            tag = f"localhost/vllm-gateway{goal.removeprefix('image')}:tested"
+            described = json.loads(buildah.run("inspect", "--type", "image", tag))
+            (place / f"{goal}.json").write_text(json.dumps(described["Docker"]["config"], indent=1))
+            buildah.unpack(tag, place / goal)
 
 
 class Buildah:

@@ -1,6 +1,6 @@
 """Owns the tools that check what is deployed, for the tests in this folder. Run by `make deploy-tools`; standard library only.
 
-The rule: a tool is a row of TOOLS, installed from `tools/NAME.lock` into `.venv-deploy-NAME` as the clients' environments are.
+The rule: a tool is a row of TOOLS, installed from its lock into `.venv-deploy-NAME` as the clients' environments are.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ def _mirrors(codename: str) -> list[str]:
     return [line for line in lines if line.split()[2] in {codename, f"{codename}-updates", f"{codename}-security"}]
 
 
-TOOLS: dict[str, tuple[Builder, str]] = {
-    "helm": (build_helm, "bin/helm"),
-    "kubernetes": (build_python, "bin/python"),
-    "images": (build_python, "bin/python"),
-    "base": (build_base, "rootfs.tar"),
+TOOLS: dict[str, tuple[Builder, str, Path]] = {
+    "helm": (build_helm, "bin/helm", LOCKS / "helm.lock"),
+    "kubernetes": (build_python, "bin/python", LOCKS / "kubernetes.lock"),
+    "images": (build_python, "bin/python", LOCKS / "images.lock"),
+    "base": (build_base, "rootfs.tar", LOCKS / "base.packages"),
 }
-"""How each is made, and its program."""
+"""How each is made, its program, and from what."""
 
 
 def tool(name: str) -> Path | None:
     """The program of a tool; None when it is not installed."""
-    place = ROOT / f".venv-deploy-{name}"
-    return place / TOOLS[name][1] if installed(place, LOCKS / f"{name}.lock") else None
+    place, (_, program, lock) = ROOT / f".venv-deploy-{name}", TOOLS[name]
+    return place / program if installed(place, lock) else None
 
 
 def main() -> int:
     """Make what is missing. Returns the exit code."""
     try:
-        for name, (build, _) in TOOLS.items():
-            refreshed(ROOT / f".venv-deploy-{name}", LOCKS / f"{name}.lock", build)
+        for name, (build, _, lock) in TOOLS.items():
+            refreshed(ROOT / f".venv-deploy-{name}", lock, build)
     except InstallError as error:
         print(f"install.py: {error}", file=sys.stderr)
         return 1
