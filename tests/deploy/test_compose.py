@@ -178,10 +178,13 @@ def settings(built: Image, project: Path, name: str) -> Settings:
 @contextmanager
 def redis(net: Network, project: Path) -> Iterator[None]:
     """The server with the command of its service, as somebody else than root."""
-    command = [word.replace("/run/secrets/", f"{project}/secrets/") for word in SERVICES["redis"]["command"]]
-    with neighbour(net, "nobody", [*command, "--save", "", "--dir", "/"], project / "redis.log"):
-        wait_for(lambda: redis_says(net, project, "PING") == "PONG", 60)
-        yield
+    with tempfile.TemporaryDirectory(prefix="redis-") as name:  # where somebody else may read
+        os.chmod(name, 0o755)
+        shutil.copy(project / "secrets" / "redis_conf", name)
+        command = [word.replace("/run/secrets", name) for word in SERVICES["redis"]["command"]]
+        with neighbour(net, "nobody", [*command, "--save", "", "--dir", "/"], Path(name) / "log"):
+            wait_for(lambda: redis_says(net, project, "PING") == "PONG", 60, why=lambda: (Path(name) / "log").read_text())
+            yield
 
 
 def redis_says(net: Network, project: Path, command: str) -> str:
@@ -200,14 +203,31 @@ def database(net: Network, project: Path) -> Iterator[None]:
         secret = Path(name) / "password"
         shutil.copy(password, secret)
         secret.chmod(0o644)
-        made = [f"{name}/data", "--username", user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--no-sync", "--locale", "C"]
+        made = [
+            f"{name}/data",
+            "--username",
+            user,
+            "--pwfile",
+            str(secret),
+            "--auth",
+            "scram-sha-256",
+            "--no-sync",
+            "--encoding",
+            "UTF8",
+            "--locale",
+            "C",
+        ]
         subprocess.run([*someone("postgres"), postgres.program("initdb"), *made], check=True, capture_output=True, cwd="/")
         words = [postgres.program("postgres"), "-D", f"{name}/data", "-k", name, "-c", "fsync=off"]
         with neighbour(net, "postgres", words, Path(name) / "log"):
             environ = {**os.environ, "PGPASSWORD": password.read_text()}
             client = [*net.enter, "psql", "-h", "127.0.0.1", "-U", user, "-d", "postgres"]
             create = [*client, "-c", f"CREATE DATABASE {variables['POSTGRES_DB']}"]
-            wait_for(lambda: subprocess.run(create, env=environ, capture_output=True, timeout=30).returncode == 0, 60)
+
+            def done() -> bool:
+                return subprocess.run(create, env=environ, capture_output=True, timeout=30).returncode == 0
+
+            wait_for(done, 60, why=lambda: (Path(name) / "log").read_text())
             yield
 
 
