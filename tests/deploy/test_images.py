@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import subprocess
@@ -83,7 +84,7 @@ def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Networ
         status = gateway.run("vllm-gateway", "status", "--config", "/etc/vllm-gateway/config/gateway.yaml")
         assert MODEL in status.stdout, status
         assert gateway.run("touch", "/opt/vllm-gateway/a").returncode != 0
-        assert gateway.run("sh", "-c", "grep -E '^Cap(Prm|Eff|Bnd):' /proc/1/status | grep -v 0000000000000000").stdout == ""
+        assert gateway.run("grep", "-cE", "^Cap(Prm|Eff|Bnd):\\s0{16}$", "/proc/1/status").stdout == "3\n"
         assert gateway.stop() == 0, gateway.said
 
 
@@ -119,7 +120,7 @@ def test_what_is_in_it_is_the_gateways_environment_and_no_tool_to_build_one(buil
     packages = {path.name for path in built.root.glob("opt/vllm-gateway/lib/python*/site-packages/*")}
     assert {"gateway", "upstream", "uvicorn", "opentelemetry", "jwt"} <= packages
     assert not {"pip", "setuptools", "hatchling", "pytest", "mypy", "tests"} & packages
-    assert not [name for name in ("gcc", "cc", "make", "ld", "c++") if (built.root / "usr/bin" / name).is_symlink()]
+    assert not [name for name in ("gcc", "cc", "make", "ld", "c++") if os.path.lexists(built.root / "usr/bin" / name)]
     assert not (built.root / "build").exists() and not (built.root / "src").exists() and not (built.root / "wheels").exists()
 
 
