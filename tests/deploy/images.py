@@ -46,6 +46,13 @@ STANDIN = ROOT / "tests" / "deploy" / "standin"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PLACE = ROOT / ".venv-deploy-built"
 _MARK = "complete"
+_PROGRAM = """#!/bin/sh
+set -e
+export TMPDIR={folder}
+mkdir -p /var/lib/containers
+mount -t tmpfs none /var/lib/containers  # where it has a cache, whatever it is told
+exec {command} "$@"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +126,16 @@ def _build(base: Path, place: Path) -> None:
 
 
 class Buildah:
-    """A buildah whose storage is in a folder of its own, and whose mounts end with each command."""
+    """A buildah that keeps what it has in one folder, and whose mounts end with each command."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        driver = "overlay" if "\toverlay\n" in Path("/proc/filesystems").read_text() else "vfs"
+        driver = "overlay" if _overlays(folder) else "vfs"  # which copies everything for each step
         storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--storage-driver", driver]
-        self.words = ["unshare", "--mount", "--", "buildah", *storage]
+        self.program = folder / "buildah"
+        self.program.write_text(_PROGRAM.format(folder=shlex.quote(str(folder)), command=shlex.join(["buildah", *storage])))
+        self.program.chmod(0o755)
+        self.words = ["unshare", "--mount", "--", str(self.program)]
 
     def run(self, *words: str) -> str:
         """Its standard output, without the last line's end."""
@@ -142,8 +152,18 @@ class Buildah:
     def unpack(self, tag: str, place: Path) -> None:
         """Put the files of an image into a folder."""
         container = self.run("from", "--pull-never", tag)
-        script = f'cp -a "$({shlex.join(self.words[3:])} mount {container})" {shlex.quote(str(place))}'
+        script = f'cp -a "$({shlex.quote(str(self.program))} mount {container})" {shlex.quote(str(place))}'
         _run([*self.words[:3], "sh", "-c", script])
+
+
+def _overlays(folder: Path) -> bool:
+    """Whether the kernel can lay folders of this file system over one another."""
+    lower, upper, work, merged = (folder / name for name in ("lower", "upper", "work", "merged"))
+    for each in (lower, upper, work, merged):
+        each.mkdir()
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    words = ["unshare", "--mount", "--", "mount", "-t", "overlay", "-o", options, "none", str(merged)]
+    return subprocess.run(words, capture_output=True).returncode == 0
 
 
 def _run(words: list[str]) -> str:
