@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -27,7 +27,7 @@ vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .
 clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
 	$(BIN)/python tests/clients/install.py
 
-deploy-tools: $(READY)  ## the tools that check what is deployed and released: Helm, Kubernetes' schemas, shellcheck, CycloneDX, wheels
+deploy-tools: $(READY)  ## the tools that check what is deployed and released: Helm, Kubernetes' schemas, linters, CycloneDX, wheels, a base for images (needs Debian's mmdebstrap)
 	$(BIN)/python -m tests.deploy.install
 
 docs: $(READY)  ## the site of docs/, in build/docs
@@ -75,6 +75,15 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+BUILD ?= docker build
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gateway/__init__.py)
+LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null)
+image:  ## the container image vllm-gateway; BUILD="podman build --format docker" for other builders
+	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile --tag vllm-gateway:$(VERSION) .
+
+image-vllm:  ## the container image vllm-gateway-vllm: vLLM, and the gateway that launches it
+	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile.vllm --tag vllm-gateway-vllm:$(VERSION) .
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock:  ## write requirements.lock and those of the images anew (needs uv)

@@ -5,6 +5,9 @@ The rule: a tool is a row of TOOLS, installed from its lock into `.venv-deploy-N
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -39,11 +42,33 @@ def build_wheels(place: Path, lock: Path) -> None:
     run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
 
 
+def build_base(place: Path, lock: Path) -> None:
+    """What images are built on here, where none can be pulled: this machine's own Debian, with the packages of the lock."""
+    if shutil.which("mmdebstrap") is None:
+        raise InstallError("mmdebstrap is not installed (Debian: mmdebstrap)")
+    place.mkdir(parents=True)
+    codename, sources = platform.freedesktop_os_release()["VERSION_CODENAME"], place / "sources.list"
+    sources.write_text("".join(f"{line}\n" for line in _mirrors(codename)))
+    packages = ",".join(lock.read_text().split())
+    leaner = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale", "info")]
+    words = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", *leaner, f"--include={packages}"]
+    run([*words, codename, str(place / "rootfs.tar"), str(sources)], ROOT)
+
+
+def _mirrors(codename: str) -> list[str]:
+    """The lines of a sources.list for the parts of the distribution that apt here has."""
+    words = ["apt-get", "indextargets", "--format", "deb $(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", "Component: main"]
+    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if line.split()[2] in {codename, f"{codename}-updates", f"{codename}-security"}]
+
+
 TOOLS: dict[str, tuple[Builder, str, Path]] = {
     "helm": (build_helm, "bin/helm", LOCKS / "helm.lock"),
     "kubernetes": (build_python, "bin/python", LOCKS / "kubernetes.lock"),
     "shellcheck": (build_python, "bin/shellcheck", LOCKS / "shellcheck.lock"),
     "cyclonedx": (build_python, "bin/cyclonedx-py", LOCKS / "cyclonedx.lock"),
+    "images": (build_python, "bin/python", LOCKS / "images.lock"),
+    "base": (build_base, "rootfs.tar", LOCKS / "base.packages"),
     "runtime-wheels": (build_wheels, "", ROOT / "deploy" / "docker" / "runtime.lock"),
     "build-wheels": (build_wheels, "", ROOT / "deploy" / "docker" / "build.lock"),
 }

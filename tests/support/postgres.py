@@ -22,6 +22,13 @@ _DIES_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # also when the tests are kil
 NOT_INSTALLED = "PostgreSQL is not installed (Debian: postgresql)"
 
 
+def program(name: str) -> str:
+    """The place of one of its programs. Raises AssertionError where there is none."""
+    found = _program(name)
+    assert found is not None, NOT_INSTALLED
+    return found
+
+
 def _program(name: str) -> str | None:
     """Debian keeps the server's programs out of PATH."""
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
