@@ -274,13 +274,15 @@ class EdgeProtocol(HttpToolsProtocol):
         """Behind the offer of another protocol, which is ignored (RFC 9110, section 7.8); Java's client makes it by default.
 
         httptools stops there and takes the request for one without a body, so a new parser, which is told the framing
-        alone, reads on.
+        and whether the connection ends with it, reads on.
         """
         call = self._incoming
         if call is None:
             self.cycle.keep_alive = False
             return
-        framing = (b"%b: %b\r\n" % (name, call.headers[name]) for name in _FRAMING if name in call.headers)
+        framing = [b"%b: %b\r\n" % (name, call.headers[name]) for name in _FRAMING if name in call.headers]
+        if not call.keep_alive:
+            framing.append(b"connection: close\r\n")
         self.parser = httptools.HttpRequestParser(self)
         self._resuming = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))

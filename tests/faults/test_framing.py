@@ -13,7 +13,7 @@ from typing import Any
 import h11
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.access_log import AccessLog
@@ -298,6 +298,15 @@ PIECES = st.lists(st.integers(1, 400), max_size=6)
 @pytest.mark.row(13)
 @settings(max_examples=20_000 if FULL else 400, deadline=None)
 @given(requests=st.lists(parts(), min_size=1, max_size=3), changes=CHANGES, pieces=PIECES)
+@example(
+    requests=[
+        (FIXED, b"upgrade: h2c\r\nconnection: upgrade\r\ncontent-length: 2\r\n\r\n{}"),
+        (FIXED, b"transfer-encoding: chunked\r\n\r\n1\r\n0\r\n1\r\n\r\r\n1\r\n\n\r\n1\r\n\r\r\n1\r\n\n\r\n0\r\n\r\n"),
+        (FIXED, b"content-length: 2\r\n\r\n{}"),
+    ],
+    changes=[(0, 0.0, 0, b"connection: close\r\n")],
+    pieces=[335],
+)
 def test_nothing_is_dispatched_that_another_parser_does_not_read(
     runner: asyncio.Runner,
     taking: Taking,
