@@ -37,6 +37,7 @@ _CONNECT = {
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
+        "client_encoding": "utf8",  # where the database has none (SQL_ASCII), psycopg gives bytes for text
     },
     "sqlite": {"timeout": 10},
 }

@@ -55,11 +55,11 @@ class Postgres:
     def url(self, database: str) -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
-    def database(self) -> str:
+    def database(self, encoding: str = "UTF8") -> str:
         """The URL of a new, empty database."""
         name = f"test_{uuid4().hex}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+            connection.execute(f"CREATE DATABASE \"{name}\" TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'".encode())
         return self.url(name)
 
     def start(self) -> None:

@@ -20,6 +20,7 @@ from gateway.ledger.schema import METADATA, USAGE
 from gateway.ledger.store import Store, database
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.ports import refusing
+from tests.support.postgres import Postgres
 
 
 @pytest.fixture
@@ -49,6 +50,12 @@ def test_a_row_is_kept_as_it_is(store: Store) -> None:
         "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_centre": "17"},
         "end_user": "ünï", "metadata": {"a": [1, None]},
     }  # fmt: skip
+
+
+def test_a_database_without_an_encoding_keeps_the_text(server: Postgres, tmp_path: Path) -> None:
+    with closing(Store(database(server.database("SQL_ASCII"), tmp_path))) as store:
+        assert store.write([row(user="ünï")]) == 0
+        assert [each["end_user"] for each in kept(store.engine)] == ["ünï"]
 
 
 def test_a_row_that_comes_twice_is_there_once_as_it_came_first(store: Store) -> None:
