@@ -29,7 +29,7 @@ from gateway.ledger.schema import USAGE, values
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # One gateway at a time, until the transaction ends; the number is any that is only ours.
 _ALONE = {"postgresql": "SELECT pg_advisory_xact_lock(1986817133)", "sqlite": "BEGIN IMMEDIATE"}
-_CONNECT = {
+_CONNECT: dict[str, dict[str, int | str]] = {
     # A server that is gone without a word is noticed within half a minute (libpq's connection parameters).
     "postgresql": {
         "connect_timeout": 5,
