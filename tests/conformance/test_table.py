@@ -18,6 +18,8 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "compatibility.md"
 _NODE = re.compile(r"`(test_\w+)\.py::(test_\w+)`")
 NOT_PROMISES = {"test_a_shape_finds_what_is_missing"}
+NOT_OF_THE_DOCUMENTS = {"test_described"}
+"""Modules that hold the gateway to its own reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,6 @@ def test_a_row_is_true(row: Row) -> None:
 
 def test_every_test_is_in_the_table() -> None:
     named = {node for row in ROWS for node in row.tests}
-    modules = [path.stem for path in HERE.glob("test_*.py") if path != Path(__file__).resolve()]
+    modules = [path.stem for path in HERE.glob("test_*.py") if path != Path(__file__).resolve() and path.stem not in NOT_OF_THE_DOCUMENTS]
     there = {(name, test) for name in modules for test in vars(module(name)) if test.startswith("test_")}
     assert {node for node in there - named if node[1] not in NOT_PROMISES} == set()

@@ -18,7 +18,14 @@ README = ROOT / "README.md"
 CHART = ROOT / "deploy" / "helm" / "vllm-gateway"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", CHART / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-REASONS = ("it needs a cluster", "it needs a GPU", "it needs Docker", "it changes the machine", "it takes minutes")
+REASONS = (
+    "it needs a cluster",
+    "it needs a GPU",
+    "it needs Docker",
+    "it needs another machine",
+    "it changes the machine",
+    "it takes minutes",
+)
 _BLOCK = re.compile(r"^( *)(?:<!-- ([^\n]*?) -->\n *)?(`{3,})([^\n]*)\n(.*?)^ *\3$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
 
