@@ -33,8 +33,15 @@ class Wire(asyncio.Transport):
         return 1000
 
 
+def busy() -> Turn:
+    """That of a loop whose turns have much to send."""
+    turn = Turn()
+    turn.gathers = True
+    return turn
+
+
 async def test_a_turns_writes_are_one() -> None:
-    turn, wires = Turn(), [Wire(), Wire()]
+    turn, wires = busy(), [Wire(), Wire()]
     one, other = (Outlet(wire, turn) for wire in wires)
     one.write(b"a")
     other.writelines([b"x", b"y"])
@@ -47,8 +54,33 @@ async def test_a_turns_writes_are_one() -> None:
     assert wires[0].told == [b"ab", b"c"], "the next turn is another one"
 
 
+async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
+    turn, wires = Turn(), [Wire() for _ in range(3)]
+    outlets = [Outlet(wire, turn) for wire in wires]
+    for number in range(100):
+        outlets[number % 3].write(b"%d" % number)
+        assert wires[number % 3].told[-1] == b"%d" % number
+        await asyncio.sleep(0)
+    assert not turn.gathers
+
+
+async def test_a_loop_gathers_when_it_is_busy_and_no_longer() -> None:
+    turn, wires = Turn(), [Wire() for _ in range(3)]
+    outlets = [Outlet(wire, turn) for wire in wires]
+    for _ in range(10):
+        for outlet in outlets:
+            outlet.write(b"x")
+        await asyncio.sleep(0)
+    was_busy = turn.gathers
+    for _ in range(10):
+        outlets[0].write(b"x")
+        await asyncio.sleep(0)
+    assert was_busy and not turn.gathers
+    assert [len(b"".join(wire.told)) for wire in wires] == [20, 10, 10]
+
+
 async def test_what_is_large_is_not_copied() -> None:
-    turn, wire = Turn(), Wire()
+    turn, wire = busy(), Wire()
     outlet = Outlet(wire, turn)
     outlet.write(b"head")
     outlet.write(bytes(1 << 20))
@@ -60,7 +92,7 @@ async def test_what_is_large_is_not_copied() -> None:
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_who_ends_sends_first_what_was_written(how: str) -> None:
-    turn, wire = Turn(), Wire()
+    turn, wire = busy(), Wire()
     outlet = Outlet(wire, turn)
     outlet.write(b"last words")
     getattr(outlet, how)()
@@ -69,7 +101,7 @@ async def test_who_ends_sends_first_what_was_written(how: str) -> None:
 
 
 async def test_a_lost_connection_takes_what_was_meant_for_it_and_the_others_get_theirs() -> None:
-    turn, gone, here = Turn(), Wire(), Wire()
+    turn, gone, here = busy(), Wire(), Wire()
     lost, outlet = Outlet(gone, turn), Outlet(here, turn)
     lost.write(b"a")
     outlet.write(b"b")
@@ -85,7 +117,7 @@ def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
     """``None``: the turn ends, or for outlet 0 it is flushed."""
 
     async def written() -> list[bytes]:
-        turn, wires = Turn(), [Wire() for _ in range(3)]
+        turn, wires = busy(), [Wire() for _ in range(3)]
         outlets = [Outlet(wire, turn) for wire in wires]
         for number, data in steps:
             if data is not None:
@@ -103,7 +135,7 @@ def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
 async def test_real_sockets_get_everything_before_the_end() -> None:
     loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
     transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
-    outlet = Outlet(transport, turn := Turn())
+    outlet = Outlet(transport, turn := busy())
     outlet.write(b"all ")
     outlet.write(b"of it")
     outlet.close()
