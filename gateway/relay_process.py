@@ -29,6 +29,7 @@ from gateway.acceptor import Acceptor, Seats
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
 from gateway.edge import LINGER, EdgeProtocol
+from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
@@ -61,6 +62,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logs.configure(LogSettings(), f"relay {arguments.number}")  # until control says how
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    keep_what_is_freed()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a descriptor, and the usual 1,024 are few
     books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None

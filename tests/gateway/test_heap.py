@@ -1,0 +1,31 @@
+"""Memory of large bodies: kept for the next one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FAULTS = """
+import resource, sys
+from gateway.heap import keep_what_is_freed
+if sys.argv[1] == "kept":
+    keep_what_is_freed()
+def handle():
+    body = bytearray(1 << 20)
+    return len([bytes(body) for _ in range(4)])
+for _ in range(5):
+    handle()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    handle()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], check=True, capture_output=True, text=True, timeout=60)
+    return int(done.stdout)
+
+
+def test_what_large_bodies_leave_is_used_again() -> None:
+    assert faults("kept") < 500 < faults("given back"), "pages of five megabytes, twenty times, are more than 20,000"
