@@ -284,14 +284,14 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
                     one.recv(1024)
                 time.sleep(0.1)
         growth = (most - before) / MiB
+        measured(
+            f"{count} slow readers: RSS grew by {growth:.0f} MiB; a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
+        )
         assert client.failures == [] and len(client.times) > 10
         assert growth < 256, f"{growth:.0f} MiB"
         for one in readers:
             one.close()
         wait_for(lambda: in_flight(running, "beside") == 0, 60)
-    measured(
-        f"{count} slow readers: RSS grew by {growth:.0f} MiB; a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
-    )
 
 
 def _post(port: int, data: bytes, answers: list[bytes]) -> None:
