@@ -285,7 +285,8 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
                 time.sleep(0.1)
         growth = (most - before) / MiB
         measured(
-            f"{count} slow readers: RSS grew by {growth:.0f} MiB; a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
+            f"{count} slow readers: RSS grew by {growth:.0f} MiB; "
+            f"a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
         assert growth < 256, f"{growth:.0f} MiB"
