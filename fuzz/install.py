@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.clients.install import ROOT, InstallError, build_python, refreshed
+from tests.clients.install import ROOT, build_python, made
 
 PLACE = ROOT / ".venv-fuzz"
 LOCK = Path(__file__).resolve().parent / "requirements.lock"
@@ -14,12 +14,7 @@ LOCK = Path(__file__).resolve().parent / "requirements.lock"
 
 def main() -> int:
     """Make it unless it is there. Returns the exit code."""
-    try:
-        refreshed(PLACE, LOCK, _build)
-    except InstallError as error:
-        print(f"install.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return made((PLACE, LOCK, _build))
 
 
 def _build(place: Path, lock: Path) -> None:

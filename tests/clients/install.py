@@ -32,10 +32,15 @@ class InstallError(Exception):
 
 def main() -> int:
     """Make what is missing. Returns the exit code."""
+    pythons = ((environment(name), LOCKS / f"{name}.lock", build_python) for name in PYTHONS)
+    return made(*pythons, (NODE / "node_modules", NODE / "package-lock.json", build_node))
+
+
+def made(*wanted: tuple[Path, Path, Builder]) -> int:
+    """Make what is missing of these places, each from its lock. Returns the exit code."""
     try:
-        for name in PYTHONS:
-            refreshed(environment(name), LOCKS / f"{name}.lock", build_python)
-        refreshed(NODE / "node_modules", NODE / "package-lock.json", build_node)
+        for place, lock, build in wanted:
+            refreshed(place, lock, build)
     except InstallError as error:
         print(f"install.py: {error}", file=sys.stderr)
         return 1

@@ -8,7 +8,6 @@ asked what, which is what the tests of retries judge.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any
+
+from tests.support.http_server import threaded
 
 TEXT = "Here it is."
 LIMITED = {"error": {"message": "Too many requests.", "type": "Too Many Requests", "param": None, "code": 429}}
@@ -94,11 +95,5 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     """The port of a server in a thread; every connection to it has ended when the block ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with threaded(server):
+        yield server.server_port

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.clients.install import Builder, InstallError, build_python, installed, refreshed, run
+from tests.clients.install import Builder, InstallError, build_python, installed, made, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = Path(__file__).resolve().parent / "tools"
@@ -83,14 +83,8 @@ def tool(name: str) -> Path | None:
 
 def main(names: Sequence[str]) -> int:
     """Make what is missing of these, or of all. Returns the exit code."""
-    try:
-        for name in names or TOOLS:
-            build, _, lock = TOOLS[name]
-            refreshed(ROOT / f".venv-deploy-{name}", lock, build)
-    except InstallError as error:
-        print(f"install.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    rows = ((name, TOOLS[name]) for name in names or TOOLS)
+    return made(*((ROOT / f".venv-deploy-{name}", lock, build) for name, (build, _, lock) in rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.clients.install import ROOT, InstallError, build_python, installed, refreshed
+from tests.clients.install import ROOT, build_python, installed, made
 
 PLACE = ROOT / ".venv-docs"
 LOCK = ROOT / "docs" / "site.lock"
@@ -18,12 +18,7 @@ def mkdocs() -> Path | None:
 
 def main() -> int:
     """Make the environment unless it is there. Returns the exit code."""
-    try:
-        refreshed(PLACE, LOCK, build_python)
-    except InstallError as error:
-        print(f"install.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return made((PLACE, LOCK, build_python))
 
 
 if __name__ == "__main__":

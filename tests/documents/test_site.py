@@ -7,7 +7,6 @@ import http.server
 import os
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
@@ -19,6 +18,7 @@ import pytest
 from tests.documents.blocks import DOCS, ROOT
 from tests.documents.install import mkdocs
 from tests.support.chromium import chromium
+from tests.support.http_server import threaded
 from tests.support.process import wait_for
 
 LOADED = {"src", "srcset", "data", "poster", "action", "formaction", "background"}
@@ -113,14 +113,8 @@ def test_lists_are_lists_in_the_site_as_well(site: Path, page: Path) -> None:
 def served(folder: Path) -> Iterator[str]:
     """The folder at an address."""
     handler = functools.partial(_Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with threaded(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

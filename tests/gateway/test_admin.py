@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ from gateway.admin_document import ROUTES, document, page
 from gateway.config import Key
 from gateway.operations import OPERATIONS
 from tests.support.chromium import chromium
+from tests.support.http_server import threaded
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 
 LAUNCHED = "sim/one#0"
@@ -45,14 +45,8 @@ class Found(BaseHTTPRequestHandler):
 def found() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Found)
     server.broken = False  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with threaded(server):
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.http_server import threaded
+
 
 class Collector(ThreadingHTTPServer):
     """The running collector: what came, and under which path. While ``held`` is clear, nobody gets an answer."""
@@ -66,13 +68,8 @@ def attributes(pairs: Any) -> dict[str, Any]:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    server = Collector()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.held.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with threaded(Collector()) as server:
+        try:
+            yield server
+        finally:
+            server.held.set()

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import ssl
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ import jwt
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
+
+from tests.support.http_server import threaded
 
 AUDIENCE = "vllm-gateway"
 _MAKE = {
@@ -121,11 +122,5 @@ def published(issuer: Issuer, tls: tuple[Path, Path] | None = None) -> Iterator[
         context.load_cert_chain(*tls)
         server.socket = context.wrap_socket(server.socket, server_side=True)
     shown.url = f"{'http' if tls is None else 'https'}://localhost:{server.server_port}/keys"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with threaded(server):
         yield shown
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
