@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     first_byte_ms: float | None = None
     total_ms: float
     detail: str | None = None
+    request: Mapping[str, Any] | None = None
 
 
 def line(record: Record) -> bytes:
@@ -77,6 +79,7 @@ def line(record: Record) -> bytes:
         first_byte_ms=None if first_byte is None else round(first_byte * 1000, 3),
         total_ms=round(record.duration * 1000, 3),
         detail=record.detail,
+        request=record.shape,
     )
     if usage is not None:
         made.prompt_tokens, made.completion_tokens = usage.prompt, usage.completion

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic, time
 from types import TracebackType
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -77,6 +78,8 @@ class Account(msgspec.Struct, eq=False):
     retries: int = 0
     answer_at: float = 0.0
     upstream_first: float = 0.0
+    shape: Mapping[str, Any] | None = None
+    """What its body looked like, where it is one of those that are shown."""
 
     def __enter__(self) -> Account:
         return self
@@ -186,6 +189,7 @@ class Account(msgspec.Struct, eq=False):
             failures=tuple(self.failures) if self.failures else (),
             detail=self.detail,
             trace=call.trace,
+            shape=self.shape,
         )
 
 

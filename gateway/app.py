@@ -41,6 +41,7 @@ from gateway.link import Health
 from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
+from gateway.shape import Sample
 from gateway.state import Key, State
 from gateway.tracing import Sampler, Spans
 from gateway.waiting import Ask, Lobby, nobody
@@ -128,6 +129,7 @@ class Relay:
             self.books.take(state)
         self.limits.take(state)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
+        self.sample = Sample(state.log_sample) if state.log_sample else None
         self.sampler = None
         if state.tracing is not None:
             self.sampler, self._spans.endpoint = Sampler(state.tracing), state.tracing.endpoint

@@ -22,6 +22,7 @@ from gateway.outbound import Outbound
 from gateway.payload import Document, merge, parse, prepare
 from gateway.relay import BodyRelay, EventRelay, TranslatedRelay, is_stream
 from gateway.routes import Body
+from gateway.shape import shape
 from gateway.state import Key
 from upstream.attempt import Answer, Attempt
 from upstream.errors import BadAnswer, ConnectFailed
@@ -97,6 +98,8 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     """The body of a JSON route: merged, authorised, made fit to send."""
     document = merge(parse(body))
     account.user = document.get("user")
+    if (sample := account.gate.sample) is not None and sample.takes(call.id):
+        account.shape = shape(document)
     name = named_model(document, call.target.mounted)
     entry = account.entry = catalog.resolve(name, key, call.target.mounted)
     outbound = _prepared(document, body, call, entry, name, account, key)

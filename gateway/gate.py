@@ -11,6 +11,7 @@ from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
 from gateway.metrics import RelayMetrics
 from gateway.record import Record
+from gateway.shape import Sample
 from gateway.state import State
 from gateway.tracing import Sampler
 from gateway.waiting import Lobby
@@ -30,6 +31,8 @@ class Gate(Protocol):
     books: Books | None
     sampler: Sampler | None
     """Decides which requests are traced; None where none is."""
+    sample: Sample | None
+    """Decides of which requests the body's shape is logged; None where of none."""
     draining: bool
     house: House | None
     """None: any number of requests may be under way at once."""

@@ -141,6 +141,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         cors_origins=config.server.cors.origins,
         docs=config.server.docs,
         log_user=config.log.user,
+        log_sample=config.log.sample,
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
         max_inflight=config.server.max_inflight,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,7 +31,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
     wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
-    ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address.
+    ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address; ``shape`` what
+    its body looked like, None unless it is one of those that are shown (see ``shape``).
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
@@ -61,3 +63,4 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None
     trace: Trace | None = None
     client: str | None = None
+    shape: Mapping[str, Any] | None = None

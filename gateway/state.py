@@ -214,7 +214,8 @@ class Tls:
 @dataclass(frozen=True, slots=True)
 class State:
     """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together;
-    ``docs``: the API reference is served."""
+    ``docs``: the API reference is served; ``log_sample`` is the share of requests
+    whose body's shape is logged."""
 
     generation: int
     keys: tuple[Key, ...]
@@ -223,6 +224,7 @@ class State:
     cors_origins: tuple[str, ...] = ()
     docs: bool = False
     log_user: bool = False
+    log_sample: float = 0.0
     ledger_user: bool = False
     ledger_metadata: bool = False
     max_inflight: int | None = None

@@ -416,6 +416,10 @@ class Log(Section):
     )
     format: Literal["text", "json"] = Field(default="text", description="lines for people or for machines")
     user: Flag = Field(default=False, description="put a request's `user` into its line of the access log")
+    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
+        default=0.0,
+        description="share of requests whose line in the access log has the shape of the body: names and sizes, no text; 0 to 1",
+    )
 
 
 class Tracing(Section):

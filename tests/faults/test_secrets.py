@@ -42,7 +42,7 @@ def _config(port: int) -> dict[str, Any]:
     dead = {"id": "dead", "servers": [{"url": f"http://127.0.0.1:{port}", "api_key": secret["server"]}]}
     config = configuration(good, failing, dead, admin={"port": 0, "token": secret["admin"]})
     config["keys"] = [{"id": "a", "hash": keys.hash_of(GOOD)}, {"id": "b", "hash": keys.hash_of(EXPIRED), "expires": "2020-01-01"}]
-    return config | {"log": {"level": "debug"}, "isolate_prefix_cache": {"secret": secret["salt"]}}
+    return config | {"log": {"level": "debug", "sample": 1.0}, "isolate_prefix_cache": {"secret": secret["salt"]}}
 
 
 def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,6 +73,7 @@ _MORE: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{CANARY}/"}}]}]},
     {"max_tokens": 10**9},
     {"prompt": PROMPT},
+    {PROMPT: 1, "metadata": {PROMPT: PROMPT}, "response_format": {"type": PROMPT, "json_schema": {"schema": {PROMPT: {}}}}},
 ]
 
 
@@ -132,6 +133,7 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     found = [name for name, text in places.items() if CANARY.encode() in text]
     assert found == []
     lines = len(places["stdout"].splitlines())
+    assert b'"request":{' in places["stdout"], "and the shapes of bodies are there"
     measured(f"{len(places)} places searched after {lines} requests at log level debug: 0 hits")
     assert KEY.encode() not in places["stdout"]
 
