@@ -113,8 +113,8 @@ def _root(
 def serve(file: ConfigFile) -> int:
     """Run the gateway until it is told to stop."""
     from gateway.config import ConfigurationError
-    from gateway.control import StartError
-    from gateway.control import serve as control
+    from gateway.serve import StartError
+    from gateway.serve import serve as control
 
     try:
         return control(file)

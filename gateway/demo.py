@@ -15,7 +15,7 @@ import yaml
 
 from gateway import keys
 from gateway.announce import Announcer
-from gateway.control import serve
+from gateway.serve import serve
 
 MODEL = "demo/qwen3"
 _PORTS = (8000, 9090)

@@ -235,7 +235,7 @@ async def _until_all(one: Controlled, token: str, status: int) -> None:
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            same = {relay.generation for relay in one.control.relays.statuses} == {one.control.status()["generation"]}
+            same = {relay.generation for relay in one.control.relays.statuses} == {one.control.generation}
             streak = streak + 1 if reply.status == status and same else 0
 
 

@@ -113,15 +113,15 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         await stage.put(*map(endpoint, HOSTS))
         await stage.shows("up", "up", "up")
         assert await stage.farm.used(one, 9) == set(HOSTS)
-        generation = one.control.status()["generation"]
+        generation = one.control.generation
         await stage.put(endpoint(HOSTS[0], ready=False), endpoint(HOSTS[1], ready=False, terminating=True), endpoint(HOSTS[2]))
         await stage.shows("loading", "away", "up")
-        assert one.control.status()["generation"] == generation, "the servers are the same"
+        assert one.control.generation == generation, "the servers are the same"
         assert await stage.farm.used(one) == {HOSTS[2]}
         assert one.control.not_ready() is None, "servers come and go, and the gateway is ready"
         shown = {each["name"]: each["endpoint"] for each in one.status(MODEL)["servers"]}
         assert list(shown.values()) == ["unready", "leaving", "ready"]
-        states = {server.name: server.state for server in picture(one.control.status()).models[0].servers}
+        states = {server.name: server.state for server in picture(one.report.status()).models[0].servers}
         assert list(states.values()) == ["starting", "draining", "ready"]
         await stage.put()
         await stage.shows()
@@ -170,15 +170,15 @@ async def test_nobody_waits_for_servers_that_are_there_and_down(tmp_path: Path) 
 
 async def test_only_servers_that_are_there_have_metrics_and_a_status(tmp_path: Path) -> None:
     async with Staged(tmp_path, *map(endpoint, HOSTS)) as stage:
-        series = stage.one.control.series()
+        series = stage.one.report.series()
         for url in stage.urls(*HOSTS):
             assert series[Series("server_up", (MODEL, url))] == (1.0,)
             assert Series("server_inflight", (MODEL, url)) in series
         await stage.put(endpoint(HOSTS[0]))
         await stage.shows("up")
-        series = stage.one.control.series()
+        series = stage.one.report.series()
         assert {one.labels[1] for one in series if one.family.startswith("server_")} == set(stage.urls(HOSTS[0]))
-        assert [group.target.name for group in stage.one.control.engines().values()] == stage.urls(HOSTS[0])
+        assert [group.target.name for group in stage.one.report.engines().values()] == stage.urls(HOSTS[0])
         assert stage.one.value("discovery_up", MODEL) == 1.0
         discovery = stage.one.status(MODEL)["discovery"]
         assert (discovery["source"], discovery["endpoints"], discovery["problem"]) == ("kubernetes vllm:http", 1, "")
@@ -213,7 +213,7 @@ async def test_a_stream_goes_on_when_its_server_leaves(tmp_path: Path) -> None:
             enough.set()
             reply = await stream
             assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n")
-            await until(lambda: Series("server_inflight", (MODEL, gone)) not in one.control.series())
+            await until(lambda: Series("server_inflight", (MODEL, gone)) not in one.report.series())
 
 
 async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(t
         async with controlled(tmp_path, found(), other, cluster=api.cluster) as one:
             assert "403: endpointslices is forbidden" in one.status(MODEL)["discovery"]["problem"]
             assert one.value("discovery_up", MODEL) == 0.0
-            assert Series("discovery_up", ("other",)) not in one.control.series()
-            (warning,) = picture(one.control.status()).warnings
+            assert Series("discovery_up", ("other",)) not in one.report.series()
+            (warning,) = picture(one.report.status()).warnings
             assert warning.startswith(f"{MODEL}: looking for its servers (kubernetes vllm:http): the API server says 403")
             assert (await one.ask("other")).status_code == 200
             assert (await one.ask(MODEL)).json()["error"]["code"] == "no_healthy_server"

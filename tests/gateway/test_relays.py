@@ -8,9 +8,9 @@ from contextlib import closing
 import psutil
 import pytest
 
-from gateway.control import listen
 from gateway.link import Health
 from gateway.relays import relays
+from gateway.serve import listen
 from gateway.state import State
 
 

@@ -17,13 +17,15 @@ from rich.console import Console
 
 from gateway.announce import Announcer
 from gateway.config import load
-from gateway.control import Control, listen
+from gateway.control import Control
 from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.key_sets import key_sets
 from gateway.metrics import Series
 from gateway.relays import relays
 from gateway.reload import Reading, Reloader
+from gateway.report import Report
+from gateway.serve import listen
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
@@ -50,6 +52,11 @@ class Controlled:
     client: httpx2.AsyncClient
     file: Path
 
+    @property
+    def report(self) -> Report:
+        """What the admin port would show."""
+        return Report(self.control)
+
     async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> Reading:
         """Have another configuration read."""
         write(self.file, configuration(*models, **server) | {"groups": list(groups)})
@@ -57,7 +64,7 @@ class Controlled:
 
     def status(self, model: str) -> dict[str, Any]:
         """The model as /status shows it."""
-        return next(each for each in self.control.status()["models"] if each["id"] == model)
+        return next(each for each in self.report.status()["models"] if each["id"] == model)
 
     def state(self, model: str) -> str:
         return str(self.status(model)["state"])
@@ -71,7 +78,7 @@ class Controlled:
 
     def value(self, family: str, *labels: str) -> float:
         """The first cell of a series, 0 when there is none."""
-        return self.control.series().get(Series(family, labels), (0.0,))[0]
+        return self.report.series().get(Series(family, labels), (0.0,))[0]
 
     def launches(self, model: str) -> float:
         return self.value("launches_total", model, "ready")

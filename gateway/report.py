@@ -1,0 +1,157 @@
+"""What the admin port shows of the gateway: its metrics, its status, its keys and their use. Nothing is changed from here.
+
+The rule: everything is of the moment in which it is asked for, and comes from whoever owns it; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway import __version__, plan
+from gateway import config as conf
+from gateway.control import Control
+from gateway.discovery import discovered
+from gateway.engines import Engine
+from gateway.key_list import LastUse, shown_keys
+from gateway.metrics import Series, summed
+from upstream.server import Condition
+
+_COUNTED_BY_RELAYS = ("server_inflight", "server_ejected")  # of a server that no relay has counted yet they are 0
+
+
+class Report:
+    """The admin port's ``Overview`` of what control knows."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def not_ready(self) -> str | None:
+        return self._control.not_ready()
+
+    def series(self) -> Mapping[Series, Sequence[float]]:
+        control = self._control
+        series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(control.relays.boards))
+        for one, value in (*self._of_servers(), *self._of_control()):
+            series[one] = (value,)
+        for place in plan.places(control.config):
+            for family in _COUNTED_BY_RELAYS:
+                series.setdefault(Series(family, (place.model.id, place.name)), (0,))
+        return series if control.ledger is None else series | control.ledger.series()
+
+    def _of_servers(self) -> Iterator[tuple[Series, float]]:
+        known = self._control.known
+        for place in plan.places(self._control.config):
+            condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
+            yield Series("server_up", labels), float(condition is Condition.UP)
+            yield Series("server_resting", labels), float(condition is Condition.AWAY)
+            if place.server is None:
+                snapshot = known.snapshots.get(place.name)
+                yield Series("server_restarts_total", labels), snapshot.restarts if snapshot else 0
+
+    def _of_control(self) -> Iterator[tuple[Series, float]]:
+        control = self._control
+        yield from ((Series("discovery_up", (model,)), float(well)) for model, well in control.discovery.well(control.config))
+        yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
+        yield from ((Series("launches_total", outcome), count) for outcome, count in control.launches.items())
+        yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
+        yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
+        ends = ((key.id, key.expires) for key in control.config.keys)
+        yield from ((Series("key_expires_timestamp_seconds", (key,)), end.timestamp()) for key, end in ends if end is not None)
+        yield Series("relay_restarts_total", ()), sum(relay.restarts for relay in control.relays.statuses)
+        yield Series("build_info", (__version__,)), 1
+
+    def _without_gone_ones(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
+        """Where servers come and go, those that are gone and have nothing in flight are shown no more; their counts stay for one that
+        comes under the same name."""
+        found = {model.id for model, _ in discovered(self._control.config)}
+        there = {(place.model.id, place.name) for place in plan.places(self._control.config)}
+        busy = {one.labels for one, values in series.items() if one.family == "server_inflight" and values[0]}
+        return {
+            one: values
+            for one, values in series.items()
+            if not (one.family.startswith("server_") and one.labels[0] in found) or one.labels[:2] in there or one.labels[:2] in busy
+        }
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+        return None if self._control.ledger is None else await self._control.ledger.usage(words)
+
+    async def keys(self) -> dict[str, Any]:
+        control = self._control
+        use = LastUse({}, "no ledger is configured") if control.ledger is None else await control.ledger.last_use(control.config)
+        return shown_keys(control.config, use, datetime.now(UTC))
+
+    def engines(self) -> dict[str, Engine]:
+        control = self._control
+        models = {place.name: place.model.id for place in plan.places(control.config)}
+        return {target.name: Engine(models[target.name], target) for target in plan.targets(control.config, control.known)}
+
+    def status(self) -> dict[str, Any]:
+        control = self._control
+        known, series = control.known, summed(control.relays.boards)
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "started": control.started,
+            "ready": control.not_ready() is None,
+            "reason": control.not_ready(),
+            "generation": control.generation,
+            "configuration": control.history.last.shown(),
+            "ledger": None if control.ledger is None else control.ledger.status(),
+            "issuers": control.key_sets.shown(control.config),
+            "relays": [
+                {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
+                for relay in control.relays.statuses
+            ],
+            "models": [self._model_status(model, known, series) for model in control.config.models],
+        }
+
+    def _model_status(self, model: conf.Model, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        control = self._control
+        standing = control.fleet.standing(model.id)
+        return {
+            **self._traffic(model.id, series),
+            "max_inflight": model.max_inflight,
+            "aliases": list(model.aliases),
+            "state": standing.state.value,
+            "since": standing.since,
+            "queued": standing.queued,
+            "waiting_s": standing.waiting,
+            "discovery": control.discovery.shown(model),
+            "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
+            "servers": [self._server_status(place, known, series) for place in plan.places(control.config) if place.model is model],
+        }
+
+    def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
+        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.rates.of(model))}
+
+    def _server_status(self, place: plan.Place, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+        control = self._control
+        snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
+        shown: dict[str, Any] = {
+            "name": place.name,
+            "condition": plan.condition(place.name, known).value,
+            "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
+            "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
+            "since": control.changed_at.get(place.name),
+            "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
+        }
+        standing = control.discovery.standing(place.name)
+        if standing is not None:
+            shown |= {"endpoint": standing.value}
+        if snapshot is not None:
+            shown |= {
+                "state": snapshot.state.value,
+                "since": snapshot.since,
+                "pid": snapshot.pid,
+                "restarts": snapshot.restarts,
+                "given_up": snapshot.given_up,
+                "progress": snapshot.progress,
+                "log": str(snapshot.log),
+                "last_log_lines": control.launcher.log_tail(place.name).splitlines()[-20:],
+            }
+        return shown

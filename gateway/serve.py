@@ -1,0 +1,210 @@
+"""The process that ``vllm-gateway serve`` is: it opens the ports, starts everything, waits for the word to stop, and stops in order.
+
+The rules: what was started is ended by the ``async with`` that started it, so every way out leaves no process and no port; on the way
+down, clients are served to their end before a server is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Set
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from gateway import admin_socket, logs
+from gateway import config as conf
+from gateway.admin import application
+from gateway.admin_guard import Guard
+from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
+from gateway.announce import Announcer
+from gateway.config import Config, load
+from gateway.control import Control, speak_by
+from gateway.discovery import Discovery
+from gateway.fleet import Fleet
+from gateway.key_sets import key_sets
+from gateway.parting import let_nobody_in
+from gateway.relays import relays
+from gateway.reload import Reloader
+from gateway.report import Report
+from gateway.service_manager import VARIABLES, ServiceManager
+from gateway.signals import on_hangup, stop_signals
+from upstream.discovery import Cluster, Sources
+from upstream.health import Prober
+from upstream.launcher import Launcher
+from upstream.vllm import inherited
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+_BACKLOG = 4096
+_PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class StartError(Exception):
+    """The gateway could not start; the text says why, in one line."""
+
+
+def serve(path: Path, announcer: Announcer | None = None) -> int:
+    """Run the gateway of this configuration until SIGTERM or SIGINT; returns the exit code.
+
+    Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
+    """
+    config = load(path)
+    speak_by(config)
+    return asyncio.run(run(config, path, announcer or Announcer()))
+
+
+async def run(config: Config, path: Path, announcer: Announcer) -> int:
+    """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
+    asked = stop_signals()
+    asyncio.get_running_loop().set_exception_handler(logs.uncaught)
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
+        admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
+        commands = _admin_socket(path, stack)
+        control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
+        control.asked = asked
+        environ = inherited(_without(os.environ, {*config.withheld, *VARIABLES}), Path(sys.executable).parent)
+        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=environ)
+        control.launcher = await stack.enter_async_context(launcher)
+        prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
+        control.prober = await stack.enter_async_context(prober)
+        sources = await stack.enter_async_context(Sources(control.found, Cluster.of(os.environ)))
+        control.discovery = Discovery(sources)
+        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
+        control.ledger = _ledger(config, path, stack)
+        control.relays = await stack.enter_async_context(
+            relays(data, config.server.relays, control.nudged, control.key_sets.ask, control.ledger)
+        )
+        control.fleet = Fleet(config, control.launcher, control.relays, control)
+        control.reloader = Reloader(path, config, control)
+        on_hangup(asked, control.reloader.ask)
+        await stack.enter_async_context(_background(control.manager.run(control)))
+        shown = application(Report(control), control)
+        control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin)))
+        if commands is not None:
+            await stack.enter_async_context(_served(shown, commands, OwnUsersProtocol))
+        control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
+        announcer.summary(config, data, admin)
+        control.begin()
+        fleet = await stack.enter_async_context(_background(control.fleet.run()))
+        waiting = await stack.enter_async_context(_background(control.report_progress()))
+        files = await stack.enter_async_context(_background(control.reloader.run()))
+        control.lasting += [fleet, files]
+        await asked.get()
+        files.cancel()
+        await _linger(control, asked)
+        waiting.cancel()
+        fleet.cancel()
+        let_nobody_in(data)
+        data.close()  # the relays close theirs: who comes then is refused, and does not wait in the kernel's queue
+        await _stop(control, asked)
+    return 0
+
+
+async def _linger(control: Control, asked: asyncio.Queue[int]) -> None:
+    """Serve on while those who send requests hear that no more should come; a second signal ends it."""
+    control.leave()
+    seconds = control.config.server.linger
+    if seconds:
+        control.announcer.lingering(seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asked.get()
+
+
+async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
+    """Clients first, then servers; a second signal ends the patience."""
+    control.announcer.stopping(control.config.server.drain)
+    stopping = asyncio.create_task(control.end())
+    impatient = asyncio.create_task(asked.get())
+    await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, impatient):
+        task.cancel()
+    await asyncio.gather(stopping, impatient, return_exceptions=True)
+
+
+def _without(environ: Mapping[str, str], names: Set[str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def state_folder() -> Path:
+    """What is kept between runs: the user's state folder (XDG base directories)."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "vllm-gateway"
+
+
+def log_folder() -> Path:
+    """Where launched servers' logs go."""
+    return state_folder() / "logs"
+
+
+def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
+    """The ledger, if there is to be one, running until the stack ends. Raises StartError where its spool can't be had."""
+    if config.ledger is None:
+        return None
+    from gateway.ledger.errors import SpoolTakenError  # SQLAlchemy and alembic are loaded by those who need them
+    from gateway.ledger.writer import running, spool_folder
+
+    folder = spool_folder(state_folder(), path)
+    try:
+        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.relays))
+    except (SpoolTakenError, OSError) as error:
+        raise StartError(f"the ledger has no place for its spool: {error}") from error
+
+
+def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
+    """The socket for commands; None where there can be none, which is no reason not to serve. Raises StartError."""
+    try:
+        return stack.enter_context(admin_socket.listening(admin_socket.socket_path(path, os.environ)))
+    except SocketTakenError as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        _log.warning("no admin socket, so commands will not reach this gateway: %s", error)
+        return None
+
+
+def _guarded(app: Starlette, section: conf.Admin) -> Guard:
+    return Guard(app, None if section.token is None else section.token.get_secret_value(), section.host)
+
+
+@asynccontextmanager
+async def _served(
+    app: ASGIApp, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto"
+) -> AsyncIterator[asyncio.Task[None]]:
+    config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+    server = uvicorn.Server(config)
+    async with _background(server._serve([listener])) as task:
+        yield task
+        server.should_exit = True
+        server.force_exit = True
+
+
+@asynccontextmanager
+async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that does not outlive the block."""
+    task = asyncio.create_task(work, name=work.__qualname__)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
