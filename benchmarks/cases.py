@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from benchmarks import standin
 from benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
 from benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
-from benchmarks.peers import GATEWAY, NGINX, Proxy, Running, Setting, started, token
+from benchmarks.peers import GATEWAY, NGINX, Books, Proxy, Running, Setting, debian, gateway_keeping, started, token
 from benchmarks.process import DidNotStart
 from benchmarks.stage import DIRECT, Stage
 from benchmarks.streams import crowd
@@ -101,6 +101,35 @@ async def servers(stage: Stage) -> None:
         for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
             for count in (1, 16, 200):
                 await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
+
+
+async def books(stage: Stage) -> None:
+    """The JSON load of the case `json`, on gateways that count limits and keep a ledger as well; up to a thousand keys ask in turn.
+
+    What is written behind the requests is counted: the turn is over when the ledger has had the time to write its last rows.
+    """
+    with standin.json_servers(stage.place("upstream")) as ports, ExitStack() as stack:
+        setting, kept = Setting(ports), dict(_BOOKS)
+        if (missing := debian("redis-server")) is None:
+            kept["… and the limits in Redis"] = Books(
+                limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.place("redis")))
+            )
+        else:
+            stage.absent("… and the limits in Redis", missing)
+        more = [gateway_keeping(each, name) for name, each in kept.items()]
+        alive = stack.enter_context(stage.running(setting, (GATEWAY.name, NGINX.name, "vllm-router"), more))
+        used = [token(number) for number in setting.key_numbers]
+        for proxy in stage.turns(alive):
+            tokens = [TOKEN] if proxy.name == NGINX.name else used
+            await loaded(stage, proxy, "64 connections", chat(), 64, 4.0, tokens, _WRITTEN)
+
+
+_BOOKS: Mapping[str, Books] = {
+    "… with limits": Books(limits=True),
+    "… with a ledger": Books(ledger=True),
+    "… with both": Books(limits=True, ledger=True),
+}
+_WRITTEN = 2.0  # seconds in which the ledger's last rows are written
 
 
 # The gateway alone
@@ -203,5 +232,5 @@ async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting:
 
 
 CASES: Mapping[str, Case] = {
-    each.__name__: each for each in (json, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
+    each.__name__: each for each in (json, books, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
 }

@@ -25,9 +25,19 @@ _PROBE_EVERY = 0.025
 
 
 async def loaded(
-    stage: Stage, proxy: Running, variant: str, body: bytes, connections: int, seconds: float, tokens: Sequence[str] = (TOKEN,)
+    stage: Stage,
+    proxy: Running,
+    variant: str,
+    body: bytes,
+    connections: int,
+    seconds: float,
+    tokens: Sequence[str] = (TOKEN,),
+    behind: float = 0.0,
 ) -> None:
-    """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`."""
+    """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`.
+
+    `behind`: for so many seconds after the last answer what the proxy still does is counted too.
+    """
     fault, length = await inspected(proxy.port, body)
     if fault:
         stage.add(proxy.name, variant, {}, (fault,))
@@ -36,6 +46,7 @@ async def loaded(
         await load(proxy.port, body, length, connections, _WARM, stage.workshop(), tokens)
     with cost(proxy.tree) as spent:
         run = await load(proxy.port, body, length, connections, seconds * stage.scale.seconds, stage.workshop(), tokens)
+        await asyncio.sleep(behind)
     stage.add(proxy.name, variant, latencies(run) | per_unit(proxy, spent.proxy, run.requests), run.faults)
 
 

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -125,13 +126,37 @@ def token(number: int) -> str:
 
 # The gateway
 
+_NO_LIMIT = 1_000_000_000  # is never reached: what is measured is the counting
 
-def _gateway(setting: Setting, folder: Path, port: int) -> Command:
-    keys = [{"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest()} for n in setting.key_numbers]
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the gateway keeps of the requests, besides metrics and its log. `redis`: the port of that where limits are counted."""
+
+    limits: bool = False
+    ledger: bool = False
+    redis: int | None = None
+
+    def of_key(self) -> dict[str, Any]:
+        """More of each key's entry."""
+        bounds = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month", "concurrent")
+        return {"limits": dict.fromkeys(bounds, _NO_LIMIT)} if self.limits else {}
+
+    def of_gateway(self) -> dict[str, Any]:
+        """More of the configuration."""
+        ledger = {"ledger": "sqlite:///ledger.db"} if self.ledger else {}
+        return ledger | ({"limits_store": f"redis://127.0.0.1:{self.redis}/0"} if self.redis else {})
+
+
+def _gateway(setting: Setting, folder: Path, port: int, books: Books = Books()) -> Command:
+    keys = [
+        {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **books.of_key()} for n in setting.key_numbers
+    ]
     server = {"host": "127.0.0.1", "port": port, "relays": setting.relays, "admin": {"port": 0}, "drain": "1s"}
     models = [{"id": model, "servers": [{"url": url, "model": MODEL} for url in setting.urls()]} for model in setting.models]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
-    (folder / "gateway.yaml").write_text(yaml.safe_dump({"server": server, "models": models, "keys_file": "keys.yaml"}))
+    whole = {"server": server, "models": models, "keys_file": "keys.yaml", **books.of_gateway()}
+    (folder / "gateway.yaml").write_text(yaml.safe_dump(whole))
     return Command([str(Path(sys.executable).parent / "vllm-gateway"), "serve", "gateway.yaml"], {"XDG_STATE_HOME": str(folder)})
 
 
@@ -268,6 +293,13 @@ GATEWAY = Proxy(
     lambda: None,
     _gateway,
 )
+
+
+def gateway_keeping(books: Books, name: str) -> Proxy:
+    """The gateway as it is when it keeps these books too."""
+    return replace(GATEWAY, name=name, command=partial(_gateway, books=books))
+
+
 NGINX = Proxy("nginx", "one header compared; no access log", _nginx_version, lambda: debian("nginx"), _nginx)
 _TOO_SLOW = "it cannot carry that many events on one core (see `streams`)"
 PROXIES = (

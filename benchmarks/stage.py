@@ -7,7 +7,7 @@ the meantime meets all alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,11 +71,11 @@ class Stage:
         say(f"{name}: absent: {reason}")
 
     @contextmanager
-    def running(self, setting: Setting, only: Sequence[str] | None = None) -> Iterator[list[Running]]:
-        """Every proxy that takes part, at the same time; one that does not start is absent."""
+    def running(self, setting: Setting, only: Sequence[str] | None = None, more: Iterable[Proxy] = ()) -> Iterator[list[Running]]:
+        """Every proxy that takes part, and ``more``, at the same time; one that does not start is absent."""
         with ExitStack() as stack:
             alive: list[Running] = []
-            for proxy in self.proxies(only):
+            for proxy in (*self.proxies(only), *more):
                 try:
                     alive.append(stack.enter_context(started(proxy, setting, self.place(proxy.name))))
                 except DidNotStart as error:

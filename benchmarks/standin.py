@@ -1,4 +1,4 @@
-"""The stand-in upstreams: what the proxies have behind them.
+"""The stand-in upstreams, and the Redis: what the proxies have behind them.
 
 JSON comes from nginx, with a fixed answer, on as many ports as asked for; streams come from `origin.py`. Both stay on the load's core. The
 rule: they answer what proxies ask of a server when they start (`/health`, `/v1/models`, …), so that no proxy takes them for down.
@@ -61,4 +61,14 @@ def stream_server(folder: Path, rate: float, count: int = 0) -> Iterator[int]:
     [port] = free_ports(1)
     command = [sys.executable, "-m", "benchmarks.origin", str(port), str(rate), str(count)]
     with running(command, folder, (LOAD_CORE,), {"PYTHONPATH": str(ROOT)}, lambda: accepts(port), _START):
+        yield port
+
+
+@contextmanager
+def redis(folder: Path) -> Iterator[int]:
+    """A Redis on a port of its own, which keeps nothing on disk."""
+    folder.mkdir(parents=True)
+    [port] = free_ports(1)
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with running(command, folder, (LOAD_CORE,), {}, lambda: accepts(port), _START):
         yield port
