@@ -17,7 +17,8 @@ from gateway import logs, plan
 from gateway.announce import Announcer
 from gateway.config import Config
 from gateway.discovery import Change, Discovery, changes, discovered
-from gateway.fleet import STOP_GRACE, Fleet
+from gateway.fleet import Fleet
+from gateway.handling import STOP_GRACE
 from gateway.key_sets import KeySets
 from gateway.link import Health
 from gateway.metrics import tokens_by_model

@@ -2,8 +2,7 @@
 
 Owns the life of each model above that of its servers (``upstream/launcher``). What to do next is decided in one place,
 ``upstream/launcher/schedule.py``, from a picture of all; here the picture is drawn and the decision carried out. The
-rules: a server is stopped or put to sleep only when every relay knows that it gets no new requests and nothing is in
-flight on it, or an operator's patience is over; with a model one thing is done at a time.
+rule: with a model one thing is done at a time (handling.py).
 
 Times are in seconds of the monotonic clock, which relays share; what operators see is wall clock.
 """
@@ -12,58 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gateway import config as conf
-from gateway import plan
 from gateway.config import Config
+from gateway.found import Found, comes, found_servers
+from gateway.handling import CLOSE_LOOK, Handling, Host, until
 from gateway.metrics import Tally
 from gateway.operations import RefusedOperation
 from gateway.relays import Relays
 from gateway.reshape import Reshape, can_roll, reshape, shape
-from gateway.resident import FIRST_START, Resident
-from upstream.health import Target
+from gateway.resident import Resident
 from upstream.launcher import Launcher, LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
-from upstream.launcher.schedule import PARKED, Action, Do, Phase, View, compete, decide, forecast
-from upstream.server import Condition
-from upstream.sleep import SleepError, fall_asleep, wake_up
+from upstream.launcher.schedule import PARKED, Do, Phase, View, compete, decide, forecast
 
-STOP_GRACE = 10.0
-"""Seconds that a launched server has to end by itself once nothing is in flight on it."""
-FIRST_PROBE = 3.0
-"""Seconds after which a server that was found is known to be up or down."""
-_LOOK, _CLOSE_LOOK = 0.25, 0.05  # seconds between two looks at the picture, where nothing calls for one; while something drains
+_LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one
 _WORD = 5.0  # seconds in which every relay should have taken a word
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
 _SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
 _USE = ("requests_total", "inflight_requests")
 _log = logging.getLogger("vllm_gateway.fleet")
-
-
-class Host(Protocol):
-    """What the fleet needs of control, beside launcher and relays."""
-
-    def configure(self) -> int:
-        """Have the relays serve by the servers that there are now; returns the number of that word."""
-
-    def tell_health(self) -> int:
-        """Tell the relays what is known of servers and models; returns the number of that word."""
-
-    def conditions(self) -> Mapping[str, Condition]:
-        """What is known of every server."""
-
-    def awaited(self) -> Set[str]:
-        """The models whose servers are still looked for."""
-
-    def acts(self, action: Action) -> None:
-        """Tell the operator what is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +49,6 @@ class Standing:
     waiting: float | None
 
 
-@dataclass(slots=True)
-class _Found:
-    """A model whose servers run already: the gateway only looks.
-
-    ``comes``: they come and go, and its requests may wait for them; ``missing``: none of them is there, and some are to come.
-    """
-
-    servers: tuple[str, ...]
-    phase: Phase
-    since: float
-    comes: bool
-    missing: bool = False
-
-    @property
-    def expected(self) -> float | None:
-        """When one of them may be up; None: nobody knows of any."""
-        if self.phase is Phase.STARTING:
-            return self.since + FIRST_PROBE
-        return self.since + FIRST_START if self.missing else None
-
-    def see(self, conditions: Iterable[Condition], awaited: bool, now: float) -> None:
-        seen = {*conditions, *([Condition.LOADING] if awaited else [])}
-        self.missing = self.comes and seen <= {Condition.AWAY}
-        phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
-        if phase is not self.phase:
-            self.phase, self.since = phase, now
-
-
 class Fleet:
     """Every model of the configuration; those that are launched here it brings up and down."""
 
@@ -112,9 +57,10 @@ class Fleet:
         self._relays = relays
         self._host = host
         self._tally = Tally(relays.boards, _COUNTED)
+        self._handling = Handling(launcher, relays, host, self._in_flight)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
-        self._found = {model.id: _Found(servers, Phase.STARTING, now, _comes(model)) for model, servers in _found_servers(config)}
+        self._found = {model.id: Found(servers, Phase.STARTING, now, comes(model)) for model, servers in found_servers(config)}
         self._index()
         self._told: Mapping[str, float] = {}
         self._nudged = asyncio.Event()
@@ -153,9 +99,9 @@ class Fleet:
         """Follow a configuration that differs in nothing but the servers that were found."""
         now = time.monotonic()
         known, self._found = self._found, {}
-        for model, servers in _found_servers(config):
-            one = self._found[model.id] = known.get(model.id) or _Found(servers, Phase.STARTING, now, _comes(model))
-            one.servers, one.comes = servers, _comes(model)
+        for model, servers in found_servers(config):
+            one = self._found[model.id] = known.get(model.id) or Found(servers, Phase.STARTING, now, comes(model))
+            one.servers, one.comes = servers, comes(model)
 
     def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
         before, was_gone = shape(resident.specs), resident.gone
@@ -182,9 +128,9 @@ class Fleet:
         elif resident.phase is not Phase.READY:
             self._stop(resident)
         elif can_roll(running, change) and not self._is_crowded(resident, running, change):
-            self._spawn(resident, self._reshape(resident, change))
+            self._spawn(resident, self._handling.reshape(resident, change))
         else:
-            self._spawn(resident, self._begin_anew(resident))
+            self._spawn(resident, self._handling.begin_anew(resident))
 
     def _is_crowded(self, resident: Resident, running: Iterable[LaunchSpec], change: Reshape) -> bool:
         """Whether the change needs GPUs that another model has and would have to leave."""
@@ -212,7 +158,7 @@ class Fleet:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _pause(self) -> float:
-        return _CLOSE_LOOK if any(resident.step is Phase.DRAINING for resident in self._residents.values()) else _LOOK
+        return CLOSE_LOOK if any(resident.step is Phase.DRAINING for resident in self._residents.values()) else _LOOK
 
     def nudge(self) -> None:
         """Something has changed that may call for a look."""
@@ -321,14 +267,14 @@ class Fleet:
     def _stop(self, resident: Resident) -> None:
         resident.step = Phase.DRAINING
         resident.ending = True
-        self._spawn(resident, self._end(resident))
+        self._spawn(resident, self._handling.end(resident))
 
     def _put_to_sleep(self, resident: Resident) -> None:
-        self._spawn(resident, self._lull(resident))
+        self._spawn(resident, self._handling.lull(resident))
 
     def _wake(self, resident: Resident) -> None:
         resident.step = Phase.STARTING
-        self._spawn(resident, self._rouse(resident))
+        self._spawn(resident, self._handling.rouse(resident))
 
     def _spawn(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
         task = resident.task = asyncio.create_task(self._done(resident, work), name=f"fleet {resident.id}")
@@ -350,99 +296,6 @@ class Fleet:
                 self._host.tell_health()
             self.nudge()
 
-    async def _end(self, resident: Resident) -> None:
-        began = time.monotonic()
-        launched = [snapshot.name for snapshot in self._launcher.snapshots() if snapshot.name in resident.names]
-        await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
-        resident.stops.add(time.monotonic() - began)
-        resident.step = None
-        resident.away.clear()
-        resident.settled()
-        self._host.configure()
-
-    async def _lull(self, resident: Resident) -> None:
-        try:
-            await asyncio.gather(*(fall_asleep(target, resident.launch.sleep_level) for target in self._targets(resident)))
-        except SleepError as error:
-            _log.error("%s cannot sleep and is stopped: %s", resident.id, error)
-            await self._end(resident)
-        else:
-            resident.step = Phase.SLEEPING
-
-    async def _rouse(self, resident: Resident) -> None:
-        began = time.monotonic()
-        try:
-            await asyncio.gather(*(wake_up(target, resident.launch.sleep_level) for target in self._targets(resident)))
-        except SleepError as error:
-            _log.error("%s does not wake and is started anew: %s", resident.id, error)
-            await self._end(resident)
-        else:
-            resident.wakes.add(time.monotonic() - began)
-            resident.step = None
-            self._host.tell_health()
-
-    def _targets(self, resident: Resident) -> list[Target]:
-        return [
-            Target(snapshot.name, snapshot.address, self._launcher.api_key(snapshot.name))
-            for snapshot in self._launcher.snapshots()
-            if snapshot.name in resident.names
-        ]
-
-    async def _roll(self, resident: Resident) -> None:
-        """One server after the other, those that are down first, so that never more than one is missing. Raises RefusedOperation."""
-        conditions = self._host.conditions()
-        for spec in sorted(resident.specs, key=lambda spec: conditions[spec.name] is Condition.UP):
-            await self._renew(resident, spec)
-
-    async def _reshape(self, resident: Resident, change: Reshape) -> None:
-        """Make its servers those of the configuration: some leave, some are replaced one after the other, some are new.
-
-        Raises RefusedOperation where one does not come up: those that have not been replaced then stay as they are.
-        """
-        _log.info("%s: its configuration has changed", resident.id)
-        await asyncio.gather(*(self._part_with(resident, name) for name in change.leave))
-        resident.settled()
-        conditions = self._host.conditions()
-        for spec in sorted(change.renew, key=lambda spec: conditions[spec.name] is Condition.UP):
-            await self._renew(resident, spec)
-        for spec in change.add:
-            self._launcher.start(spec)
-
-    async def _part_with(self, resident: Resident, name: str) -> None:
-        """End a server that relays no longer have, when its last request has ended."""
-        await self._quiet(resident, [name], math.inf)
-        await self._launcher.stop(name, STOP_GRACE)
-
-    async def _begin_anew(self, resident: Resident) -> None:
-        """End all its servers when their requests have ended; it is started again when there is room."""
-        await self._quiet(resident, resident.names, resident.patience)
-        resident.ending = True
-        await self._end(resident)
-
-    async def _quiet(self, resident: Resident, names: Collection[str], patience: float) -> None:
-        """Take servers out of routing, and wait until nothing is in flight on them, or for so long."""
-        resident.away |= set(names)
-        number = self._host.tell_health()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if patience == math.inf else patience):
-                await _until(lambda: self._relays.hold(number) and not self._in_flight(names))
-
-    async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
-        name = spec.name
-        await self._quiet(resident, [name], resident.patience)
-        if self._snapshot(name) is not None:
-            await self._launcher.stop(name, STOP_GRACE)
-        resident.away.discard(name)
-        self._launcher.start(spec)
-        await _until(lambda: (snapshot := self._snapshot(name)) is None or snapshot.concluded)
-        if self._host.conditions()[name] is not Condition.UP:
-            raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
-        number = self._host.tell_health()
-        await _until(lambda: self._relays.hold(number))
-
-    def _snapshot(self, name: str) -> Snapshot | None:
-        return next((snapshot for snapshot in self._launcher.snapshots() if snapshot.name == name), None)
-
     # What operators ask for
 
     async def start(self, model: str) -> None:
@@ -460,7 +313,7 @@ class Fleet:
         number = self._host.tell_health()
         with suppress(TimeoutError):
             async with asyncio.timeout(_WORD):
-                await _until(lambda: self._relays.hold(number))
+                await until(lambda: self._relays.hold(number))
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
@@ -477,7 +330,7 @@ class Fleet:
             await asyncio.gather(resident.task, return_exceptions=True)
         resident.held, resident.ordered = True, None
         self.look()
-        await _until(lambda: resident.phase is Phase.STOPPED or not resident.held)
+        await until(lambda: resident.phase is Phase.STOPPED or not resident.held)
 
     async def restart(self, model: str) -> None:
         """Have a model's servers replaced, one after the other; returns when that has begun. Raises RefusedOperation."""
@@ -486,29 +339,10 @@ class Fleet:
             raise RefusedOperation(f"{model} is being worked on; try again when it is ready, or stop it")
         if resident.phase in (Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING):
             raise RefusedOperation(f"{model} is {resident.phase}; only a model that runs can be restarted")
-        self._spawn(resident, self._roll(resident))
+        self._spawn(resident, self._handling.roll(resident))
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)
         if resident is None or resident.gone:
             raise RefusedOperation(f"{model} is not launched by the gateway" if model in self._found else f"there is no model {model}")
         return resident
-
-
-def _found_servers(config: Config) -> Iterator[tuple[conf.Model, tuple[str, ...]]]:
-    """The models whose servers run already, with the names of these."""
-    servers: dict[str, list[str]] = {model.id: [] for model in config.models if model.launch is None}
-    for place in plan.places(config):
-        if place.model.id in servers:
-            servers[place.model.id].append(place.name)
-    return ((model, tuple(servers[model.id])) for model in config.models if model.id in servers)
-
-
-def _comes(model: conf.Model) -> bool:
-    """Whether a model's requests wait for servers that are not there: who writes a queue for servers that come and go says so."""
-    return model.discover is not None and model.queue is not None
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  # what is waited for is in other processes
-        await asyncio.sleep(_CLOSE_LOOK)
