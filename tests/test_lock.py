@@ -35,7 +35,7 @@ def test_every_locked_package_has_one_version_and_its_hashes(lock: Path) -> None
 @pytest.mark.parametrize("lock", sorted((ROOT / "deploy").rglob("*.lock")), ids=lambda lock: lock.name)
 def test_what_is_deployed_is_what_was_tried(lock: Path) -> None:
     tried = dict(entries(ROOT / "requirements.lock"))
-    assert {name: rest for name, rest in entries(lock) if tried.get(name) != rest} == {}
+    assert {name: rest for name, rest in entries(lock) if tried.get(name) != rest} == {}, "run `make lock`"
 
 
 def licences(name: str) -> str:

@@ -1,7 +1,7 @@
-"""``make audit``: every package of requirements.lock against the advisories of PyPI, by pip-audit in an environment of its own.
+"""``make audit``: every package that is installed, deployed, or builds the documents, against the advisories of PyPI.
 
-It needs PyPI's own service (a mirror has no advisories), so it is no part of the suite. A package that cannot be looked up
-is a failure, too.
+What these are the locks say; pip-audit asks, in an environment of its own. It needs PyPI's own service (a mirror has no
+advisories), so it is no part of the suite. A package that cannot be looked up is a failure, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from tests.clients.install import ROOT, InstallError, build_python, refreshed
 
 PLACE = ROOT / ".venv-audit"
 LOCK = Path(__file__).resolve().parent / "requirements.lock"
-LOCKS = (ROOT / "requirements.lock", ROOT / "fuzz" / "requirements.lock", LOCK)
+LOCKS = (
+    ROOT / "requirements.lock",
+    LOCK,
+    *(lock for folder in ("deploy", "docs", "fuzz") for lock in sorted((ROOT / folder).rglob("*.lock"))),
+)
 
 
 def main() -> int:
