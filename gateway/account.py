@@ -99,6 +99,9 @@ class Account(msgspec.Struct, eq=False):
         return isinstance(error, Exception | asyncio.CancelledError)
 
     def _failed(self, error: BaseException) -> None:
+        if isinstance(error, UpstreamError) and self.delivered:
+            self.call.finish()  # the server left between its stream's last event and the end of its body: the client misses nothing
+            return
         refusal = _refusal_for(error, self)
         if refusal is not None:
             _refuse(self, refusal)

@@ -313,8 +313,10 @@ class _Accounted:
             sent["bytes"] += len(message.get("body", b""))
             await send(message)
 
-        await self._application(scope, receive, stamped)
-        self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent, self._relay.proxies))
+        try:
+            await self._application(scope, receive, stamped)
+        finally:  # Starlette passes an error on when it has been answered
+            self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent, self._relay.proxies))
 
 
 def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:

@@ -8,6 +8,7 @@ The rule: everything taken is given back by the ``with`` that took it. Every way
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import monotonic
 
 from gateway.account import Account, Elsewhere
@@ -199,12 +200,13 @@ def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Account)
         raise error
     first = elsewhere.first = elsewhere.first or error
     account.set_attempt_aside()
-    if not elsewhere.entries:
-        account.stay()
-        raise first
-    entry = elsewhere.entries.pop(0)
-    account.go_on(entry)
-    return elsewhere.prepare(entry)
+    while elsewhere.entries:
+        entry = elsewhere.entries.pop(0)
+        account.go_on(entry)
+        with suppress(Refusal):  # what its own policy or limits do not let through, the next one's may
+            return elsewhere.prepare(entry)
+    account.stay()
+    raise first
 
 
 async def _relay(call: Call, answer: Answer, account: Account, outbound: Outbound) -> None:

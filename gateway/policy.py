@@ -43,6 +43,8 @@ MOST: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs"
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """The fields by which a client bounds an answer, in the order in which vLLM believes them."""
 
+_CHOICES = ("n", "best_of")
+
 NUMBERS = frozenset({*MOST, *TOKEN_LIMITS})
 """The fields that may have a largest number."""
 
@@ -67,6 +69,12 @@ _LEAST_SIZE = min(SIZES.values())
 MAX_BATCH = 2048
 """Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
 
+BATCHES = frozenset({"data_1", "data_2", "documents", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
+"""Where whatever a list holds, or the ``content`` of an object, is such a request, unless it is a number (a prompt of tokens)."""
+
+ECHO = "echo"
+"""With it vLLM takes ``logprobs`` for ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and of completions)."""
+
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
 """What ``chat_template_kwargs`` may not hold besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
 
@@ -86,7 +94,19 @@ _NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_
 class Policy:
     """The table as it holds for one model, with the operator's own fields."""
 
-    __slots__ = ("_allowed", "_in_template", "_media", "_most", "_refused", "_sizes", "_watched", "defaults", "max_tokens", "overrides")
+    __slots__ = (
+        "_allowed",
+        "_forbidden",
+        "_in_template",
+        "_media",
+        "_most",
+        "_refused",
+        "_sizes",
+        "_watched",
+        "defaults",
+        "max_tokens",
+        "overrides",
+    )
 
     def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
@@ -101,8 +121,9 @@ class Policy:
             most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
         self._most = {name: value for name, value in most.items() if name not in refused}
         stripped = STRIPPED - allowed
-        self._watched = stripped | self._refused | self._most.keys()
-        self._in_template = (IN_TEMPLATE - allowed) | stripped | self._refused
+        self._forbidden = stripped | self._refused
+        self._watched = self._forbidden | self._most.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
+        self._in_template = (IN_TEMPLATE - allowed) | self._forbidden
         self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
         self._allowed = allowed
         self._media = MediaHosts(rules.media_hosts)
@@ -126,7 +147,7 @@ class Policy:
 
     def refused_of(self, names: Set[str]) -> str | None:
         """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
-        return min((self._watched - self._most.keys()) & names, default=None)
+        return min(self._forbidden & names, default=None)
 
     def most(self, name: str) -> int | None:
         """The largest number that a field may hold, where there is a bound."""
@@ -137,11 +158,19 @@ class Policy:
             value = document[name]
             if name in self._most:
                 if value is not None:
-                    check_number(name, value, self._most[name])
+                    self._check_number(name, value, document)
+                continue
+            if name == ECHO and name not in self._refused:
+                _check_echo(document)
                 continue
             if name in self._refused and value is not None and value is not False:
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
             del document[name]
+
+    def _check_number(self, name: str, value: Any, document: Document) -> None:
+        check_number(name, value, self._most[name])
+        if name in _CHOICES and value * _batch(document.get("prompt")) > MAX_BATCH:
+            raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
 
     def _large(self, document: Document) -> None:
         for name in self._sizes.keys() & document.keys():
@@ -149,7 +178,11 @@ class Policy:
                 raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
 
     def _look_into(self, name: str, value: Any) -> None:
-        if len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list) and name not in self._allowed:
+        if name in BATCHES:
+            many = _batch(value) > MAX_BATCH
+        else:
+            many = len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list)
+        if many and name not in self._allowed:
             raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
         member = in_list(value, self._media) if type(value) is list else in_object(value, self._media)
         if member is not None:
@@ -159,6 +192,25 @@ class Policy:
         if isinstance(kwargs, dict):
             for name in sorted(self._in_template & kwargs.keys()):
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+
+
+def _check_echo(document: Document) -> None:
+    """Raises Refusal where it would bring the probabilities of the prompt's tokens. On chat it would without a word of them."""
+    if not document[ECHO]:
+        return
+    for name in ("logprobs", "top_logprobs"):
+        if document.get(name) is not None and document[name] is not False:
+            raise Refusal("invalid_value", f"The fields '{ECHO}' and '{name}' are not allowed together here.", param=ECHO)
+    document["top_logprobs"] = None
+
+
+def _batch(value: Any) -> int:
+    """How many requests for the engine a member is."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if not isinstance(value, list):
+        return 1
+    return 1 if all(type(each) is int for each in value) else len(value)
 
 
 def _with_old_names(refused: Iterable[str]) -> frozenset[str]:

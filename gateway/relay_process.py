@@ -168,7 +168,6 @@ class _Process:
                     self.speak_by(state)
                     self.relay.take(state)
                     self.learn(health)
-                    gc.freeze()
                     self.link.send(Taken(state.generation))
                 case Health():
                     self.learn(message)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class Dialect(StrEnum):
@@ -94,3 +95,24 @@ ROUTES: Mapping[str, Route] = MappingProxyType({route.path: route for route in _
 
 ENDPOINTS: tuple[str, ...] = tuple(dict.fromkeys(route.endpoint for route in _ROWS))
 """The values of the ``endpoint`` label."""
+
+
+class Output(NamedTuple):
+    """How a body bounds its answer: the members' names, the one to be set last; and how many tokens there are when none is there.
+
+    A member of another route's name is ignored (vLLM 0.32, ``OpenAIBaseModel`` in entrypoints/serve/engine/protocol.py).
+    """
+
+    names: tuple[str, ...]
+    default: int | None = None
+
+
+OUTPUTS: Mapping[str, Output] = MappingProxyType(
+    {
+        "/v1/chat/completions": Output(("max_completion_tokens", "max_tokens")),
+        "/v1/completions": Output(("max_tokens",), 16),
+        "/v1/responses": Output(("max_output_tokens",)),
+        "/v1/messages": Output(("max_tokens",)),
+    }
+)
+"""By the path at the server. What is not here generates nothing, or takes its bound in a form."""

@@ -7,14 +7,14 @@ before its usage came, what the client has seen of it counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
 from gateway.limits.rules import Ask
 from gateway.record import Record
+from gateway.routes import OUTPUTS, Output
 
 BYTES_PER_TOKEN = 4
 """Of a body; English text has a little more in a token, most other languages less."""
@@ -34,27 +34,9 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
     completion: int = 0
 
 
-class _Output(NamedTuple):
-    """How a route's body bounds its answer: the members' names, the one to be set last; and what the server takes when none is there."""
-
-    names: tuple[str, ...]
-    default: int | None = None
-
-
-_OUTPUTS: Mapping[str, _Output] = MappingProxyType(
-    {
-        "/v1/chat/completions": _Output(("max_completion_tokens", "max_tokens")),
-        "/v1/completions": _Output(("max_tokens",), 16),
-        "/v1/responses": _Output(("max_output_tokens",)),
-        "/v1/messages": _Output(("max_tokens",)),
-    }
-)
-"""By the path at the server. What is not here generates nothing."""
-
-
 def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
-    output = _OUTPUTS.get(path)
+    output = OUTPUTS.get(path)
     prompt = _with_media(body) if _MEDIA in body else len(body) // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
@@ -71,7 +53,7 @@ def _with_media(body: bytes) -> int:
     return size // BYTES_PER_TOKEN + media * MEDIA_TOKENS
 
 
-def _completion(document: Mapping[str, Any], output: _Output) -> int:
+def _completion(document: Mapping[str, Any], output: Output) -> int:
     for name in output.names:
         if name in document:
             value = document[name]
@@ -89,7 +71,7 @@ def _choices(document: Mapping[str, Any]) -> int:
 
 def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
     """Hold a request to so many tokens of an answer: refuse one that asks for more, and set it where none is asked for."""
-    output = _OUTPUTS.get(path)
+    output = OUTPUTS.get(path)
     if output is None or limit is None:
         return
     given = [name for name in output.names if document.get(name) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
-from gateway.payload import MAX_CONTAINERS, MAX_DEPTH, Prepared, merge, parse
+from gateway.payload import MAX_CONTAINERS, MAX_DEPTH, Prepared, _without_texts, merge, parse
 from gateway.payload import prepare as prepared_by
 from gateway.policy import FORBIDDEN, NUMBERS, Policy
 from gateway.routes import ROUTES, Body, Route
@@ -169,6 +170,22 @@ def test_the_number_of_containers(member: bytes) -> None:
 def test_what_is_no_container_is_not_counted() -> None:
     text = b'"' + b"[{" * MAX_CONTAINERS + b'"'
     assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * MAX_CONTAINERS), text))
+
+
+@settings(deadline=None)
+@given(
+    st.recursive(
+        st.text(alphabet='a[]{}"\\\n', max_size=6) | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text('["\\'), inner)
+    )
+)
+def test_brackets_in_texts_are_none(value: Any) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    assert len(_without_texts(body)) == _containers(value)
+
+
+def _containers(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict | list) + sum(map(_containers, inside))
 
 
 @settings(deadline=None)

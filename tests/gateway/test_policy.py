@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import orjson
@@ -9,7 +10,7 @@ import pytest
 
 from gateway.errors import Refusal
 from gateway.payload import Prepared, parse, prepare
-from gateway.policy import FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, Policy
+from gateway.policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, Policy
 from gateway.routes import ROUTES, Body
 from gateway.state import BodyRules
 
@@ -93,6 +94,23 @@ def test_a_request_without_a_bound_gets_the_operators() -> None:
     assert bounded({"input": "x"}, ROUTES["/v1/embeddings"]) == {}
 
 
+ITS_OWN = {CHAT: ("max_completion_tokens", "max_tokens"), COMPLETIONS: ("max_tokens",), RESPONSES: ("max_output_tokens",)}
+BODIES: dict[Any, dict[str, Any]] = {CHAT: MESSAGE, COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
+
+
+@pytest.mark.parametrize("route", ITS_OWN, ids=lambda route: route.path)
+@pytest.mark.parametrize("name", TOKEN_LIMITS)
+def test_another_routes_name_for_the_bound_is_none(route: Any, name: str) -> None:
+    sent = bounded({**BODIES[route], name: 7}, route, 10)
+    own = {each: value for each, value in sent.items() if each in ITS_OWN[route]}
+    assert own == ({name: 7} if name in ITS_OWN[route] else {ITS_OWN[route][-1]: 10})
+
+
+def test_the_bound_of_a_prompt_on_the_chat_route() -> None:
+    assert bounded({"prompt": "x", "max_completion_tokens": 7}, CHAT) == {"max_tokens": 7}
+    assert bounded({"prompt": "x", "max_output_tokens": 7}, CHAT)["max_tokens"] == 16
+
+
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_large_fields(name: str) -> None:
     assert refused({name: {"x": "x" * SIZES[name]}}) == name
@@ -107,6 +125,38 @@ def test_large_batches() -> None:
         assert refused({name: [[1]] * (MAX_BATCH + 1)}) == name
         assert applied({name: ["x"] * MAX_BATCH}) and applied({name: ["x"] * (MAX_BATCH + 1)}, allow=(name,))
     assert applied({"prompt": [1] * 100_000}), "one prompt, as tokens"
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_whatever_a_batch_is_made_of(name: str) -> None:
+    part = {"type": "text", "text": "x"}
+    batches: list[Any] = [
+        [{}, *["x"] * MAX_BATCH],
+        [part] * (MAX_BATCH + 1),
+        {"content": [part] * (MAX_BATCH + 1)},
+        [1.5, *[[1]] * MAX_BATCH],
+    ]
+    for batch in batches:
+        assert refused({name: batch}) == name
+        assert applied({name: batch}, allow=(name,))
+    assert applied({name: {"content": [part] * MAX_BATCH}, "messages": [part] * (MAX_BATCH + 1), "input": [part] * (MAX_BATCH + 1)})
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_answers_to_a_batch(name: str) -> None:
+    for prompts in (["x"] * 17, [[1]] * 17):
+        assert refused({name: 128, "prompt": prompts}) == name
+        assert applied({name: 128, "prompt": prompts[:16]}) and applied({name: 128, "prompt": prompts}, allow=(name,))
+    assert applied({name: 128, "prompt": [1] * 1000}) and applied({name: 128, "prompt": "x"})
+
+
+def test_an_echo_brings_no_probabilities_of_the_prompt() -> None:
+    for name, value in (("logprobs", True), ("logprobs", 0), ("logprobs", 5), ("top_logprobs", 0), ("top_logprobs", 20)):
+        assert refused({"echo": True, name: value}) == "echo"
+        assert applied({"echo": True, name: value}, allow=("prompt_logprobs",)) == {"echo": True, name: value}
+        assert applied({"echo": False, name: value}) == {"echo": False, name: value}
+    assert applied({"echo": True, "logprobs": False}) == {"echo": True, "logprobs": False, "top_logprobs": None}, "vLLM's default is 0"
+    assert refused({"echo": True}, refuse=("echo",)) == "echo"
 
 
 def test_media_are_data_unless_hosts_are_listed() -> None:
@@ -169,6 +219,23 @@ def test_larger_integers_are_refused(digits: str) -> None:
 )
 def test_long_rows_of_digits_that_are_no_integers(text: bytes) -> None:
     assert parse(b'{"a": %b}' % text) == {"a": orjson.loads(text)}
+
+
+@pytest.mark.parametrize("count", [1000, 200_000])
+def test_a_long_integer_costs_no_python_for_each_number(count: int) -> None:
+    body = b'{"a":[1234567890123456789%b]}' % (b",1" * count)
+    steps = 0
+
+    def count_it(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count_it)
+    try:
+        assert len(parse(body)["a"]) == count + 1
+    finally:
+        sys.setprofile(None)
+    assert steps < 200
 
 
 def test_the_table_has_each_field_once() -> None:
