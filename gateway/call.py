@@ -69,6 +69,8 @@ class Call(msgspec.Struct, eq=False):
     began: float = field(default_factory=monotonic)
     trace: Trace | None = None
     """Where the request stands in its trace; None where nothing is traced."""
+    holder: str = ""
+    """For whom memory is taken for its body: its key, once that is known."""
     # The body
     _received: list[bytes] = field(default_factory=list)
     _size: int = 0
@@ -77,6 +79,7 @@ class Call(msgspec.Struct, eq=False):
     _asked: bool = False
     _passes_on: bool = False
     _charged: int = 0
+    _charged_to: str = ""
     _spoilt: Refusal | None = None
     bytes_in: int = 0
     more_body: bool = True
@@ -204,9 +207,11 @@ class Call(msgspec.Struct, eq=False):
         """Take memory for the body: for the whole, or step by step where nobody knows how much of it will be held."""
         whole = self._length or self.limit
         wanted = whole if self._length and not self._streamed else min(size + FREE, whole)
-        if not self.edge.door.memory.take(wanted - self._charged):
+        holder = self._charged_to if self._charged else self.holder
+        if not self.edge.door.memory.take(wanted - self._charged, holder, more=self._charged > 0):
             return False
-        self._charged = self.allowance = wanted
+        self._charged_to, self._charged = holder, wanted
+        self.allowance = wanted
         return True
 
     def refuse_body(self, refusal: Refusal) -> None:
@@ -328,7 +333,7 @@ class Call(msgspec.Struct, eq=False):
         self.edge.on_call_settled(self)
 
     def _give_back(self) -> None:
-        self.edge.door.memory.give(self._charged)
+        self.edge.door.memory.give(self._charged, self._charged_to)
         self._charged = 0
 
     # What the edge tells

@@ -92,6 +92,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     cycle: Any  # uvicorn's RequestResponseCycle or a Call
     transport: Outlet
+    parser: Any
     pipeline: Any
 
     def __init__(self, *args: Any, door: Door, **kwargs: Any) -> None:
@@ -157,6 +158,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._counted is not None:
             self.door.addresses.leave(self._counted)
         super().connection_lost(exc)
+        self.cycle = self._call = self._incoming = self.parser = None  # each of them holds this, and would wait for the collector
 
     def pause_writing(self) -> None:
         super().pause_writing()

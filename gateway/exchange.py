@@ -41,6 +41,8 @@ async def exchange(call: Call, gate: Gate) -> None:
         if gate.draining:
             raise Refusal("draining", "The gateway is shutting down.")
         account.key = key = authenticate(call, gate.keyring)
+        if call.more_body:
+            call.holder = key.id
         if gate.house is not None:
             gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):

@@ -10,6 +10,7 @@ outlives it).
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gateway.auth import AUTH_REASONS
 from gateway.rates import Tokens
 from gateway.record import GapCounts, Record
 from gateway.routes import ENDPOINTS
-from gateway.scoreboard import Board, Cells
+from gateway.scoreboard import Board, BoardFullError, Cells
 from gateway.state import State
 from gateway.usage import Usage
 
@@ -29,6 +30,7 @@ PREFIX = "vllm_gateway_"
 OTHER = "other"
 """The ``model`` label of requests whose model is not configured."""
 
+_log = logging.getLogger("vllm_gateway.relay")
 _INF = float("inf")
 _DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, _INF)
 # vLLM's own boundaries (vllm/v1/metrics/loggers.py), so that panels can subtract the one from the other
@@ -85,6 +87,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
         "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
         "config_last_reload_successful": Family("gauge", "1 when the last reading of the configuration was taken."),
+        "series_dropped_total": Family("counter", "Series that a relay's board had no room for, and that nobody sees."),
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
@@ -131,6 +134,7 @@ class RelayMetrics:
         self._outcomes: dict[tuple[str, str, int], tuple[Cells, Cells]] = {}
         self._tokens: dict[tuple[str, str], tuple[Cells, ...]] = {}
         self._in_flight: dict[str, InFlight] = {}
+        self._dropped = self.cells("series_dropped_total")
         self._overhead = self.cells("overhead_seconds")
         self._reset_gauges()
 
@@ -142,12 +146,21 @@ class RelayMetrics:
                 self.cells(series.family, *series.labels)[0] = 0.0
 
     def cells(self, family: str, *labels: str) -> Cells:
-        """The cells of one series. Raises scoreboard.BoardFullError."""
+        """The cells of one series. Where the board has no room for it, they are nobody's to read: a request does not fail for its count."""
         key = (family, *labels)
         found = self._cells.get(key)
         if found is None:
-            found = self._cells[key] = self._board.cells(Series(family, labels).encode(), FAMILIES[family].cells)
+            found = self._cells[key] = self._made(Series(family, labels).encode(), FAMILIES[family].cells)
         return found
+
+    def _made(self, name: str, count: int) -> Cells:
+        try:
+            return self._board.cells(name, count)
+        except BoardFullError:
+            if not self._dropped[0]:
+                _log.error("there is no room for more series: what is new to this relay is not in its metrics")
+            self._dropped[0] += 1
+            return memoryview(bytearray(8 * count)).cast("d")
 
     def expect(self, state: State) -> None:
         """Make the series that a configuration implies, so that their first increase is seen as one."""

@@ -21,7 +21,7 @@ from gateway import keys
 from gateway.keybook import Keybook
 from tests.faults.conftest import FULL
 from tests.support.controlled import Controlled, controlled
-from tests.support.process import configuration, write
+from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, MODEL, until
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, ROLE, STOP, Reply, ask, chat, client, delta, request
@@ -255,3 +255,25 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
         assert orjson.loads(refused.body)["error"]["code"] == "expired_api_key"
         assert set(seen[KEY].statuses) == {200}
     measured("a hash that ends is refused from its moment on, without a reload")
+
+
+@pytest.mark.row(22)
+async def test_what_is_open_at_a_reload_is_not_kept_for_ever(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    count, rounds = 400, 12
+    async with controlled(tmp_path, launched()) as one:
+        (status,) = one.control.relays.statuses
+        assert status.pid is not None
+        process, sizes = psutil.Process(status.pid), list[int]()
+        for number in range(rounds):
+            connections = [await asyncio.open_connection("127.0.0.1", one.port) for _ in range(count)]
+            for _, writer in connections:
+                writer.write(request(chat(user="u" * 20_000), token="sk-nobodys"))
+            for reader, _ in connections:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            await one.reload(launched() | {"aliases": [f"round-{number}"]})
+            for _, writer in connections:
+                writer.close()
+            sizes.append(process.memory_info().rss)
+        growth = (sizes[-1] - sizes[2]) / 2**20
+        measured(f"{rounds} reloads, {count} connections open at each: {growth:.1f} MiB more resident after the last than after the third")
+        assert growth < 10  # kept, they are 25 KiB each: 88 MiB

@@ -12,7 +12,7 @@ import pytest
 from gateway.access_log import line
 from gateway.link import Health
 from gateway.metrics import Series, summed
-from gateway.state import Model, Queue
+from gateway.state import BodyRules, Model, Queue
 from tests.support.ports import refusing, silent
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -181,3 +181,19 @@ async def test_one_that_lets_everybody_wait_is_given_up_first() -> None:
             async with serving([asked, model(server.port, identity="other")]) as served:
                 reply = await asyncio.wait_for(ask(served.port, request()), 20)
                 assert (reply.status, reply.headers[TOLD]) == (200, "other")
+
+
+async def test_one_whose_policy_refuses_the_request_is_passed_over() -> None:
+    lenient = BodyRules(allow=("chat_template",))
+    async with scripted(answers) as server:
+        asked = model(1, fallbacks=("strict", "other"), body=lenient)
+        strict = model(server.port, identity="strict")
+        other = model(server.port, identity="other", body=lenient)
+        async with serving([asked, strict, other]) as served:
+            down(served, asked)
+            reply = await ask(served.port, request(chat(chat_template="x")))
+            assert (reply.status, reply.headers[TOLD]) == (200, "other")
+            down(served, asked, other)
+            reply = await ask(served.port, request(chat(chat_template="x")))
+            assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
+            assert TOLD not in reply.headers, "nobody could take it: it is as if no other had been asked"

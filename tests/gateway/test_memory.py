@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.memory import FREE, BodyMemory
 from gateway.state import Clients
 from tests.gateway.test_form import MODEL, form, part
-from tests.support.running import Served, model, serving, until
+from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
 
@@ -33,18 +33,54 @@ def serving_in_little(*ports: int, room: int = ROOM) -> Any:
     return serving([model(*ports)], clients=Clients(body_memory=room))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=50))
-def test_never_more_than_the_limit_and_all_given_back(steps: list[tuple[bool, int]]) -> None:
-    memory, taken = BodyMemory(1000), list[int]()
-    for takes, size in steps:
-        if takes and memory.take(size):
-            taken.append(size)
-        elif taken:
-            memory.give(taken.pop())
-        assert memory.held == sum(taken) <= memory.limit
-    for size in taken:
-        memory.give(size)
-    assert memory.held == 0
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["new", "more", "give"]), st.integers(0, 300)), max_size=60))
+def test_never_more_than_the_limit_and_all_given_back(steps: list[tuple[str, str, int]]) -> None:
+    memory, bodies = BodyMemory(1000), list[tuple[str, int]]()
+    for holder, step, size in steps:
+        own = next((number for number, (whose, _) in enumerate(bodies) if whose == holder), None)
+        if step == "new" and memory.take(size, holder):
+            bodies.append((holder, size))
+        elif step == "more" and own is not None and memory.take(size, holder, more=True):
+            bodies[own] = (holder, bodies[own][1] + size)
+        elif step == "give" and own is not None:
+            memory.give(bodies[own][1], holder)
+            del bodies[own]
+        assert memory.held == sum(size for _, size in bodies) <= memory.limit
+    for holder, size in bodies:
+        memory.give(size, holder)
+    assert memory.held == 0 and memory.take(1000, "a")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 200)), max_size=60))
+def test_whatever_one_key_does_others_find_room(steps: list[tuple[bool, int]]) -> None:
+    memory, bodies = BodyMemory(1000), 0
+    for more, size in steps:
+        if more and bodies:
+            memory.take(size, "greedy", more=True)
+        else:
+            bodies += memory.take(size, "greedy")
+        if bodies > 1:
+            room = memory.held // 4
+            assert memory.take(room, "another")
+            memory.give(room, "another")
+
+
+def test_a_key_that_has_one_body_may_have_all_of_it() -> None:
+    memory = BodyMemory(1000)
+    assert memory.take(500, "a") and memory.take(500, "a", more=True)
+    assert not memory.take(1, "b")
+
+
+async def test_one_key_that_holds_many_bodies_leaves_room_for_anothers() -> None:
+    greedy = HEAD.replace(KEY.encode(), b"sk-greedy")
+    assert greedy != HEAD
+    async with serving([model(1)], [key(), key("greedy", "sk-greedy")], clients=Clients(body_memory=10 * len(BODY))) as served:
+        async with AsyncExitStack() as stack:
+            for _ in range(12):
+                (await stack.enter_async_context(client(served.port))).send(greedy + b"\r\n\r\nx")
+            await until(lambda: served.relay.memory.held == 8 * len(BODY))
+            assert (await ask(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
+        await until(lambda: served.relay.memory.held == 0)
 
 
 @pytest.mark.parametrize("begin", [HEAD + b"\r\n\r\n" + BODY[:100_000], CHUNKED + b"%x\r\n" % len(BODY) + BODY[:100_000], EXPECTANT])

@@ -203,3 +203,20 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
         assert (tally.sum("requests_total", "tiny"), tally.sum("server_inflight", "tiny#0")) == (7, 4)
     finally:
         other.close()
+
+
+def test_what_finds_no_room_is_dropped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board.create("little", 1 << 13)
+    try:
+        metrics = RelayMetrics(board)
+        for number in range(1000):
+            metrics.cells("limited_total", f"key-{number}", "concurrent")[0] += 1
+        metrics.settle(record(usage=Usage(1, 2, 0, 0)))
+        assert metrics.cells("limited_total", "key-999", "concurrent")[0] == 1
+        shown = summed([board])
+        told = sum(series.family == "limited_total" for series in shown)
+        assert 10 < told < 1000 and shown[Series("limited_total", ("key-0", "concurrent"))] == [1.0]
+        assert shown[Series("series_dropped_total", ())][0] >= 1000 - told
+        assert len([entry for entry in caplog.records if "no room" in entry.message]) == 1
+    finally:
+        board.close()

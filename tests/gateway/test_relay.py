@@ -7,9 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.catalog import Catalog, Entry
 from gateway.relay import EVENT_LIMIT
+from gateway.state import Key
 from tests.gateway.test_fidelity import chunked, cut
-from tests.support.running import model, serving
+from tests.support.running import model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
 from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
 
@@ -172,3 +174,25 @@ async def test_named_events_however_they_are_cut(chunks: list[int], kind: str) -
 
     reply, counted = await streamed(script, kind)
     assert reply.body == b"".join(events) and counted == {"prompt": 15, "completion": 22, "incomplete": 0}
+
+
+async def test_a_server_that_leaves_behind_its_last_event_takes_nothing_from_the_client() -> None:
+    reply, counted = await streamed(streams(ROLE, DONE, end=False))
+    assert (reply.status, reply.whole, reply.body, counted["incomplete"]) == (200, True, ROLE + DONE, 0)
+
+
+class _Broken(Catalog):
+    """A part of the gateway that fails."""
+
+    def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
+        raise RuntimeError
+
+
+async def test_an_error_of_the_gateways_own_is_counted_on_every_route() -> None:
+    async with serving([model(1)]) as served:
+        served.relay.catalog = _Broken((), {})
+        reply = await ask(served.port, request(None, "/v1/models", method="GET"))
+        assert (reply.status, reply.error["code"]) == (500, "internal_error")
+        await until(lambda: len(served.relay.records) == 1)
+        (one,) = served.relay.records
+        assert (one.endpoint, one.status, one.code) == ("/v1/models", 500, "internal_error")

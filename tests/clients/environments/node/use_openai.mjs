@@ -47,7 +47,9 @@ async function cancel() {
   const answer = await completions.create({ model: TASK.model, messages: user(TASK.cancel), stream: true, ...TASK.slow });
   let pieces = 0;
   for await (const _ of answer) {
-    if (++pieces === 3) answer.controller.abort();
+    if (++pieces < 3) continue;
+    answer.controller.abort();
+    break; // what had been read with the third piece would still come
   }
   return { pieces };
 }
