@@ -25,9 +25,9 @@ from gateway.metrics import RelayMetrics
 from gateway.state import State
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
-from tests.gateway.test_cost import Wire
 from tests.support.running import KEY, board, key, model
 from tests.support.scripted import Conversation, scripted
+from tests.support.way import Wire
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
 from upstream.pool import fleet
 

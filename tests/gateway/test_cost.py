@@ -7,7 +7,6 @@ were set. Whoever makes the path longer sees it here; whoever makes it shorter l
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import os
@@ -29,6 +28,7 @@ from gateway.link import Health
 from gateway.metrics import RelayMetrics
 from gateway.scoreboard import Board
 from gateway.state import Allowance, Key, Limits, Model, State
+from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
 from upstream.address import Address
 from upstream.connection import Connection
@@ -68,33 +68,6 @@ BOUNDS = {
     "chunk": Count(7.8, 14.8, 270),
 }
 """Set with CPython 3.11, of whose steps the third number is."""
-
-
-class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[bytes] = []
-
-    def write(self, data: Any) -> None:
-        self.written.append(data)
-
-    def is_closing(self) -> bool:
-        return False
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """It is read by calling the protocol."""
-
-    def close(self) -> None:
-        """Nobody is at the other end."""
-
-    abort = close
-
-    def take(self) -> bytes:
-        taken = b"".join(self.written)
-        self.written.clear()
-        return taken
 
 
 class Still(Turn):

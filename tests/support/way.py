@@ -1,0 +1,106 @@
+"""A relay between stand-ins for transports: what it does with bytes, without sockets, and as often as one likes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gateway.access_log import access_log
+from gateway.link import Health
+from gateway.metrics import RelayMetrics
+from gateway.state import State
+from tests.support.running import Watched, board, key, model
+from tests.support.wire import chat, request
+from upstream.connection import Connection
+from upstream.pool import fleet
+from upstream.server import Condition
+
+_ENDS = b"\n\n", b"\r\n\r\n", b"\r\n\r"
+"""How events end; behind a CR the LF may come with the next read, and belongs to no event."""
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """It is read by calling the protocol."""
+
+    def close(self) -> None:
+        """Nobody is at the other end."""
+
+    abort = close
+
+    def take(self) -> bytes:
+        taken = b"".join(self.written)
+        self.written.clear()
+        return taken
+
+
+class Way:
+    """A client's connection and a server's, with stand-ins for their transports."""
+
+    def __init__(self, relay: Watched) -> None:
+        self.relay, self.turn, uvicorn = relay, relay.turn, relay.server()
+        uvicorn.config.load()
+        (server,) = relay.fleet
+        self.client, self.client_wire = relay.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.park, relay.turn), Wire()
+        self.client.connection_made(self.client_wire)
+        self.server.connection_made(self.server_wire)
+        server.park(self.server)
+
+    def streamed(self, pieces: Iterable[bytes], asks: bool) -> bytes:
+        """What the client gets of an answer that comes in these reads."""
+        options = {"stream_options": {"include_usage": True}} if asks else {}
+        self.client.data_received(request(chat(stream=True, **options)))
+        self.turn.end()
+        assert self.server_wire.take()
+        for piece in pieces:
+            self.server.data_received(piece)
+            self.turn.end()
+        return self.client_wire.take()
+
+    def end(self) -> None:
+        self.client.connection_lost(None)
+        self.server.connection_lost(None)
+
+
+@contextmanager
+def way() -> Iterator[Way]:
+    nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
+    with board() as counts, fleet() as servers, access_log(nowhere) as log:
+        relay = Watched(State(1, (key(),), (served,)), fleet=servers, metrics=RelayMetrics(counts), log=log)
+        relay.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
+        made = Way(relay)
+        yield made
+        made.end()
+    os.close(nowhere)
+
+
+def unchunked(answer: bytes) -> bytes:
+    """The body of a stream as a client got it, which must be whole and have come in whole events."""
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding: chunked" in head
+    body, at = list[bytes](), 0
+    while True:
+        end = rest.index(b"\r\n", at)
+        size = int(rest[at:end], 16)
+        if not size:
+            assert rest[end:] == b"\r\n\r\n", "the answer is not whole"
+            return b"".join(body)
+        body.append(rest[end + 2 : end + 2 + size])
+        assert body[-1].endswith(_ENDS) or body[-1] == b"\n", "half an event was passed on"
+        at = end + size + 4
