@@ -5,7 +5,9 @@ The rule: a target returns for what is handled, however it is handled, and raise
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import re
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -23,13 +25,17 @@ from gateway.config import ConfigurationError, drafted, load
 from gateway.errors import ROWS, Refusal, from_server, render
 from gateway.form import Form
 from gateway.key_set import usable
+from gateway.link import Health
 from gateway.media import MediaHosts
 from gateway.payload import Prepared, merge, parse, prepare
-from gateway.policy import FORBIDDEN, IN_TEMPLATE, Policy
-from gateway.routes import ROUTES, Body
+from gateway.policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, Policy
+from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body
 from gateway.state import BodyRules, Issuer, Key, State
 from gateway.tokens import Tokens
+from tests.support.way import unchunked, way
+from tests.support.wire import STREAM_HEAD
 from upstream import vllm_names
+from upstream.server import Condition
 from upstream.sse import EventTooLongError, Splitter, data_of, split
 
 Target = Callable[[bytes], None]
@@ -95,6 +101,9 @@ def payload(data: bytes) -> None:
     sent = orjson.loads(prepared.encode("inside"))
     hint(prepared.document)
     assert sent["model"] == "inside" and "extra_body" not in sent and sent == prepared.document
+    if number and (output := OUTPUTS.get(prepared.upstream)) is not None:
+        assert any(sent.get(name) is not None for name in output.names), "an answer without a bound"
+    assert all(len(sent.get(name) or ()) <= MAX_BATCH for name in BATCHES if isinstance(sent.get(name), list) and not _numbers(sent[name]))
     kwargs = sent.get("chat_template_kwargs")
     nested = kwargs.keys() if isinstance(kwargs, dict) else set()
     forbidden = FORBIDDEN - {"priority"} if number else FORBIDDEN
@@ -102,6 +111,10 @@ def payload(data: bytes) -> None:
         not (forbidden & sent.keys()) - ({"cache_salt"} if sent.get("cache_salt") == "salt" else set())
         and not (forbidden | IN_TEMPLATE) & nested
     )
+
+
+def _numbers(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def _prepared(body: bytes, route: Any, policy: Policy) -> Prepared:
@@ -169,6 +182,65 @@ def sse(data: bytes) -> None:
         return
     assert len(splitter.held) <= limit
     assert given + splitter.take() == data[1:]
+
+
+# Answers and requests on the wire: Connection, lane, relay and edge, with stand-ins for transports
+
+
+def stream(data: bytes) -> None:
+    """A server's stream, whatever it is, comes to its client as the same events, however the network has cut it; and ends."""
+    if data:
+        frames = re.split(rb"(?<=\n\n\r\n)", data[1:])
+        got = [asyncio.run(_streamed(cut)) for cut in (list(_pieces(data)), [data[1:]], frames)]
+        assert got[0] == got[1] == got[2], got
+
+
+async def _streamed(pieces: list[bytes]) -> tuple[bytes, bytes, list[object]]:
+    """The status line, the body, and what was noted of the request, when the server has sent this and left."""
+    with way() as one:
+        said = one.streamed([STREAM_HEAD, *pieces], asks=False)
+        one.server.connection_lost(None)
+        one.turn.end()
+        head, _, body = (said + one.client_wire.take()).partition(b"\r\n\r\n")
+        whole = unchunked(head + b"\r\n\r\n" + body) if b"chunked" in head else body
+        (noted,) = one.relay.records
+        assert one.relay.metrics.cells("inflight_requests", "tiny")[0] == 0
+        return head.partition(b"\r\n")[0], _alike(whole), [noted.status, noted.code, noted.incomplete, noted.usage]
+
+
+def _alike(body: bytes) -> bytes:
+    """Without what may differ: the last blank lines may not have come, and what follows an answer is seen only where it came with it."""
+    lines = re.sub(rb"\n{2,}", b"\n\n", re.sub(rb"\r\n?", b"\n", body))
+    return lines.replace(b"server gave no valid answer", b"server broke off its answer")
+
+
+def connection(data: bytes) -> None:
+    """What a client sends is the same requests however it is cut; who is refused before his body is in may get no further."""
+    if data:
+        wholly, by_pieces = (asyncio.run(_asked(cut)) for cut in ([data[1:]], list(_pieces(data))))
+        assert wholly[: len(by_pieces)] == by_pieces, (wholly, by_pieces)
+        assert len(by_pieces) == len(wholly) or (by_pieces and by_pieces[-1][1] >= 400), (wholly, by_pieces)
+
+
+_TURNS = 60
+"""Of the loop, in which whatever has come is answered."""
+
+
+async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
+    """The requests for inference that came of it: endpoint, status, code. There is no server, so none is answered with 200."""
+    with way() as one:
+        one.server.connection_lost(None)
+        one.relay.learn(Health({"tiny#0": Condition.DOWN}, {}))
+        for piece in pieces:
+            if not one.client_wire.is_closing():
+                one.client.data_received(piece)
+                one.turn.end()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)  # requests that are not inference, and those that wait for their turn behind them
+        one.turn.end()
+        answers = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
+        assert b"500" not in answers
+        return [(noted.endpoint, noted.status, noted.code) for noted in one.relay.records if noted.endpoint in ENDPOINTS]
 
 
 # URLs of media
@@ -243,7 +315,7 @@ def answer(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {"config": config, "payload": payload, "form": form, "sse": sse, "media": media, "key": key, "token": token, "answer": answer}
+    {each.__name__: each for each in (config, payload, form, sse, stream, connection, media, key, token, answer)}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
 """What is worth beginning with, and worth keeping: a folder for each target."""

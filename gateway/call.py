@@ -344,7 +344,7 @@ class Call(msgspec.Struct, eq=False):
             self.disconnected = True
             if self.task is not None:
                 self.task.cancel()
-            else:
+            elif self._charged:
                 self._give_back()
 
 
