@@ -176,6 +176,7 @@ class EventRelay(Passing):
         """
         call, answer = self._call, self._answer
         self.first_byte = answer.last_byte
+        answer.keep_close()
         _couple(call, answer, self._pass)
         await answer.ended()
         if self.failure is not None and not call.started:

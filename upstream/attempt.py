@@ -75,6 +75,11 @@ class Answer(msgspec.Struct, eq=False):
         self._flush()
         self.resume()
 
+    def keep_close(self) -> None:
+        """It is a stream, of which the server is to send no more than is read (see ``Connection.keep_close``)."""
+        if not self.complete:
+            self._connection.keep_close()
+
     def divert(self, reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
         """Have the connection's reads taken by the reader that this makes (see ``Connection.divert``); it is to keep ``last_byte``."""
         if not self.complete and self.error is None:

@@ -31,6 +31,11 @@ STALE_WITHIN = 1.0
 """Seconds after a request went out in which the close of a reused connection is taken for the server's idle
 limit. Later than that the server had the request, and may have acted upon it."""
 
+AHEAD = 32 * 1024
+"""Bytes that a stream's server may have sent and not been read, about: the kernel doubles it (socket(7)). Left to itself it grows to
+megabytes where a server is faster than its client, and each read brings a quarter of one into memory, for each slow client. It is
+for streams alone: a large answer in one piece takes longer so, most of all from far away."""
+
 EVENT_END = b"\n\n\r\n"
 """How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
 the size of the next one, which it tells of no sooner than with that chunk's first byte."""
@@ -83,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self.write_paused = False
         self.uses = 0
+        self._kept_close = False
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
@@ -133,6 +139,12 @@ class Connection(asyncio.Protocol):
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
+
+    def keep_close(self) -> None:
+        """From now on the server may be only ``AHEAD`` of what has been read."""
+        if not self._kept_close and self._transport is not None:
+            self._kept_close = True
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, AHEAD)
 
     def divert(self, reader: Callable[[bytes], None]) -> None:
         """Until the exchange is over this gets what is read, in place of ``data_received``, to which it may hand on any of it.

@@ -93,11 +93,13 @@ class Scripted:
 async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
     """Answer every request by the script, on keep-alive connections. ``more``: other loopback addresses with the same port."""
     tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        writers.append(writer)
         state.open += 1
         state.accepted += 1
         try:
@@ -124,6 +126,9 @@ async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
         for task in tuple(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.transport.abort()  # one that nobody reads to the end would stay
+        await asyncio.sleep(0)
         await server.wait_closed()
 
 

@@ -23,11 +23,23 @@ _ENDED = re.compile(rb"(?:\r\n|\n|\r){2}\Z")
 """How events end; behind a CR the LF may come with the next read, and belongs to no event."""
 
 
+class _Socket:
+    """What stands for a transport's."""
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    getpeername = getsockname
+
+    def setsockopt(self, *_: object) -> None:
+        """Nothing is to be set."""
+
+
 class Wire(asyncio.Transport):
     """A transport that keeps what is written."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({"socket": _Socket()})
         self.written: list[bytes] = []
         self._closing = False
 
