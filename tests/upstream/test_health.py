@@ -3,9 +3,10 @@
 import asyncio
 import json
 import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,20 @@ import pytest
 
 from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
-from upstream.health import BODY_LIMIT, Doctor, ModelCard, Probe, Prober, Sighting, Standing, Target, judge, lost, read_models
+from upstream.health import (
+    BODY_LIMIT,
+    FAILURES_UNTIL_LOST,
+    Doctor,
+    ModelCard,
+    Probe,
+    Prober,
+    Sighting,
+    Standing,
+    Target,
+    judge,
+    lost,
+    read_models,
+)
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
@@ -207,7 +221,32 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
         expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
         for address, conclusive in expected.items():
             seen = await Doctor(Target("s", address), 5).look()
+            assert seen is not None
             assert (seen.up, seen.conclusive) == (False, conclusive), address
+
+
+async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    told, gone = Told(), Told()
+    async with listening(FakeServer()) as server, Prober(on_change=told.append, on_lost=gone.append, interval=0.02) as prober:
+        prober.set_targets([Target("s", server.address)])
+        await until(lambda: len(told) == 1)
+        with no_descriptors():
+            await until(lambda: caplog.text.count("cannot be looked at") > 2 * FAILURES_UNTIL_LOST)
+            assert prober.probes() == (Probe("s", True, "", CARDS),)
+        server.routes["/health"] = (503, b"")
+        await told.up(False)
+    assert [probe.up for probe in told] == [True, False]
+    assert not gone or gone[0].reason == "GET /health: status 503", "what was never looked at is not counted"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:

@@ -27,6 +27,7 @@ from upstream.vllm import LaunchSettings
 
 async def models(snapshot: Snapshot, key: str) -> list[str] | str:
     seen = await Doctor(Target("m", snapshot.address, key), 5).look(models=True)
+    assert seen is not None
     return [card.id for card in seen.models] if seen.models else seen.reason
 
 
