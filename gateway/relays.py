@@ -2,7 +2,7 @@
 
 The rules: a relay's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
-dies again and again is replaced more slowly; one that hangs is killed, so that it is replaced too.
+dies young again and again, or cannot be started, is replaced more slowly; one that hangs is killed, so that it is replaced too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
-_SHORT_LIFE = 5.0  # a relay that dies younger than this waits before it is replaced
-_PAUSE = 1.0
+_SHORT_LIFE = 5.0  # a relay that dies younger than this is replaced after a pause
+_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds: doubled each time
 LOOK = 5.0
 """Seconds between two looks at whether relays answer."""
 _PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
@@ -41,8 +41,8 @@ _log = logging.getLogger("vllm_gateway.control")
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it was replaced; ``unanswered`` how many
-    looks in a row."""
+    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it ended unexpectedly; ``unanswered`` how
+    many looks in a row."""
 
     number: int
     pid: int | None
@@ -117,18 +117,23 @@ class _Relay:
 
     async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
         """Keep a process in this place until it is drained, or this is cancelled."""
+        pause = 0.0
         while not self._ending:
             born = time.monotonic()
-            await self._one_life(greeting)
-            await self._pause_before_next(born)
+            await self._tried(greeting)
+            if not self._ending:
+                pause = pause_after(time.monotonic() - born, pause)
+                await asyncio.sleep(pause)
 
-    async def _pause_before_next(self, born: float) -> None:
-        if self._ending:
+    async def _tried(self, greeting: Callable[[], Sequence[Message]]) -> None:
+        try:
+            await self._one_life(greeting)
+        except (OSError, RuntimeError) as error:  # no descriptor, no process, or (threading's RuntimeError) no thread to be had
+            _log.error("relay %d cannot be started; it is tried again: %s", self.number, error)
             return
-        self.restarts += 1
-        _log.error("relay %d ended unexpectedly; starting it again", self.number)
-        if time.monotonic() - born < _SHORT_LIFE:
-            await asyncio.sleep(_PAUSE)
+        if not self._ending:
+            self.restarts += 1
+            _log.error("relay %d ended unexpectedly; starting it again", self.number)
 
     async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
         async with self._running() as link:
@@ -314,6 +319,11 @@ class Relays:
         self._meters.close()
         if self._seats is not None:
             self._seats.close()
+
+
+def pause_after(lived: float, before: float) -> float:
+    """Seconds until a relay that lived so long is replaced; ``before``: the pause before it."""
+    return 0.0 if lived >= _SHORT_LIFE else min(max(2 * before, _PAUSE), _LONGEST_PAUSE)
 
 
 @asynccontextmanager

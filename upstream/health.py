@@ -126,7 +126,7 @@ class Doctor:
         self._tls = ssl.create_default_context() if target.address.tls else None
 
     async def look(self, *, models: bool = False) -> Sighting | None:
-        """GET /health, and GET /v1/models if ``models``, or if the server has no /health; None: this process could not open a connection."""
+        """GET /health, and GET /v1/models if ``models``, or if the server has no /health; None: no connection could be opened here."""
         try:
             async with asyncio.timeout(self._deadline):
                 return await self._look(models)
