@@ -34,6 +34,7 @@ _PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds: doubled each time
 LOOK = 5.0
 """Seconds between two looks at whether relays answer."""
 _PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
+_PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
 _WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
 _FRAME_BUFFER = 1024 * 1024
 _log = logging.getLogger("vllm_gateway.control")
@@ -99,11 +100,11 @@ class _Relay:
             self._link.send(message)
 
     def look(self) -> None:
-        """Ask a relay that serves whether it is there; one that has not answered for too long is killed, and so replaced."""
+        """Ask a relay whether it is there, from its birth on; one that has not answered for too long is killed, and so replaced."""
         process = self._process
-        if process is None or process.returncode is not None or not self.status.up or self._ending:
+        if process is None or process.returncode is not None or self._link is None or self._ending:
             return
-        if self._unanswered >= _PATIENCE:
+        if self._unanswered >= (_PATIENCE if self.status.up else _PATIENCE_AT_BIRTH):
             _log.error("relay %d does not answer any more and is killed", self.number)
             process.kill()
             return
