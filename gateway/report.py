@@ -87,7 +87,8 @@ class Report:
     def engines(self) -> dict[str, Engine]:
         control = self._control
         models = {place.name: place.model.id for place in plan.places(control.config)}
-        return {target.name: Engine(models[target.name], target) for target in plan.targets(control.config, control.known)}
+        targets = plan.targets(control.config, control.known)
+        return {target.name: Engine(models.get(target.name) or plan.launched_model(target.name), target) for target in targets}
 
     def status(self) -> dict[str, Any]:
         control = self._control

@@ -29,6 +29,7 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         [pid] = one.pids(A)
         streams = await one.streams(A, 4, seconds=2.5)
         await one.reload(eager(B), relays=2, drain="500ms")
+        assert one.report.engines()[f"{A}#0"].model == A, "its own metrics are to be had to its end"
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         await one.reaches(B, "ready")
