@@ -192,7 +192,8 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
             await methods[operation](model)
         except RefusedOperation as refused:
             return _error(str(refused), 409)
-        return JSONResponse(next(each for each in overview.status()["models"] if each["id"] == model))
+        shown = next((each for each in overview.status()["models"] if each["id"] == model), None)
+        return JSONResponse(shown) if shown is not None else _error(f"{model} has left the configuration meanwhile", 404)
 
     async def reload(request: Request) -> Response:
         _note("reload", request)
