@@ -115,6 +115,21 @@ def test_a_disk_that_fails_is_passed_by(url: str, tmp_path: Path) -> None:
     assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
 
 
+def test_a_file_of_the_spool_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(payload(1))
+        wait_for(lambda: spooled(one) == 1 and one.away is not None)
+        (file,) = one.folder.glob("*.rows")
+        file.unlink()
+        one.journals[0].append(payload(2))
+        wait_for(lambda: one.journals[0].read().rows == 0)
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.written == 1 and spooled(one) == 0)
+        assert rows_total(one, "dropped") == 1 and one.away is None
+    assert set(kept(url, tmp_path)) == {"req_2"}
+
+
 def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path) as one:
