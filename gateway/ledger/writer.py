@@ -174,7 +174,7 @@ class Ledger:
             elif self._ended.is_set():
                 return  # the rows stay where they are, for the next start
             else:
-                self._stopping.wait(pause)
+                self._ended.wait(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
