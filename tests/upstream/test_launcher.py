@@ -89,7 +89,7 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
         assert failed.concluded
         waiting = await case.reached(State.BACKING_OFF)
         assert waiting.reason == failed.reason and waiting.pid is None
-        assert launcher.log_tail("org/m#0").endswith("--no-such-flag 1")
+        assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
 
 
 async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(case: Case) -> None:
