@@ -245,11 +245,6 @@ class Relays:
     def statuses(self) -> tuple[RelayStatus, ...]:
         return tuple(relay.status for relay in self._relays)
 
-    @property
-    def generation(self) -> int:
-        """The oldest generation that a living relay serves by; 0 while none is up."""
-        return min((status.generation for status in self.statuses if status.up), default=0)
-
     def configure(self, state: State, health: Health) -> int:
         """Have every relay serve by this generation, with what is known of its servers; the first one starts them.
 

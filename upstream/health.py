@@ -178,7 +178,6 @@ class _Watch:
         self._models_every = models_every
         self._models_due = 0.0
         self.standing: Standing | None = None
-        self.looked = asyncio.Event()
 
     def start(self, interval: float, deadline: float) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run(interval, deadline), name=f"probe {self._target.name}")
@@ -186,7 +185,6 @@ class _Watch:
 
     def end(self) -> None:
         self._task.cancel()
-        self.looked.set()  # nobody is to wait for a look that never comes
 
     async def _run(self, interval: float, deadline: float) -> None:
         by = Doctor(self._target, deadline)
@@ -201,8 +199,6 @@ class _Watch:
                 self._note(seen)
         except Exception:  # the outer edge: a mistake about one server must not end its watch, or the others'
             log.exception("probe of %s", self._target.name)
-        finally:
-            self.looked.set()
 
     def _note(self, seen: Sighting) -> None:
         before = self.standing.probe if self.standing else None
@@ -296,8 +292,3 @@ class Prober:
     def probes(self) -> tuple[Probe, ...]:
         """What is known now; a target that has not been looked at yet is not among them."""
         return tuple(probe for watch in self._watches.values() for probe in watch.probes())
-
-    async def first_round(self) -> None:
-        """Until every present target has been looked at once."""
-        for watch in tuple(self._watches.values()):
-            await watch.looked.wait()

@@ -150,8 +150,7 @@ async def probing(
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
-        async with asyncio.timeout(10):
-            await prober.first_round()
+        await until(lambda: {probe.name for probe in prober.probes()} == {target.name for target in targets})
         yield prober
 
 
@@ -314,7 +313,7 @@ async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent()
         async with probing(told, first, second) as prober:
             prober.set_targets([second, third])
             assert [probe.name for probe in prober.probes()] == ["two"]
-            await prober.first_round()
+            await until(lambda: len(prober.probes()) == 2)
             one.routes["/health"] = (503, b"")
             two_asked = len(two.asked)
             await until(lambda: len(two.asked) > two_asked + 4)
@@ -328,7 +327,6 @@ async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCa
 
     async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
         prober.set_targets([Target("s", server.address)])
-        await prober.first_round()
         await until(lambda: len(server.asked) > 4)
     assert "probe of s" in caplog.text
 
@@ -348,13 +346,12 @@ async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_lo
     async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("a", address, "old")])
-        await prober.first_round()
+        await until(lambda: bool(told))
         assert [(probe.name, probe.up) for probe in told] == [("a", True)]
         prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
         assert [(probe.name, probe.up) for probe in prober.probes()] == [("a", True)], "and of another address nothing is known"
         assert len(told) == 1, "that is no change"
-        await prober.first_round()
-        assert {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None}
+        await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})
 
 
 async def _healthy(talk: Conversation) -> None:

@@ -210,8 +210,9 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
     with (case.folder / "out").open("wb") as output:
         async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
-            os.kill(process.keeper_pid, signal.SIGSTOP)
-    assert not any(map(alive, [process.keeper_pid, *case.pids("m").values()]))
+            keeper = keeper_of(process.pid)
+            os.kill(keeper, signal.SIGSTOP)
+    assert not any(map(alive, [keeper, *case.pids("m").values()]))
 
 
 @pytest.mark.parametrize("turns", range(8))
