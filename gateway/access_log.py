@@ -1,11 +1,12 @@
 """One JSON line per request, on standard output, never a key and never a prompt.
 
 The rule: a request waits for no log. Lines gather in memory and a thread of their own writes them; when the
-reader of the output stands still, lines are dropped and counted, and memory stays bounded.
+reader of the output stands still, or a line cannot be made, lines are dropped and counted, and memory stays bounded.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -23,6 +24,7 @@ _MAX_LINES = 10_000  # lines that one batch may have
 _PIPE_BUF = 4096
 _PATIENCE = 2.0  # seconds
 _encode = msgspec.json.Encoder().encode
+_log = logging.getLogger("vllm_gateway.relay")
 
 
 class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -94,14 +96,26 @@ class AccessLog:
         self._output = output
         self._records: list[Record] = []
         self._waiting: queue.Queue[list[Record] | None] = queue.Queue(_MAX_WAITING)
-        self.dropped = 0
+        self._refused = 0  # for lack of room: counted by whoever adds
+        self._unwritten = 0  # counted by the writer
+        self._told = 0
+
+    @property
+    def dropped(self) -> int:
+        """Requests whose lines are written nowhere."""
+        return self._refused + self._unwritten
+
+    def newly_dropped(self) -> int:
+        """How many there are more than at the last call."""
+        before, self._told = self._told, self.dropped
+        return self._told - before
 
     def add(self, record: Record) -> None:
         """Take a record; it is written with the next flush."""
         if len(self._records) < _MAX_LINES:
             self._records.append(record)
         else:
-            self.dropped += 1
+            self._refused += 1
 
     def flush(self) -> None:
         """Hand over what has gathered; called a few times a second."""
@@ -116,11 +130,14 @@ class AccessLog:
     def write(self) -> None:
         """The writer's thread: until told to stop."""
         while (batch := self._waiting.get()) is not None:
+            written = 0
             try:
-                for lines in _pieces(map(line, batch)):
+                for lines in _pieces(_made(batch)):
                     _write_all(self._output, lines)
+                    written += lines.count(b"\n")
             except OSError:
-                self.dropped += len(batch)  # nobody reads the output, or its disk is full: serving goes on
+                pass  # nobody reads the output, or its disk is full: serving goes on
+            self._unwritten += len(batch) - written
 
     def stop(self, patience: float) -> None:
         """Write what is there and end the thread; an output that stands still is given so many seconds to move."""
@@ -129,6 +146,14 @@ class AccessLog:
             self._waiting.put(None, timeout=patience)
         except queue.Full:
             pass  # the thread is a daemon and ends with the process
+
+
+def _made(batch: Iterable[Record]) -> Iterator[bytes]:
+    for record in batch:
+        try:
+            yield line(record)
+        except Exception:  # noqa: BLE001  the outer edge: one that cannot be told must not end the log of all others
+            _log.exception("a line of the access log")
 
 
 def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:

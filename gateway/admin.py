@@ -1,7 +1,7 @@
 """What control serves to operators: metrics, health, the status, usage, keys, operations, a description of it all.
 
 The rules: every answer is made from what control has at hand and waits for nobody, but for a server's own metrics, which the server is
-asked for, and /usage and /keys, which wait for the ledger's database on a thread of its own;
+asked for, /usage and /keys, which wait for the ledger's database on a thread of its own, and the logs in /status, which are read on one;
 what acts is noted in the log with who asked for it. Who may ask is decided before: by the port's guard, by the socket's owner.
 """
 
@@ -44,7 +44,10 @@ class Overview(Protocol):
         """Why no traffic should come yet; None when it may."""
 
     def status(self) -> dict[str, Any]:
-        """The whole picture, as JSON."""
+        """The whole picture, as JSON, but for what launched servers have written last."""
+
+    async def status_with_logs(self) -> dict[str, Any]:
+        """The whole picture."""
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         """What the ledger answers to a question in words; None: there is no ledger.
@@ -126,7 +129,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return PlainTextResponse("ok\n" if reason is None else f"{reason}\n", 200 if reason is None else 503)
 
     async def status(request: Request) -> Response:
-        known, headers = overview.status(), {"cache-control": "no-store", "vary": "accept"}
+        known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}
         if prefers_html(request.headers.get("accept", "")):
             return HTMLResponse(status_page.page(picture(known)), headers=headers | status_page.HEADERS)
         return JSONResponse(known, headers=headers)
@@ -192,7 +195,8 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
             await methods[operation](model)
         except RefusedOperation as refused:
             return _error(str(refused), 409)
-        return JSONResponse(next(each for each in overview.status()["models"] if each["id"] == model))
+        shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
+        return JSONResponse(shown) if shown is not None else _error(f"{model} has left the configuration meanwhile", 404)
 
     async def reload(request: Request) -> Response:
         _note("reload", request)

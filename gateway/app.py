@@ -163,6 +163,7 @@ class Relay:
         self.lobby.tick()
         self.limits.tick()
         self._log.flush()
+        self.metrics.lines_dropped(self._log.newly_dropped())
         self._spans.flush()
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:

@@ -267,7 +267,7 @@ class Control:
     def _count_launch(self, snapshot: Snapshot) -> None:
         outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)
         if outcome is not None:
-            self.launches[snapshot.name.rpartition("#")[0], outcome] += 1
+            self.launches[plan.launched_model(snapshot.name), outcome] += 1
 
     def probed(self, probe: Probe) -> None:
         """The prober tells of a change."""

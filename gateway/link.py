@@ -1,8 +1,8 @@
 """What control and a relay say to each other, and how it is framed on their socket pair.
 
 The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and
-of one of the kinds below; anything else ends the link. The two processes are one program of one version, so a
-frame carries no version.
+of one of the kinds below; anything else ends the link, as does an end that leaves too much unread. The two processes are
+one program of one version, so a frame carries no version.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ def encode(message: Message) -> bytes:
 
 
 class Link:
-    """One end of the socket pair."""
+    """One end of the socket pair. ``most_unread``: bytes that may wait for the other one to read, when more is to be sent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most_unread: int = MAX_FRAME) -> None:
         self._reader = reader
         self._writer = writer
+        self._most_unread = most_unread
 
     @property
     def ended(self) -> bool:
@@ -107,8 +108,12 @@ class Link:
         return self._reader.at_eof() or self._reader.exception() is not None
 
     def send(self, message: Message) -> None:
-        """Send in order, without waiting; a link whose other end is gone swallows it."""
-        if not self._writer.is_closing():
+        """Send in order, without waiting; a link whose other end is gone swallows it, and one whose other end does not read is ended."""
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > self._most_unread:
+            self._writer.transport.abort()
+        else:
             self._writer.write(encode(message))
 
     async def messages(self) -> AsyncIterator[Message]:

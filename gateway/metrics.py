@@ -71,6 +71,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "auth_failures_total": Family("counter", "Requests refused for their key.", ("reason",)),
         "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
         "client_faults_total": Family("counter", "Connections that were ended for what their client did.", ("reason",)),
+        "log_lines_dropped_total": Family("counter", "Requests whose lines of the access log could not be written."),
         "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
         "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
@@ -168,6 +169,7 @@ class RelayMetrics:
             self.cells("auth_failures_total", reason)
         for reason in CLIENT_FAULTS:
             self.cells("client_faults_total", reason)
+        self.cells("log_lines_dropped_total")
         for name in (*(model.id for model in state.models), OTHER):
             for endpoint in ENDPOINTS:
                 self.cells("requests_total", name, endpoint, "200")
@@ -198,6 +200,11 @@ class RelayMetrics:
     def client_fault(self, reason: str) -> None:
         """Count a connection that is ended for a reason of ``CLIENT_FAULTS``."""
         self.cells("client_faults_total", reason)[0] += 1
+
+    def lines_dropped(self, count: int) -> None:
+        """Count requests of which the access log has no line."""
+        if count:
+            self.cells("log_lines_dropped_total")[0] += count
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""

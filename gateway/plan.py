@@ -59,6 +59,11 @@ def _places_of(model: conf.Model, urls: Mapping[str, int]) -> Iterator[Place]:
         yield Place(server.url if urls[server.url] == 1 else f"{server.url}#{model.id}", model, server)
 
 
+def launched_model(server: str) -> str:
+    """The model of a launched server by its name, also of one that the configuration has no more."""
+    return server.rpartition("#")[0]
+
+
 def launches(config: Config) -> tuple[LaunchSpec, ...]:
     """What the launcher is given to start, sooner or later."""
     return tuple(spec for model in config.models for spec in launches_of(config, model))

@@ -16,7 +16,7 @@ from gateway.config import Note, Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
 from gateway.config.references import Draft, Place
-from upstream.installed_vllm import is_vllm
+from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
 from upstream.vllm_names import Names
 
@@ -53,7 +53,7 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
     """Everything that a launch would fail on; what is a ``Note`` does not forbid it."""
     launched = [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
     for each in launched:
-        if is_vllm(each.command):
+        if runs_vllm_itself(each.command):
             yield from _flags(each, machine.names(each.command))
             yield from _parsers(each, machine.names(each.command))
             yield from _automatic_tools(each)

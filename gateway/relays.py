@@ -2,7 +2,7 @@
 
 The rules: a relay's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
 counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
-dies again and again is replaced more slowly; one that hangs is killed, so that it is replaced too.
+dies young again and again, or cannot be started, is replaced more slowly; one that hangs is killed, so that it is replaced too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
-_SHORT_LIFE = 5.0  # a relay that dies younger than this waits before it is replaced
-_PAUSE = 1.0
+_SHORT_LIFE = 5.0  # a relay that dies younger than this is replaced after a pause
+_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds: doubled each time
 LOOK = 5.0
 """Seconds between two looks at whether relays answer."""
 _PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
+_PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
 _WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
 _FRAME_BUFFER = 1024 * 1024
 _log = logging.getLogger("vllm_gateway.control")
@@ -41,8 +42,8 @@ _log = logging.getLogger("vllm_gateway.control")
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it was replaced; ``unanswered`` how many
-    looks in a row."""
+    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it ended unexpectedly; ``unanswered`` how
+    many looks in a row."""
 
     number: int
     pid: int | None
@@ -99,11 +100,11 @@ class _Relay:
             self._link.send(message)
 
     def look(self) -> None:
-        """Ask a relay that serves whether it is there; one that has not answered for too long is killed, and so replaced."""
+        """Ask a relay whether it is there, from its birth on; one that has not answered for too long is killed, and so replaced."""
         process = self._process
-        if process is None or process.returncode is not None or not self.status.up or self._ending:
+        if process is None or process.returncode is not None or self._link is None or self._ending:
             return
-        if self._unanswered >= _PATIENCE:
+        if self._unanswered >= (_PATIENCE if self.status.up else _PATIENCE_AT_BIRTH):
             _log.error("relay %d does not answer any more and is killed", self.number)
             process.kill()
             return
@@ -117,18 +118,23 @@ class _Relay:
 
     async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
         """Keep a process in this place until it is drained, or this is cancelled."""
+        pause = 0.0
         while not self._ending:
             born = time.monotonic()
-            await self._one_life(greeting)
-            await self._pause_before_next(born)
+            await self._tried(greeting)
+            if not self._ending:
+                pause = pause_after(time.monotonic() - born, pause)
+                await asyncio.sleep(pause)
 
-    async def _pause_before_next(self, born: float) -> None:
-        if self._ending:
+    async def _tried(self, greeting: Callable[[], Sequence[Message]]) -> None:
+        try:
+            await self._one_life(greeting)
+        except (OSError, RuntimeError) as error:  # no descriptor, no process, or (threading's RuntimeError) no thread to be had
+            _log.error("relay %d cannot be started; it is tried again: %s", self.number, error)
             return
-        self.restarts += 1
-        _log.error("relay %d ended unexpectedly; starting it again", self.number)
-        if time.monotonic() - born < _SHORT_LIFE:
-            await asyncio.sleep(_PAUSE)
+        if not self._ending:
+            self.restarts += 1
+            _log.error("relay %d ended unexpectedly; starting it again", self.number)
 
     async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
         async with self._running() as link:
@@ -239,11 +245,6 @@ class Relays:
     def statuses(self) -> tuple[RelayStatus, ...]:
         return tuple(relay.status for relay in self._relays)
 
-    @property
-    def generation(self) -> int:
-        """The oldest generation that a living relay serves by; 0 while none is up."""
-        return min((status.generation for status in self.statuses if status.up), default=0)
-
     def configure(self, state: State, health: Health) -> int:
         """Have every relay serve by this generation, with what is known of its servers; the first one starts them.
 
@@ -314,6 +315,11 @@ class Relays:
         self._meters.close()
         if self._seats is not None:
             self._seats.close()
+
+
+def pause_after(lived: float, before: float) -> float:
+    """Seconds until a relay that lived so long is replaced; ``before``: the pause before it."""
+    return 0.0 if lived >= _SHORT_LIFE else min(max(2 * before, _PAUSE), _LONGEST_PAUSE)
 
 
 @asynccontextmanager

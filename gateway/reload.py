@@ -96,6 +96,8 @@ class Reloader:
         self._config = config
         self._taker = taker
         self._environ = environ
+        self._half_taken = False
+        """The taker has failed over one: what it serves by is known again when it has taken another."""
         self._files = config.files
         self._seen = looked(self._files)
         self._asked = asyncio.Event()
@@ -106,7 +108,7 @@ class Reloader:
         while True:
             asked = await self._woken()
             if asked or await asyncio.to_thread(looked, self._files) != self._seen:
-                await self._guarded()
+                await self.reload()
 
     def ask(self) -> None:
         """Have the files read even if they look the same."""
@@ -120,17 +122,17 @@ class Reloader:
         self._asked.clear()
         return asked
 
-    async def _guarded(self) -> None:
-        try:
-            await self.reload()
-        except Exception:  # noqa: BLE001  the outer edge: the configuration stays, and the next change is read
-            _log.exception("a reading of the configuration")
-
     async def reload(self) -> Reading:
         """Read the files now and serve by them if they are good; returns when every relay does, or has had time to."""
         async with self._turn:
-            with self._taker.reading():
-                return await self._read()
+            try:
+                with self._taker.reading():
+                    return await self._read()
+            except Exception as error:  # noqa: BLE001  the outer edge: the next change is read
+                _log.exception("a reading of the configuration")
+                reading = Reading(time.time(), problems=(f"the gateway failed on it ({type(error).__name__}); its log says where",))
+                self._taker.history.note(reading)
+                return reading
 
     async def _read(self) -> Reading:
         await self._settled()
@@ -160,13 +162,15 @@ class Reloader:
     async def _good(self, read: Config) -> Reading:
         before, config = self._config, change.pinned(self._config, read)
         await self._watch(read.files)
-        self._config = config
         reading = Reading(time.time(), changes=change.between(before, config), waiting=change.waiting(config, read))
-        if change.is_none(before, config):
+        if change.is_none(before, config) and not self._half_taken:
+            self._config = config
             self._tell(reading)
             return reading
         await self._taker.acquaint(config)
+        self._half_taken = True
         number = self._taker.take(config)
+        self._config, self._half_taken = config, False
         self._tell(reading)
         await self._taker.taken(number)
         return reading

@@ -5,7 +5,9 @@ The rule: everything is of the moment in which it is asked for, and comes from w
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -87,11 +89,15 @@ class Report:
     def engines(self) -> dict[str, Engine]:
         control = self._control
         models = {place.name: place.model.id for place in plan.places(control.config)}
-        return {target.name: Engine(models[target.name], target) for target in plan.targets(control.config, control.known)}
+        targets = plan.targets(control.config, control.known)
+        return {target.name: Engine(models.get(target.name) or plan.launched_model(target.name), target) for target in targets}
 
     def status(self) -> dict[str, Any]:
         control = self._control
         known, series = control.known, summed(control.relays.boards)
+        places: dict[str, list[plan.Place]] = defaultdict(list)
+        for place in plan.places(control.config):
+            places[place.model.id].append(place)
         return {
             "version": __version__,
             "time": time.time(),
@@ -106,10 +112,21 @@ class Report:
                 {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
                 for relay in control.relays.statuses
             ],
-            "models": [self._model_status(model, known, series) for model in control.config.models],
+            "models": [self._model_status(model, places[model.id], known, series) for model in control.config.models],
         }
 
-    def _model_status(self, model: conf.Model, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+    async def status_with_logs(self) -> dict[str, Any]:
+        shown, launcher = self.status(), self._control.launcher
+        launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
+        logs = [launcher.log(server["name"]) for server in launched]
+        tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])
+        for server, tail in zip(launched, tails, strict=True):
+            server["last_log_lines"] = tail.splitlines()
+        return shown
+
+    def _model_status(
+        self, model: conf.Model, places: Sequence[plan.Place], known: plan.Knowledge, series: Mapping[Series, Sequence[float]]
+    ) -> dict[str, Any]:
         control = self._control
         standing = control.fleet.standing(model.id)
         return {
@@ -122,7 +139,7 @@ class Report:
             "waiting_s": standing.waiting,
             "discovery": control.discovery.shown(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
-            "servers": [self._server_status(place, known, series) for place in plan.places(control.config) if place.model is model],
+            "servers": [self._server_status(place, known, series) for place in places],
         }
 
     def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
@@ -152,6 +169,5 @@ class Report:
                 "given_up": snapshot.given_up,
                 "progress": snapshot.progress,
                 "log": str(snapshot.log),
-                "last_log_lines": control.launcher.log_tail(place.name).splitlines()[-20:],
             }
         return shown

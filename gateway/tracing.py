@@ -12,7 +12,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -90,6 +90,7 @@ class Spans:
         self._waiting: queue.Queue[tuple[str, list[Record]] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._exporters: dict[str, SpanExporter] = {}
+        self._resource: Resource | None = None
         self.dropped = 0
 
     def add(self, record: Record) -> None:
@@ -119,11 +120,17 @@ class Spans:
 
     def _export(self) -> None:
         """The thread: until told to stop."""
-        resource = _resource()
         while (batch := self._waiting.get()) is not None:
             endpoint, records = batch
-            exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
-            exporter.export([span(record, record.trace, resource) for record in records if record.trace is not None])
+            try:
+                self._send(endpoint, records)
+            except Exception:  # noqa: BLE001  the outer edge: those that come later are exported
+                _log.exception("%d spans could not be exported", len(records))
+
+    def _send(self, endpoint: str, records: Sequence[Record]) -> None:
+        resource = self._resource = self._resource or _resource()
+        exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
+        exporter.export(list(_made(records, resource)))
 
     def stop(self, patience: float) -> None:
         """Export what is there and end the thread; a collector that stands still is given so many seconds."""
@@ -160,6 +167,15 @@ def _resource() -> Resource:
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     return Resource({"service.name": "vllm-gateway", "service.version": __version__}).merge(OTELResourceDetector().detect())
+
+
+def _made(records: Iterable[Record], resource: Resource) -> Iterator[ReadableSpan]:
+    for record in records:
+        try:
+            if record.trace is not None:
+                yield span(record, record.trace, resource)
+        except Exception:  # noqa: BLE001  one that cannot be told must not cost the others
+            _log.exception("a span")
 
 
 def span(record: Record, trace: Trace, resource: Resource) -> ReadableSpan:

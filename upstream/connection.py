@@ -332,7 +332,11 @@ class Parking:
         return len(self._idle)
 
     def park(self, connection: Connection) -> None:
-        self._idle.append((monotonic(), connection))
+        """Keep it; where none may wait, close it."""
+        if self.expiry:
+            self._idle.append((monotonic(), connection))
+        else:
+            connection.close()
 
     def take(self) -> Connection | None:
         """A connection that is still good, or None."""

@@ -1,7 +1,8 @@
 """Probes: is a server up, and which models does it serve?
 
 Owns one task for each target and what was last learned of it. Probes open a connection of their own each time, so
-that a server that no longer accepts is noticed. The rule: ``on_change`` is called for a change and for nothing else,
+that a server that no longer accepts is noticed. The rules: ``on_change`` is called for a change and for nothing else;
+a look that this process itself has no means for tells nothing of the server, and changes nothing;
 and of what a server says about its models only the id and the length are kept (``root`` is a path of its machine).
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from upstream.address import Address
-from upstream.errors import UpstreamError
+from upstream.errors import LocalLimit, UpstreamError
 from upstream.inquiry import inquire
 
 log = logging.getLogger(__name__)
@@ -124,13 +125,16 @@ class Doctor:
         # Loading the system's trust store takes tens of milliseconds: only where it is needed.
         self._tls = ssl.create_default_context() if target.address.tls else None
 
-    async def look(self, *, models: bool = False) -> Sighting:
-        """GET /health, and GET /v1/models if ``models``, or if the server has no /health."""
+    async def look(self, *, models: bool = False) -> Sighting | None:
+        """GET /health, and GET /v1/models if ``models``, or if the server has no /health; None: no connection could be opened here."""
         try:
             async with asyncio.timeout(self._deadline):
                 return await self._look(models)
         except TimeoutError:
             return Sighting(False, f"no answer within {self._deadline:g} s")
+        except LocalLimit as error:
+            log.error("servers cannot be looked at and count as they did, since the gateway can open no connection: %s", error)
+            return None
         except UpstreamError as error:
             return Sighting(False, str(error).removeprefix(f"{error.server}: "), conclusive=_nobody_listens(error))
 
@@ -174,7 +178,6 @@ class _Watch:
         self._models_every = models_every
         self._models_due = 0.0
         self.standing: Standing | None = None
-        self.looked = asyncio.Event()
 
     def start(self, interval: float, deadline: float) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run(interval, deadline), name=f"probe {self._target.name}")
@@ -182,7 +185,6 @@ class _Watch:
 
     def end(self) -> None:
         self._task.cancel()
-        self.looked.set()  # nobody is to wait for a look that never comes
 
     async def _run(self, interval: float, deadline: float) -> None:
         by = Doctor(self._target, deadline)
@@ -192,11 +194,11 @@ class _Watch:
 
     async def _look(self, by: Doctor) -> None:
         try:
-            self._note(await by.look(models=time.monotonic() >= self._models_due))
+            seen = await by.look(models=time.monotonic() >= self._models_due)
+            if seen is not None:
+                self._note(seen)
         except Exception:  # the outer edge: a mistake about one server must not end its watch, or the others'
             log.exception("probe of %s", self._target.name)
-        finally:
-            self.looked.set()
 
     def _note(self, seen: Sighting) -> None:
         before = self.standing.probe if self.standing else None
@@ -290,8 +292,3 @@ class Prober:
     def probes(self) -> tuple[Probe, ...]:
         """What is known now; a target that has not been looked at yet is not among them."""
         return tuple(probe for watch in self._watches.values() for probe in watch.probes())
-
-    async def first_round(self) -> None:
-        """Until every present target has been looked at once."""
-        for watch in tuple(self._watches.values()):
-            await watch.looked.wait()

@@ -36,7 +36,7 @@ class Installed:
     folder: str
 
 
-def is_vllm(command: Sequence[str]) -> bool:
+def runs_vllm_itself(command: Sequence[str]) -> bool:
     """Whether a launch command is vLLM's own: ``vllm serve``, or a Python that runs one of vLLM's modules."""
     words = tuple(command)
     if len(words) > 1 and Path(words[0]).name == "vllm":

@@ -132,7 +132,7 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
 
 
-def is_vllm(command: Sequence[str]) -> bool:
+def takes_vllms_flags(command: Sequence[str]) -> bool:
     """Whether a command starts vLLM, or the simulator that knows its flags; with or without something before it."""
     return any(PurePath(word).name in ("vllm", "simulate", "upstream.simulator") or word.startswith("vllm.") for word in command)
 
@@ -140,7 +140,9 @@ def is_vllm(command: Sequence[str]) -> bool:
 def _wanted_flags(settings: LaunchSettings) -> dict[str, Value]:
     """What the gateway asks for, unless the operator has written another value."""
     sleep: dict[str, Value] = {"enable-sleep-mode": True} if settings.sleeps else {}
-    drain: dict[str, Value] = {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and is_vllm(settings.command) else {}
+    drain: dict[str, Value] = (
+        {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
+    )
     return sleep | drain
 
 

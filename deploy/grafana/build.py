@@ -134,6 +134,7 @@ OVERVIEW = Dashboard(
                 ("vllm_gateway_config_last_reload_successful", "configuration taken"),
                 ("increase(vllm_gateway_config_reloads_total[1h])", "reloads in an hour: {{outcome}}"),
                 ("increase(vllm_gateway_relay_restarts_total[1h])", "relays replaced in an hour"),
+                ("increase(vllm_gateway_log_lines_dropped_total[1h])", "lines of the access log dropped in an hour"),
                 ("vllm_gateway_build_info", "version {{version}}"),
             ),
         ),

@@ -332,10 +332,6 @@ class Key(Section):
     )
     labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_centre: "17"}')
 
-    def permits(self, *names: str) -> bool:
-        """Whether one of a model's names (its id, its aliases) is in the scope."""
-        return any(matches(pattern, name) for pattern in self.models for name in names)
-
     def expired(self, now: datetime) -> bool:
         """Whether it is refused at the aware datetime ``now``."""
         return self.expires is not None and self.expires <= now

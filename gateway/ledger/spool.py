@@ -2,18 +2,21 @@
 
 Every row comes by here. A batch is a file or a part of one, synced before the journals let go of it; files are read in
 their order, each when it is closed, and deleted when the database has its rows. The rules: one process at a time has the
-folder; the folder has a bound, beyond which the oldest rows are dropped and counted.
+folder; the folder has a bound, beyond which the oldest rows are dropped and counted; a file that cannot be read holds up no other: it is
+laid aside, and its rows count as dropped.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,10 @@ LIMIT = 256 * 1024 * 1024
 """Bytes that the spool may have: about a million rows."""
 
 _SEGMENT = 4 * 1024 * 1024
-_SUFFIX, _SAVED = ".rows", "saved-"
+_SUFFIX, _SAVED, _ASIDE = ".rows", "saved-", ".unreadable"
+_LAID_ASIDE = 8  # files that are kept for whoever may still read them
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # what says nothing of a file: it can be read later
+_log = logging.getLogger("vllm_gateway.ledger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Spool:
 
     def __init__(self, folder: Path, limit: int = LIMIT, segment: int = _SEGMENT) -> None:
         self.folder = folder
+        self._identity = _identity(folder)
         self._limit = limit
         self._segment = segment
         self._lock = threading.Lock()
@@ -59,7 +66,11 @@ class Spool:
         """Have frames on disk. Raises OSError, and then nothing has been taken."""
         with self._lock:
             before = self._open or Segment(self._next(), 0, 0)
-            _write(before.path, data, before.size)
+            try:
+                _write(before.path, data, before.size)
+            except FileNotFoundError:
+                self._close()  # somebody has removed it: what comes next has a file of its own
+                raise
             self._open = Segment(before.path, before.rows + rows, before.size + len(data))
             if self._open.size >= self._segment:
                 self._close()
@@ -76,21 +87,57 @@ class Spool:
             self._taken = self._closed[0] if self._closed else None
             return self._taken
 
-    def done(self, segment: Segment) -> None:
-        """The database has these rows."""
+    def done(self, segment: Segment, found: int) -> None:
+        """The database has the rows of this segment, of which so many were found whole."""
         with self._lock:
-            if self._closed and self._closed[0] is segment:
-                self._closed.popleft()
-                segment.path.unlink(missing_ok=True)
-            self._taken = None
-            self._count()
+            self._forget(segment)
+            segment.path.unlink(missing_ok=True)
+            if found < segment.rows:
+                self.dropped += segment.rows - found
+                _log.error("the ledger's spool had %d rows and gave back %d", segment.rows, found)
+
+    def payloads(self, segment: Segment) -> list[bytes] | None:
+        """The rows that were taken; None: its file cannot be read, and is done with. Raises OSError where that may be different later."""
+        try:
+            return segment.payloads()
+        except OSError as error:
+            self._raise_if_it_may_pass(error)
+            with self._lock:
+                self._forget(segment)
+                self.dropped += segment.rows
+                self._lay_aside(segment.path, segment.rows, error)
+            return None
+
+    def _forget(self, segment: Segment) -> None:
+        if segment in self._closed:
+            self._closed.remove(segment)
+        self._taken = None
+        self._count()
 
     def _adopt(self, found: Sequence[Path]) -> None:
         """What an earlier gateway has left, and what its relays saved when it died. A torn end is not counted as rows."""
         for path in found:
-            payloads = list(frames(path.read_bytes()))
-            self._closed.append(Segment(path, len(payloads), path.stat().st_size))
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                self._raise_if_it_may_pass(error)
+                self._lay_aside(path, 0, error)  # how many rows it holds nobody knows
+            else:
+                self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data)))
         self._count()
+
+    def _raise_if_it_may_pass(self, error: OSError) -> None:
+        """Lay nothing aside for what the process lacks itself, nor while the whole folder is another one or away."""
+        if error.errno in _OWN_LIMITS or _identity(self.folder) != self._identity:
+            raise error
+
+    def _lay_aside(self, path: Path, rows: int, error: OSError) -> None:
+        _log.error("a file of the ledger's spool cannot be read and is laid aside, with %s rows: %s", rows or "its", error)
+        with suppress(OSError):
+            path.rename(path.with_suffix(_ASIDE))
+        for older in sorted(self.folder.glob("*" + _ASIDE))[:-_LAID_ASIDE]:
+            with suppress(OSError):
+                older.unlink()
 
     def _all(self) -> list[Segment]:
         return [*self._closed, *([self._open] if self._open is not None else ())]
@@ -119,9 +166,14 @@ class Spool:
         return self.folder / f"{time.time_ns():020}-{self._number:06}{_SUFFIX}"
 
 
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
 def _write(path: Path, data: bytes, at: int) -> None:
     """Put data at this place of a file, cut what is behind it, and have it on disk. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if at else os.O_CREAT), 0o600)
     try:
         os.ftruncate(fd, at)
         os.lseek(fd, at, os.SEEK_SET)

@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Rows that will not be in the database: for lack of room, or because it cannot hold them."""
+        """Rows that will not be in the database: for lack of room, because it cannot hold them, or because the disk has lost them."""
         return self._spool.dropped + self._unfit + sum(journal.dropped for journal in self.journals)
 
     def series(self) -> dict[Series, Sequence[float]]:
@@ -174,16 +174,19 @@ class Ledger:
             elif self._ended.is_set():
                 return  # the rows stay where they are, for the next start
             else:
-                self._stopping.wait(pause)
+                self._ended.wait(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
         """Whether it could be done."""
         try:
             work()
-        except (AwayError, OSError) as error:
+        except AwayError as error:
             self.away = str(error)
             self._tell("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
+            return False
+        except OSError as error:
+            self._tell("spool", f"the ledger's spool cannot be read at the moment, usage is kept in {self._spool.folder}: {error}")
             return False
         except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
             _log.exception("the ledger could not write rows; it tries again")
@@ -194,8 +197,10 @@ class Ledger:
         """Write the oldest rows; where there are none, look after old ones, and wait. Raises AwayError and OSError."""
         segment = self._spool.take()
         if segment is not None:
-            self._write(segment.payloads())
-            self._spool.done(segment)
+            payloads = self._spool.payloads(segment)
+            if payloads is not None:
+                self._write(payloads)
+                self._spool.done(segment, len(payloads))
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.now(UTC) - timedelta(seconds=self._retention))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)

@@ -11,20 +11,9 @@ from fnmatch import fnmatchcase
 from gateway.limits import estimate
 from gateway.limits.meters import Holder, Meters, MetersFullError
 from gateway.limits.permit import ARRIVAL, Permit
-from gateway.limits.store import Store
+from gateway.limits.store import REASONS, Store
 from gateway.metrics import RelayMetrics
 from gateway.state import Allowance, Key, Limits, LimitsStore, Model, State
-
-REASONS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "tokens_per_day",
-    "tokens_per_month",
-    "cost_per_day",
-    "cost_per_month",
-    "concurrent",
-)
-"""The limits that are counted, by which refusals are, too."""
 
 Holders = tuple[Holder, ...]
 

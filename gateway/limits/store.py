@@ -33,7 +33,7 @@ _RENEW_EVERY = LEASE / 3
 _RETRY_EVERY = 1.0
 _UNSENT = 10_000  # settlements that are kept while the store is away
 _PREFIX = "vllm-gateway:"
-_REASONS = (
+REASONS = (
     "requests_per_minute",
     "tokens_per_minute",
     "tokens_per_day",
@@ -42,7 +42,7 @@ _REASONS = (
     "cost_per_month",
     "concurrent",
 )
-"""In the order of the script's arguments."""
+"""The limits that are counted, by which refusals are, too; in the order of the script's arguments."""
 _log = logging.getLogger("vllm_gateway.limits")
 
 
@@ -342,7 +342,7 @@ def _admission(identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> tuple[lis
     arguments: list[str | float] = [identity, LEASE]
     for holder, ask in wanted:
         keys += _keys(holder)
-        arguments += [getattr(holder.limits, name) or 0 for name in _REASONS]
+        arguments += [getattr(holder.limits, name) or 0 for name in REASONS]
         arguments += (ask.requests, ask.slots, ask.tokens, ask.cost)
     return keys, arguments
 
@@ -367,6 +367,6 @@ def _answer(holders: Sequence[Holder], reply: Sequence[int], now: float) -> Answ
     ]
     if not who:
         return Answer(None, day, month, standings)
-    holder, reason = holders[who - 1], _REASONS[why - 1]
+    holder, reason = holders[who - 1], REASONS[why - 1]
     limit = getattr(holder.limits, reason)
     return Answer((holder, Refused(reason, limit, None if reason == "concurrent" else wait / 1000)), day, month, standings)

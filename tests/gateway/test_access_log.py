@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from gateway.access_log import AccessLog, access_log, line
 from gateway.usage import Usage
 from tests.gateway.test_metrics import record
+from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, serving
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, chat, request
@@ -79,6 +81,25 @@ def test_a_reader_that_is_gone_is_survived(pipe: tuple[int, int]) -> None:
             log.add(record())
             log.flush()
     assert log.dropped == 3
+
+
+def test_a_line_that_cannot_be_made_costs_itself_alone(pipe: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with access_log(pipe[1]) as log:
+        for user in ("a", "\ud800", "b"):
+            log.add(record(user=user))
+        log.flush()
+        log.add(record(user="c"))
+    assert [each["user"] for each in lines(os.read(pipe[0], 1 << 20))] == ["a", "b", "c"]
+    assert log.dropped == 1 and "a line of the access log" in caplog.text
+
+
+def test_operators_see_what_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "stdout").symlink_to("/dev/full")  # a disk without room
+    with gateway(tmp_path, configuration(launched())) as one:
+        assert one.metric("vllm_gateway_log_lines_dropped_total") == 0
+        for _ in range(3):
+            assert one.ask().status_code == 200
+        wait_for(lambda: one.metric("vllm_gateway_log_lines_dropped_total") == 3)
 
 
 def test_a_reader_that_gets_on_gets_the_rest(pipe: tuple[int, int]) -> None:

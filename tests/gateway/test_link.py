@@ -115,3 +115,18 @@ async def test_what_is_no_frame_ends_the_link(frame: bytes) -> None:
         assert await anext(heard) == Taken(1)
         with pytest.raises(LinkBrokenError):
             await anext(heard)
+
+
+async def test_an_end_that_reads_nothing_is_given_up() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(*await asyncio.open_connection(sock=ours), most_unread=1 << 20)
+        word = Health({f"server {number}": Condition.UP for number in range(10_000)}, {})
+        sent = 0
+        while not link.ended and sent < 1000:
+            link.send(word)
+            sent += 1
+            await asyncio.sleep(0)
+        assert 1 << 20 < sent * len(encode(word)) < 1 << 23, "what waits has a bound, and a message may be longer than a socket's buffer"
+        assert [message async for message in link.messages()] == []
+        link.close()

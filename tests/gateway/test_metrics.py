@@ -57,6 +57,9 @@ class Shown:
     def status(self) -> dict[str, Any]:
         return {}
 
+    async def status_with_logs(self) -> dict[str, Any]:
+        return {}
+
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
+import signal
 from contextlib import closing
 
 import psutil
 import pytest
 
 from gateway.link import Health
-from gateway.relays import relays
+from gateway.relays import pause_after, relays
 from gateway.serve import listen
 from gateway.state import State
+from tests.support.running import until
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -23,3 +27,37 @@ async def test_who_is_cancelled_while_a_relay_starts_leaves_no_process(turns: in
             for _ in range(turns):
                 await asyncio.sleep(0)
     assert set(psutil.Process().children()) <= before
+
+
+async def test_a_relay_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+            kept.configure(State(1, (), ()), Health({}, {}))
+            await until(lambda: kept.statuses[0].up, 60)
+            pid = kept.statuses[0].pid
+            assert pid is not None
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays, and nothing more can be opened
+            try:
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: "relay 0 cannot be started" in caplog.text, 60)
+                assert not kept.statuses[0].up
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await until(lambda: kept.statuses[0].up, 60)
+            assert (kept.statuses[0].pid, kept.statuses[0].restarts) != (pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("lives", "pauses"),
+    [
+        ([100, 100], [0, 0]),
+        ([0.1, 0.1, 0.1, 0.1, 0.1], [1, 2, 4, 8, 8]),
+        ([0.1, 0.1, 5, 0.1], [1, 2, 0, 1]),
+    ],
+)
+def test_one_that_dies_young_again_and_again_is_replaced_more_slowly(lives: list[float], pauses: list[float]) -> None:
+    taken = [0.0]
+    for lived in lives:
+        taken.append(pause_after(lived, taken[-1]))
+    assert taken[1:] == pauses

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import httpx2
 import pytest
 
 from gateway import keys
+from gateway.config import Config, load
+from gateway.reload import History, Reading, Reloader
 from tests.support.certificates import certificate
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
@@ -206,3 +209,53 @@ def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
         refused: subprocess.CompletedProcess[str] = one.command("reload")
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
         assert one.stop() == 0, "a second signal ends the patience"
+
+
+class FailingOnce:
+    """Serves by what it is given, but fails over the first."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.taken_ones: list[Config] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        yield
+
+    async def acquaint(self, config: Config) -> None:
+        pass
+
+    def take(self, config: Config) -> int:
+        self.taken_ones.append(config)
+        if len(self.taken_ones) == 1:
+            raise RuntimeError("a mistake")
+        return 1
+
+    async def taken(self, number: int) -> None:
+        pass
+
+    def read(self, reading: Reading) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("port", "changes"), [(2, ["model m has changed: servers"]), (1, [])])
+async def test_what_could_not_be_taken_is_no_success_and_is_tried_with_the_next_reading(
+    tmp_path: Path, port: int, changes: list[str]
+) -> None:
+    def written(port: int) -> Config:
+        write(tmp_path / "gateway.yaml", configuration({"id": "m", "servers": [{"url": f"http://127.0.0.1:{port}"}]}))
+        return load(tmp_path / "gateway.yaml")
+
+    taker = FailingOnce()
+    reloader = Reloader(tmp_path / "gateway.yaml", written(1), taker)
+    written(2)
+    failed = await reloader.reload()
+    assert (failed.successful, taker.history.last, taker.history.counts) == (False, failed, {"success": 0, "failure": 1})
+    assert failed.problems == ("the gateway failed on it (RuntimeError); its log says where",)
+    wanted = written(port)
+    taken = await reloader.reload()
+    assert (taken.successful, list(taken.changes)) == (True, changes)
+    assert [config.models for config in taker.taken_ones[1:]] == [wanted.models], "also where it is as it was before"
+    assert (await reloader.reload()).changes == ()
+    assert len(taker.taken_ones) == 2
+    assert taker.history.counts == {"success": 2, "failure": 1}

@@ -6,10 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 
+from gateway.admin import application
+from gateway.admin_guard import Guard
 from tests.gateway.test_fleet import whole
-from tests.support.controlled import controlled, held, on_demand
+from tests.support.controlled import Controlled, controlled, held, on_demand
 from tests.support.process import launched
 from tests.support.running import until
 
@@ -29,6 +32,7 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         [pid] = one.pids(A)
         streams = await one.streams(A, 4, seconds=2.5)
         await one.reload(eager(B), relays=2, drain="500ms")
+        assert one.report.engines()[f"{A}#0"].model == A, "its own metrics are to be had to its end"
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         await one.reaches(B, "ready")
@@ -39,6 +43,27 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{B}#0"])
         assert one.value("requests_total", A, "/v1/chat/completions", "200") == 4, "what was counted stays"
         await until(lambda: one.value("server_inflight", A, f"{A}#0") == 0)
+
+
+async def test_who_stops_a_model_is_told_that_it_has_left_the_file_meanwhile(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A), eager(B)) as one:
+        [pid] = one.pids(A)
+        streams = await one.streams(A, seconds=2.0)
+        stopping = asyncio.create_task(_operate(one, f"/models/{A}/stop"))
+        await one.reaches(A, "draining")
+        await one.reload(eager(B))
+        answer = await stopping
+        assert (answer.status_code, answer.json()) == (404, {"error": f"{A} has left the configuration meanwhile"})
+        assert all(map(whole, await asyncio.gather(*streams)))
+        assert not psutil.pid_exists(pid)
+
+
+async def _operate(one: Controlled, path: str) -> httpx2.Response:
+    """What the admin port answers to a POST."""
+    app = Guard(application(one.report, one.control), "token", "127.0.0.1")
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers={"authorization": "Bearer token"}) as client:
+        return await client.post(path, timeout=60)
 
 
 async def test_a_model_that_takes_long_to_come_up_keeps_nobody_from_the_others(tmp_path: Path) -> None:

@@ -245,6 +245,22 @@ async def test_a_relay_that_hangs_is_replaced_and_the_others_are_not(tmp_path: P
             assert kept.statuses[0].restarts == 1
 
 
+async def test_a_relay_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
+    config, listener = served(tmp_path, 1)
+    with closing(listener):
+        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+            kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: kept.statuses[0].pid is not None, 60)
+            first = kept.statuses[0].pid
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            for _ in range(13):
+                assert not kept.statuses[0].up
+                kept.look(time.monotonic())
+            await until(lambda: kept.statuses[0].up, 60)
+            assert (kept.statuses[0].pid != first, kept.statuses[0].restarts) == (True, 1)
+
+
 async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):

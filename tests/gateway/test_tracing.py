@@ -25,7 +25,7 @@ from opentelemetry.semconv.attributes import error_attributes, http_attributes
 from gateway.config import load
 from gateway.routes import ENDPOINTS
 from gateway.state import Tracing
-from gateway.tracing import Sampler, Spans, attributes, operation, spans
+from gateway.tracing import Sampler, Spans, Trace, attributes, operation, spans
 from gateway.usage import Usage
 from tests.gateway.test_metrics import record
 from tests.support.collector import Collector, collector
@@ -86,6 +86,21 @@ async def test_a_request_is_a_span(collected: Collector) -> None:
         "gen_ai.usage.reasoning.output_tokens": 0, "vllm_gateway.request_id": reply.headers["x-request-id"],
         "vllm_gateway.key": "team-a", "vllm_gateway.server": "tiny#0", "vllm_gateway.retries": 0, "vllm_gateway.queued": 0.0,
     }  # fmt: skip
+
+
+def test_a_span_that_cannot_be_made_costs_itself_alone(collected: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    with spans() as gathered:
+        gathered.endpoint = "no URL"
+        gathered.add(record(trace=Trace(TRACE, PARENT, None, True)))
+        gathered.flush()
+        gathered.endpoint = collected.url
+        for trace_id in ("none", TRACE):
+            gathered.add(record(trace=Trace(trace_id, PARENT, None, True)))
+        gathered.flush()
+        wait_for(lambda: collected.spans)
+    (span,) = collected.spans
+    assert span.trace_id.hex() == TRACE
+    assert "a span" in caplog.text
 
 
 async def test_a_clients_trace_is_continued_to_the_server(collected: Collector) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,20 @@ import pytest
 
 from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
-from upstream.health import BODY_LIMIT, Doctor, ModelCard, Probe, Prober, Sighting, Standing, Target, judge, lost, read_models
+from upstream.health import (
+    BODY_LIMIT,
+    FAILURES_UNTIL_LOST,
+    Doctor,
+    ModelCard,
+    Probe,
+    Prober,
+    Sighting,
+    Standing,
+    Target,
+    judge,
+    lost,
+    read_models,
+)
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
@@ -136,8 +150,7 @@ async def probing(
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
-        async with asyncio.timeout(10):
-            await prober.first_round()
+        await until(lambda: {probe.name for probe in prober.probes()} == {target.name for target in targets})
         yield prober
 
 
@@ -207,7 +220,32 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
         expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
         for address, conclusive in expected.items():
             seen = await Doctor(Target("s", address), 5).look()
+            assert seen is not None
             assert (seen.up, seen.conclusive) == (False, conclusive), address
+
+
+async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    told, gone = Told(), Told()
+    async with listening(FakeServer()) as server, Prober(on_change=told.append, on_lost=gone.append, interval=0.02) as prober:
+        prober.set_targets([Target("s", server.address)])
+        await until(lambda: len(told) == 1)
+        with no_descriptors():
+            await until(lambda: caplog.text.count("cannot be looked at") > 2 * FAILURES_UNTIL_LOST)
+            assert prober.probes() == (Probe("s", True, "", CARDS),)
+        server.routes["/health"] = (503, b"")
+        await told.up(False)
+    assert [probe.up for probe in told] == [True, False]
+    assert not gone or gone[0].reason == "GET /health: status 503", "what was never looked at is not counted"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:
@@ -275,7 +313,7 @@ async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent()
         async with probing(told, first, second) as prober:
             prober.set_targets([second, third])
             assert [probe.name for probe in prober.probes()] == ["two"]
-            await prober.first_round()
+            await until(lambda: len(prober.probes()) == 2)
             one.routes["/health"] = (503, b"")
             two_asked = len(two.asked)
             await until(lambda: len(two.asked) > two_asked + 4)
@@ -289,7 +327,6 @@ async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCa
 
     async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
         prober.set_targets([Target("s", server.address)])
-        await prober.first_round()
         await until(lambda: len(server.asked) > 4)
     assert "probe of s" in caplog.text
 
@@ -309,13 +346,12 @@ async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_lo
     async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("a", address, "old")])
-        await prober.first_round()
+        await until(lambda: bool(told))
         assert [(probe.name, probe.up) for probe in told] == [("a", True)]
         prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
         assert [(probe.name, probe.up) for probe in prober.probes()] == [("a", True)], "and of another address nothing is known"
         assert len(told) == 1, "that is no change"
-        await prober.first_round()
-        assert {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None}
+        await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})
 
 
 async def _healthy(talk: Conversation) -> None:

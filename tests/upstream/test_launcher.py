@@ -27,6 +27,7 @@ from upstream.vllm import LaunchSettings
 
 async def models(snapshot: Snapshot, key: str) -> list[str] | str:
     seen = await Doctor(Target("m", snapshot.address, key), 5).look(models=True)
+    assert seen is not None
     return [card.id for card in seen.models] if seen.models else seen.reason
 
 
@@ -88,7 +89,7 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
         assert failed.concluded
         waiting = await case.reached(State.BACKING_OFF)
         assert waiting.reason == failed.reason and waiting.pid is None
-        assert launcher.log_tail("org/m#0").endswith("--no-such-flag 1")
+        assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
 
 
 async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(case: Case) -> None:
@@ -209,8 +210,9 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
     with (case.folder / "out").open("wb") as output:
         async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
-            os.kill(process.keeper_pid, signal.SIGSTOP)
-    assert not any(map(alive, [process.keeper_pid, *case.pids("m").values()]))
+            keeper = keeper_of(process.pid)
+            os.kill(keeper, signal.SIGSTOP)
+    assert not any(map(alive, [keeper, *case.pids("m").values()]))
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -93,7 +94,10 @@ async def test_a_reload_keeps_what_did_not_change() -> None:
 
 
 async def test_a_server_that_is_gone_keeps_no_connection() -> None:
+    answering = asyncio.Event()
+
     async def script(talk: Conversation) -> None:
+        await answering.wait()
         await talk.respond(b"{}")
 
     async with scripted(script) as upstream:
@@ -106,14 +110,19 @@ async def test_a_server_that_is_gone_keeps_no_connection() -> None:
                     answer = await attempt.answer(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
                     await answer.ended()
 
-            await ask()
-            await ask()
-            assert upstream.accepted == upstream.open == 1
-            live.reconcile([replace(one.spec, model="other")])
-            await until(lambda: upstream.open == 0)
-            await ask()  # under way as it was removed
-            await until(lambda: upstream.open == 0 or len(one._parking) == 1)
-            one.sweep()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(ask())
+                await until(lambda: len(upstream.requests) == 2)
+                answering.set()
+            assert upstream.accepted == upstream.open == 2, "idle ones are kept"
+            answering.clear()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+                await until(lambda: len(upstream.requests) == 3)
+                live.reconcile([replace(one.spec, model="other")])
+                await until(lambda: upstream.open == 1)
+                answering.set()
             await until(lambda: upstream.open == 0)
 
 

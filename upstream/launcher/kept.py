@@ -86,10 +86,6 @@ class KeptProcess:
         self._mark = mark
         self.pid = 0
 
-    @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
-
     async def begin(self, env: Mapping[str, str]) -> None:
         self._writer.write(json.dumps({"env": env}).encode() + b"\n")
         if (report := await self._report()) is None:

@@ -133,6 +133,6 @@ class Launcher:
         """The internal key of a launched server; the same for all its restarts. Raises KeyError."""
         return self._servers[name].api_key
 
-    def log_tail(self, name: str) -> str:
-        """The last lines that a launched server's present process has written. Raises KeyError."""
-        return self._servers[name].log.tail()
+    def log(self, name: str) -> LogFile:
+        """What a launched server writes to. Raises KeyError."""
+        return self._servers[name].log

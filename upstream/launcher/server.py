@@ -164,7 +164,7 @@ class LaunchedServer:
         by = Doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE)
         try:
             async with asyncio.timeout(timeout):
-                while not (await by.look()).up:
+                while (seen := await by.look()) is None or not seen.up:
                     await asyncio.wait([ended], timeout=POLL)
                     if ended.done():
                         return self._exit_words(ended)

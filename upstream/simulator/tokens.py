@@ -12,7 +12,6 @@ from typing import Final
 
 SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 END: Final = "<|im_end|>"
-THINK: Final = "<think>"
 THOUGHT: Final = "</think>"
 
 MAX_CHARS_PER_TOKEN: Final = max(map(len, SPECIALS))

@@ -18,8 +18,9 @@ def append(kept: Spool, *payloads: bytes) -> None:
 def drained(kept: Spool) -> list[bytes]:
     found: list[bytes] = []
     while (segment := kept.take()) is not None:
-        found += segment.payloads()
-        kept.done(segment)
+        payloads = segment.payloads()
+        found += payloads
+        kept.done(segment, len(payloads))
     assert (kept.rows, kept.size) == (0, 0)
     return found
 
@@ -32,7 +33,7 @@ def test_rows_are_taken_in_order_and_gone_when_done(tmp_path: Path) -> None:
     segment = kept.take()
     assert segment is not None and kept.take() is segment, "until it is done"
     append(kept, b"four")
-    kept.done(segment)
+    kept.done(segment, 2 + 1)
     assert drained(kept) == [b"four"] and not list(tmp_path.glob("*.rows"))
 
 
@@ -101,3 +102,73 @@ def test_one_gateway_at_a_time(tmp_path: Path) -> None:
     with spool(tmp_path / "spool") as kept:
         assert drained(kept) == [b"one"]
     assert (tmp_path / "spool").stat().st_mode & 0o777 == 0o700
+
+
+def spoil(file: Path) -> None:
+    """Have nobody read it any more, whoever he is."""
+    file.unlink()
+    file.mkdir()
+
+
+def test_a_file_that_cannot_be_read_is_laid_aside_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Spool(tmp_path, segment=10)
+    append(kept, b"one", b"two")
+    append(kept, b"three")
+    segment = kept.take()
+    assert segment is not None
+    spoil(segment.path)
+    assert kept.payloads(segment) is None
+    assert (kept.rows, kept.dropped) == (1, 2)
+    assert segment.path.with_suffix(".unreadable").is_dir() and "laid aside, with 2 rows" in caplog.text
+    assert drained(kept) == [b"three"]
+
+
+def test_nor_does_it_keep_the_next_gateway_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    append(Spool(tmp_path, segment=10), b"one", b"two")
+    (file,) = tmp_path.glob("*.rows")
+    spoil(file)
+    append(Spool(tmp_path), b"three")
+    assert drained(Spool(tmp_path)) == [b"three"]
+    assert caplog.text.count("laid aside") == 1
+
+
+def test_while_the_whole_folder_is_away_nothing_is_given_up(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    kept = Spool(folder)
+    append(kept, b"one")
+    segment = kept.take()
+    assert segment is not None
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="No such file"):
+        kept.payloads(segment)
+    folder.mkdir()  # where it was mounted
+    with pytest.raises(OSError, match="No such file"):
+        kept.payloads(segment)
+    folder.rmdir()
+    (tmp_path / "elsewhere").rename(folder)
+    assert kept.payloads(segment) == [b"one"]
+    assert (kept.rows, kept.dropped) == (1, 0)
+
+
+def test_rows_that_are_not_given_back_are_counted(tmp_path: Path) -> None:
+    kept = Spool(tmp_path)
+    append(kept, b"one", b"two")
+    (file,) = tmp_path.glob("*.rows")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert drained(kept) == [b"one"]
+    assert kept.dropped == 1
+
+
+def test_a_file_that_is_removed_while_it_grows_costs_its_own_rows_alone(tmp_path: Path) -> None:
+    kept = Spool(tmp_path)
+    append(kept, b"one")
+    (file,) = tmp_path.glob("*.rows")
+    file.unlink()
+    with pytest.raises(OSError, match="No such file"):
+        append(kept, b"two")
+    append(kept, b"two")
+    segment = kept.take()
+    assert segment is not None and kept.payloads(segment) is None
+    assert drained(kept) == [b"two"]
+    assert kept.dropped == 1

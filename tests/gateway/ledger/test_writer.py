@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,10 +14,10 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from gateway import config as conf
-from gateway.ledger.errors import QuestionError
-from gateway.ledger.row import LOST, frame
+from gateway.ledger.errors import AwayError, QuestionError
+from gateway.ledger.row import LOST, Row, frame
 from gateway.ledger.schema import USAGE
-from gateway.ledger.spool import save
+from gateway.ledger.spool import save, spool
 from gateway.ledger.store import Store, database
 from gateway.ledger.writer import Ledger, running
 from gateway.metrics import Series
@@ -115,6 +118,21 @@ def test_a_disk_that_fails_is_passed_by(url: str, tmp_path: Path) -> None:
     assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
 
 
+def test_a_file_of_the_spool_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path) as one:
+        one.journals[0].append(payload(1))
+        wait_for(lambda: spooled(one) == 1 and one.away is not None)
+        (file,) = one.folder.glob("*.rows")
+        file.unlink()
+        one.journals[0].append(payload(2))
+        wait_for(lambda: one.journals[0].read().rows == 0)
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.written == 1 and spooled(one) == 0)
+        assert rows_total(one, "dropped") == 1 and one.away is None
+    assert set(kept(url, tmp_path)) == {"req_2"}
+
+
 def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path) as one:
@@ -154,3 +172,29 @@ async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
         assert [(each["key"], each["prompt_tokens"], each["cost"]) for each in document["usage"]] == [("team-a", 10, 0.000015)]
         with pytest.raises(QuestionError, match="colour"):
             await one.usage({"by": "colour"})
+
+
+class AwayStore(Store):
+    """Its database takes nothing; it counts how often it was tried."""
+
+    tries = 0
+
+    def write(self, rows: Sequence[Row]) -> int:
+        self.tries += 1
+        raise AwayError("refused")
+
+
+def test_while_the_last_rows_are_collected_a_database_that_is_away_is_not_tried_without_a_pause(tmp_path: Path) -> None:
+    with spool(tmp_path / "spool") as waiting, closing(AwayStore(database("sqlite:///usage.db", tmp_path))) as store:
+        waiting.append(frame(payload(1)), 1)
+        one = Ledger([], waiting, store, None)
+        delivering = threading.Thread(target=one.deliver)
+        delivering.start()
+        wait_for(lambda: store.tries >= 2)
+        one.stop()
+        before = store.tries
+        time.sleep(0.3)
+        assert store.tries - before <= 1
+        one.collect()
+        delivering.join(10)
+        assert not delivering.is_alive() and waiting.rows == 1, "and then once more, and no longer"
