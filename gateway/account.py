@@ -20,7 +20,7 @@ from msgspec import field
 
 from gateway.call import Call
 from gateway.catalog import Entry
-from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, from_failure, render
+from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.gate import Gate
 from gateway.keepalive import Keepalive
 from gateway.metrics import OTHER
@@ -205,7 +205,7 @@ def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
     match error:
         case asyncio.CancelledError():
             account.cancelled()
-            return None if account.call.disconnected else Refusal("draining", "The gateway is shutting down.")
+            return None if account.call.disconnected else draining()
         case Refusal():
             return error
         case NoServerError():
@@ -216,12 +216,12 @@ def _refusal_for(error: BaseException, account: Account) -> Refusal | None:
     # the outer edge: the client gets an answer, the operator the trace
     _log.error("request %s failed inside the gateway", account.call.id, exc_info=error, extra={"request_id": account.call.id})
     account.detail = type(error).__name__
-    return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
+    return internal_error()
 
 
 _NO_SERVER = {
     True: lambda: Refusal("model_loading", "The model is being loaded. Try again in a moment."),
-    False: lambda: Refusal("no_healthy_server", "No server of this model is healthy at the moment."),
+    False: none_healthy,
 }
 
 

@@ -27,12 +27,13 @@ from gateway.access_log import AccessLog
 from gateway.addresses import Connections, Proxies, shown
 from gateway.admission import House, part
 from gateway.auth import Keyring
+from gateway.body_shape import Sample
 from gateway.call import Call, request_ids
 from gateway.catalog import Catalog, Entry, card
 from gateway.certificate import Certificate
 from gateway.cors import Cors
 from gateway.edge import FORWARDED, EdgeProtocol
-from gateway.errors import Refusal, render, unknown_model
+from gateway.errors import Refusal, internal_error, render, unknown_model
 from gateway.exchange import authenticate, exchange
 from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
@@ -41,7 +42,6 @@ from gateway.link import Health
 from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
-from gateway.shape import Sample
 from gateway.state import Key, State
 from gateway.tracing import Sampler, Spans
 from gateway.waiting import Ask, Lobby, nobody
@@ -368,4 +368,4 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 def _internal_error(request: Request, error: Exception) -> Response:
     identity = request.state.request_id
     _log.error("request %s failed inside the gateway", identity, exc_info=error, extra={"request_id": identity})
-    return _refused(request, Refusal("internal_error", "The gateway failed. The request id tells the operator where to look."))
+    return _refused(request, internal_error())

@@ -90,13 +90,28 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that belong to the status: WWW-Authenticate with 401, Retry-After with 503."""
+        """The headers that belong to the error: WWW-Authenticate with 401, Retry-After where it may be another one later."""
         headers = dict(self._headers)
         if self.row.status == 401:
             headers.setdefault("www-authenticate", "Bearer")
         if self.code in _RETRY_AFTER:
             headers.setdefault("retry-after", str(_RETRY_AFTER[self.code]))
         return headers
+
+
+# What is said in more than one place
+
+
+def draining() -> Refusal:
+    return Refusal("draining", "The gateway is shutting down.")
+
+
+def none_healthy() -> Refusal:
+    return Refusal("no_healthy_server", "No server of this model is healthy at the moment.")
+
+
+def internal_error() -> Refusal:
+    return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
 
 
 # Rendering

@@ -14,16 +14,16 @@ from time import monotonic
 from gateway.account import Account, Elsewhere
 from gateway.auth import Keyring
 from gateway.beginning import hint
+from gateway.body_shape import shape
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
-from gateway.errors import Refusal, fault, from_server
+from gateway.errors import Refusal, draining, fault, from_server
 from gateway.form import Form
 from gateway.gate import Gate
 from gateway.outbound import Outbound
 from gateway.payload import Document, merge, parse, prepare
 from gateway.relay import BodyRelay, EventRelay, TranslatedRelay, is_stream
 from gateway.routes import Body
-from gateway.shape import shape
 from gateway.state import Key
 from upstream.attempt import Answer, Attempt
 from upstream.errors import BadAnswer, ConnectFailed
@@ -39,7 +39,7 @@ async def exchange(call: Call, gate: Gate) -> None:
         call.trace = gate.sampler.begin(call.headers.get(b"traceparent"))
     with Account(call, gate) as account:
         if gate.draining:
-            raise Refusal("draining", "The gateway is shutting down.")
+            raise draining()
         account.key = key = authenticate(call, gate.keyring)
         if call.more_body:
             call.holder = key.id

@@ -6,12 +6,12 @@ from typing import Protocol
 
 from gateway.admission import House
 from gateway.auth import Keyring
+from gateway.body_shape import Sample
 from gateway.catalog import Catalog
 from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
 from gateway.metrics import RelayMetrics
 from gateway.record import Record
-from gateway.shape import Sample
 from gateway.state import State
 from gateway.tracing import Sampler
 from gateway.waiting import Lobby

@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
     wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
     ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address; ``shape`` what
-    its body looked like, None unless it is one of those that are shown (see ``shape``).
+    its body looked like, None unless it is one of those that are shown (see ``body_shape``).
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """

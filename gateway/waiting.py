@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
-from gateway.errors import Refusal
+from gateway.errors import Refusal, draining, none_healthy
 from gateway.fairness import FairQueue
 from gateway.scoreboard import Cells
 from gateway.state import Key, Model, Queue
@@ -53,7 +53,7 @@ class Lobby:
             self._rooms[model.id] = room
             room.serve(pool, model.queue or NO_QUEUE)
         for room in before.values():
-            room.send_all(_none_healthy)
+            room.send_all(none_healthy)
 
     def learn(self, expected: Mapping[str, float]) -> None:
         """Take over when each model is expected that is not up; who need not wait any longer goes on."""
@@ -65,7 +65,7 @@ class Lobby:
         """A place in a model's room, for a request that waits since then. Raises Refusal no_healthy_server for a model that is gone."""
         room = self._rooms.get(model)
         if room is None:
-            raise _none_healthy()
+            raise none_healthy()
         return Place(room, key, since)
 
     def is_expected(self, model: str) -> bool:
@@ -118,9 +118,9 @@ class Room:
         """Take a place. Raises Refusal."""
         if not self._pool.is_up:
             if self._closing:
-                raise _draining()
+                raise draining()
             if self.eta is None:
-                raise _none_healthy()
+                raise none_healthy()
         if len(self._line) >= self.queue.size:
             self._make_room(place)
         if not self._line:
@@ -167,7 +167,7 @@ class Room:
         if up:
             self.call()
         elif self.eta is None:
-            self.send_all(_none_healthy)
+            self.send_all(none_healthy)
         self._note()
 
     def send_all(self, reason: Callable[[], Refusal]) -> None:
@@ -180,7 +180,7 @@ class Room:
         """The gateway is stopping."""
         self._closing = True
         if not self._pool.is_up:
-            self.send_all(_draining)
+            self.send_all(draining)
 
     def send_away(self, since: float) -> Refusal:
         """What one is told who cannot wait, or has waited too long: when to come back."""
@@ -276,14 +276,6 @@ class Pace:
     def time_for(self, turns: int, now: float) -> int:
         """Whole seconds, at least one, that so many turns will take."""
         return max(math.ceil(max(self._mean, now - self._last) * turns), 1)
-
-
-def _none_healthy() -> Refusal:
-    return Refusal("no_healthy_server", "No server of this model is healthy at the moment.")
-
-
-def _draining() -> Refusal:
-    return Refusal("draining", "The gateway is shutting down.")
 
 
 def _overloaded(seconds: int) -> Refusal:

@@ -9,8 +9,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.body_shape import PARTS, SETTINGS, WORDS, Sample, shape
 from gateway.call import request_ids
-from gateway.shape import PARTS, SETTINGS, WORDS, Sample, shape
 from tests.support.process import configuration, gateway, launched, wait_for, write
 
 CANARY = "canary"
