@@ -8,6 +8,7 @@ rule: standing back delays a connection by ``PAUSE`` at most, whatever the other
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import socket
@@ -21,6 +22,7 @@ _EXHAUSTED = 0.1  # seconds without taking any when the system has no more descr
 _AT_ONCE = 16  # connections taken in one turn of the loop
 _CELL = struct.Struct("<Q")
 _NOBODY = 2**64 - 1
+_log = logging.getLogger("vllm_gateway")
 
 
 class Seats:
@@ -63,7 +65,7 @@ Begin = Callable[[socket.socket], Coroutine[Any, Any, Any]]
 
 
 class Acceptor:
-    """Takes connections from a shared listening socket. ``held``: how many this relay has."""
+    """Takes connections from a listening socket, which other processes may share. ``held``: how many this one has."""
 
     def __init__(self, listener: socket.socket, begin: Begin, seats: Seats, held: Callable[[], int]) -> None:
         self._listener = listener
@@ -74,6 +76,7 @@ class Acceptor:
         self._beginnings: set[asyncio.Task[Any]] = set()
         self._waiting: asyncio.TimerHandle | None = None
         self._stood_back = False
+        self._told = False  # that none can be accepted
         listener.setblocking(False)
         self._look_on()
 
@@ -118,15 +121,22 @@ class Acceptor:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return False
-        except OSError:  # no descriptors or no memory: it waits in the kernel's queue
-            self._pause(_EXHAUSTED)
+        except OSError as error:  # no descriptors or no memory: it waits in the kernel's queue
+            self._exhausted(error)
             return False
+        self._told = False
         connection.setblocking(False)
         task = self._loop.create_task(self._begun(connection))
         self._beginnings.add(task)
         task.add_done_callback(self._beginnings.discard)
         self.note()
         return True
+
+    def _exhausted(self, error: OSError) -> None:
+        if not self._told:
+            _log.warning("no connection can be accepted at the moment: %s", error.strerror)
+            self._told = True
+        self._pause(_EXHAUSTED)
 
     async def _begun(self, connection: socket.socket) -> None:
         try:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from gateway.admin_edge import AdminProtocol
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _ROOT = 0
@@ -97,7 +97,7 @@ def peer(connection: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-class OwnUsersProtocol(HttpToolsProtocol):
+class OwnUsersProtocol(AdminProtocol):
     """A connection of the user that runs the gateway, or of root; any other is cut before it has said anything.
 
     Its requests have ``who`` in their state.

@@ -5,14 +5,18 @@ is taken out of it here: it gets a ``Call``, which the story reads and writes di
 between, so that a chunk goes from the server's callback to the client's transport without a task switch.
 
 The rules: reading from a client never pauses once its body is in, or its leaving would not be seen; when a
-client leaves, every call on its connection is told at once; requests are answered in the order in which they came;
-whatever is waited for of a client has an end (``patience``).
+client leaves, every call on its connection is told at once; requests are answered in the order in which they came, and
+what is none is refused behind them, after which nothing is parsed; whatever is waited for of a client has an end (``patience``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
+from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
@@ -93,7 +97,7 @@ class EdgeProtocol(HttpToolsProtocol):
     cycle: Any  # uvicorn's RequestResponseCycle or a Call
     transport: Outlet
     parser: Any
-    pipeline: Any
+    pipeline: Any  # of what waits for its turn: requests, and as the last of all perhaps the Refusal of what is none
 
     def __init__(self, *args: Any, door: Door, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,6 +114,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.proxied = False
         """The other end is a trusted proxy, which says who the client is."""
         self._counted: str | None = None
+        self._host = _NO_HOST  # the last one that was found good
         self._reading = _FIRST_BYTE  # what the parser is in
         self._patience = Patience()
 
@@ -128,7 +133,18 @@ class EdgeProtocol(HttpToolsProtocol):
             self._counted = client
         else:
             self.door.metrics.client_fault("too_many")
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        """Say why, and close: one write, and nothing is kept. Behind a handshake closing takes longer, so it is cut there."""
+        self._lingering = True
+        if self.scheme == "https":
             self.transport.abort()
+            return
+        with suppress(OSError):  # what has come already would make the kernel reset the connection instead of ending it
+            os.read(self.transport.get_extra_info("socket").fileno(), MAX_HEAD)
+        self._tell(Refusal("rate_limit_exceeded", "There are too many connections from this address."))
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering and self._incoming is None:
@@ -195,7 +211,6 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._resuming:
             self._resuming = False
             return
-        self._reading = _BODY
         if self._lingering:
             return
         headers = self.headers
@@ -209,11 +224,15 @@ class EdgeProtocol(HttpToolsProtocol):
         http10 = version != "1.1"
         if http10 and version != "1.0":
             raise Refusal("invalid_request", "The version of HTTP is not 1.0 or 1.1.")
+        unique, limit = _unique(headers, http10), self.door.body_limit
+        if unique.get(b"host") != self._host:
+            self._look_at_host(unique, http10)
         target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
             self._leave_to_starlette()
+            self._reading = _BODY
             return
-        unique, limit = _unique(headers, http10), self.door.body_limit
+        self._reading = _BODY
         call = self._incoming = Call(
             self,
             target,
@@ -235,6 +254,14 @@ class EdgeProtocol(HttpToolsProtocol):
         if not self.door.knows(call):
             call.over = True
         self.pipeline.appendleft((call, self.app))
+
+    def _look_at_host(self, headers: Mapping[bytes, bytes], http10: bool) -> None:
+        """Nothing here goes by it, but what stands in front may (RFC 9112, section 3.2). Raises Refusal where it is none."""
+        host = headers.get(b"host")
+        if host is not None and is_host(host):
+            self._host = host
+        elif host is not None or not http10:
+            raise Refusal("invalid_request", "The header 'host' is missing or no valid host.")
 
     def _size_of_head(self) -> int:
         """Worked out only where it might be too much: what came in the same read may be a part of the body."""
@@ -281,6 +308,7 @@ class EdgeProtocol(HttpToolsProtocol):
         call = self._incoming
         if call is None:
             self.cycle.keep_alive = False
+            self._lingering = True  # what comes behind it is nobody's
             return
         framing = [b"%b: %b\r\n" % (name, call.headers[name]) for name in _FRAMING if name in call.headers]
         if not call.keep_alive:
@@ -319,6 +347,8 @@ class EdgeProtocol(HttpToolsProtocol):
         if isinstance(cycle, Call):
             self._start(cycle)
             self.loop.call_soon(self._go_on)
+        elif isinstance(cycle, Refusal):
+            self._refuse(cycle)
         else:
             self.cycle = cycle
             super()._start_asgi_task(cycle, app)
@@ -402,24 +432,38 @@ class EdgeProtocol(HttpToolsProtocol):
         self._end_with(refusal)
 
     def _end_with(self, refusal: Refusal) -> None:
-        """No more requests are taken. What is being served ends first; then close."""
+        """No more requests are taken. Those that came before are answered, each in its turn; then this is told, and the end."""
         call, self._incoming = self._incoming, None
         if self._lingering:
             return  # nothing more is parsed
         self._lingering = True
         if call is not None:
-            call.spoil(refusal)
-        if self._busy:
-            self.cycle.keep_alive = False
+            call.spoil(refusal)  # its answer is the last one
+        elif self._reading is _BODY:
+            self._end_behind_the_last()
+        elif self._busy:
+            self.pipeline.appendleft((refusal, self.app))
         elif not self.transport.is_closing():
             self._refuse(refusal)
 
+    def _end_behind_the_last(self) -> None:
+        """Its body goes wrong, which none of Starlette's routes reads: it has an answer of its own."""
+        last = self.pipeline[0][0] if self.pipeline else self.cycle
+        if last.response_complete:
+            self._linger()
+        else:
+            last.keep_alive = False
+
     def _refuse(self, refusal: Refusal) -> None:
+        self._tell(refusal)
+        self._linger()
+
+    def _tell(self, refusal: Refusal) -> None:
         body = render(refusal)
         lines = b"content-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n"
         head = STATUS_LINE[refusal.row.status] + lines % (next(self.door.request_ids).encode(), len(body)) + self.door.date_line
-        self.transport.write(head + b"\r\n" + body)
-        self._linger()
+        own = "".join(f"{name}: {value}\r\n" for name, value in refusal.headers.items())
+        self.transport.write(head + own.encode() + b"\r\n" + body)
 
 
 def _head_too_large() -> Refusal:
@@ -430,6 +474,25 @@ def _refusal_of(error: BaseException) -> Refusal:
     """The Refusal that a parser callback raised; httptools wraps it."""
     cause = error.__context__ or error.__cause__
     return cause if isinstance(cause, Refusal) else Refusal("invalid_request", "The request is not valid HTTP/1.1.")
+
+
+_NO_HOST = b"\n"  # which no header can be
+_HOST = re.compile(rb"(?:\[([^]]*)\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})(?::[0-9]{0,5})?", re.ASCII)
+"""RFC 3986, section 3.2.2, with the length that names have (RFC 1035), and not empty (RFC 9110, section 4.2.1)."""
+
+
+def is_host(value: bytes) -> bool:
+    """Whether a Host header says one host: a name, or an address as it stands in a URL, and perhaps a port."""
+    found = _HOST.fullmatch(value)
+    return found is not None and (found[1] is None or _is_ipv6(found[1]))
+
+
+def _is_ipv6(text: bytes) -> bool:
+    try:
+        IPv6Address(text.decode("latin-1"))
+    except ValueError:
+        return False
+    return True
 
 
 FORWARDED = b"x-forwarded-for"

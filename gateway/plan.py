@@ -153,7 +153,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         relays=config.server.relays,
         log=log_settings(config),
         tracing=_tracing(config),
-        clients=_clients(config.server),
+        clients=clients(config.server),
         tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
         limits_store=_limits_store(config),
         issuers=tuple(_issuer(issuer, known.key_sets) for issuer in config.jwt),
@@ -161,8 +161,8 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
     )
 
 
-def _clients(server: conf.ServerSection) -> Clients:
-    """Memory is each relay's share of the whole, but never less than one body needs."""
+def clients(server: conf.ServerSection) -> Clients:
+    """What is asked of connections. Memory is each relay's share of the whole, but never less than one body needs."""
     return Clients(
         headers_timeout=server.headers_timeout,
         body_timeout=server.body_timeout,

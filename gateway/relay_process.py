@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import functools
 import gc
-import resource
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from gateway import logs
 from gateway.acceptor import Acceptor, Seats
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Relay
+from gateway.descriptors import raise_limit
 from gateway.edge import LINGER, EdgeProtocol
 from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
@@ -63,8 +63,7 @@ def main() -> None:
     logs.configure(LogSettings(), f"relay {arguments.number}")  # until control says how
     sys.setswitchinterval(_SWITCH_INTERVAL)
     keep_what_is_freed()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a descriptor, and the usual 1,024 are few
+    raise_limit()
     books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
     with access_log(sys.stdout.fileno()) as log, spans() as traced:
         orphaned = uvloop.run(_run(arguments, log, books, traced))

@@ -7,14 +7,16 @@ down, clients are served to their end before a server is stopped.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,16 +24,20 @@ from starlette.types import ASGIApp
 
 from gateway import admin_socket, logs
 from gateway import config as conf
+from gateway.acceptor import Acceptor, Seats
 from gateway.admin import application
+from gateway.admin_edge import AdminProtocol, Hall
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.config import Config, load
 from gateway.control import Control, speak_by
+from gateway.descriptors import raise_limit
 from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.key_sets import key_sets
 from gateway.parting import let_nobody_in
+from gateway.plan import clients
 from gateway.relays import relays
 from gateway.reload import Reloader
 from gateway.report import Report
@@ -46,6 +52,10 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _BACKLOG = 4096
+_DESCRIPTORS = 65_535
+"""What control takes at most. Servers that it launches take it over, and it is what vLLM takes by itself (vllm/utils/system_utils.py,
+``set_ulimit``); the millions of some systems' hard limits would be a surprise to programs that go through all numbers there may be."""
+_LOOK = 1.0  # seconds between two looks at the admin port's connections
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -61,6 +71,7 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     """
     config = load(path)
     speak_by(config)
+    raise_limit(_DESCRIPTORS)
     return asyncio.run(run(config, path, announcer or Announcer()))
 
 
@@ -91,9 +102,9 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         on_hangup(asked, control.reloader.ask)
         await stack.enter_async_context(_background(control.manager.run(control)))
         shown = application(Report(control), control)
-        control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin)))
+        control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin, control)))
         if commands is not None:
-            await stack.enter_async_context(_served(shown, commands, OwnUsersProtocol))
+            control.lasting.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
         announcer.summary(config, data, admin)
         control.begin()
@@ -189,14 +200,24 @@ def _guarded(app: Starlette, section: conf.Admin) -> Guard:
 
 @asynccontextmanager
 async def _served(
-    app: ASGIApp, listener: socket.socket, http: type[asyncio.Protocol] | Literal["auto"] = "auto"
+    app: ASGIApp, listener: socket.socket, control: Control, protocol: type[AdminProtocol] = AdminProtocol
 ) -> AsyncIterator[asyncio.Task[None]]:
-    config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
-    server = uvicorn.Server(config)
-    async with _background(server._serve([listener])) as task:
-        yield task
-        server.should_exit = True
-        server.force_exit = True
+    """uvicorn without its way of accepting: where descriptors run out, asyncio's asks again at once, and again, and says so each time."""
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+    config.load()
+    server, hall, loop = uvicorn.Server(config), Hall(), asyncio.get_running_loop()
+    make = functools.partial(protocol, config, server.server_state, {}, hall=hall)
+    begin = functools.partial(loop.connect_accepted_socket, make)
+    with closing(hall), closing(Seats.create(1)) as seats, closing(Acceptor(listener, begin, seats, lambda: len(hall))):
+        async with _background(_look_after(server, hall, control)) as task:
+            yield task
+
+
+async def _look_after(server: uvicorn.Server, hall: Hall, control: Control) -> None:
+    while True:
+        await server.on_tick(0)  # the Date header
+        hall.check(time.monotonic(), clients(control.config.server))  # of this moment: they may be reloaded
+        await asyncio.sleep(_LOOK)
 
 
 @asynccontextmanager

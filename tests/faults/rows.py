@@ -39,7 +39,7 @@ ROWS: dict[int, Row] = {
     14: Row("Compressed bodies, other encodings, NaN, huge numbers, 100,000 levels", "4xx; nobody else waits for more than 10 ms"),
     15: Row("`model` twice, escaped, in the query, in look-alike letters", "what is sent is what was authorised, always"),
     16: Row("Every forbidden field: at the top, nested, inside `extra_body`", "absent at the server, or a 400"),
-    17: Row("Paths with dots, escapes and double slashes, absolute ones, a bad Host", "404 or 400"),
+    17: Row("Paths with dots, escapes and double slashes, absolute ones; no Host, two, or a bad one", "404 or 400"),
     18: Row("Every route with no key, and with a bad, an expired and a foreign one", "401 or 404"),
     19: Row("Hop-by-hop headers, cookies, forged request ids", "the server sees the gateway's own headers only; ids are unique"),
     20: Row("A marked key and prompt, with debug logs and forced tracebacks", "in no output of any process"),

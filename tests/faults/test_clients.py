@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -51,15 +51,18 @@ def relay(running: Gateway) -> psutil.Process:
     return psutil.Process(running.relays()[0])
 
 
-def connected(stack: ExitStack, running: Gateway, count: int, *, receive: int | None = None) -> list[socket.socket]:
-    """So many connections, which are closed with the stack; ``receive``: the size of their buffers for what they receive."""
+def connected(
+    stack: ExitStack, running: Gateway, count: int, *, receive: int | None = None, port: int | None = None
+) -> list[socket.socket]:
+    """So many connections, which are closed with the stack; ``receive``: the size of their buffers for what they receive;
+    ``port``: another than the data port."""
     made = []
     for _ in range(count):
         one = stack.enter_context(socket.socket())
         if receive is not None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
         one.settimeout(60)
-        one.connect(("127.0.0.1", running.data))
+        one.connect(("127.0.0.1", port or running.data))
         made.append(one)
     return made
 
@@ -182,6 +185,135 @@ def test_slow_and_silent_clients_are_ended_and_others_do_not_notice(tmp_path: Pa
         f"{count} silent connections, {count} slow heads, {len(bodies)} slow bodies: all ended after {took:.0f} s; "
         f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
     )
+
+
+# The admin port
+
+HALF = b"GET /livez HTTP/1.1\r\nhost: a"
+
+
+def control(running: Gateway) -> psutil.Process:
+    return psutil.Process(running.process.pid)
+
+
+def alive(running: Gateway) -> bool:
+    """Whether a probe on a connection of its own is told so."""
+    try:
+        return running.get("/livez").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+@contextmanager
+def few_descriptors(soft: int = 1024) -> Iterator[None]:
+    """What is started meanwhile begins with so many."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.row(10)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("place", ["port", "socket"])
+def test_slow_and_silent_clients_of_the_admin_port_are_ended(tmp_path: Path, place: str, measured: Callable[[str], None]) -> None:
+    count = 50
+    with started(tmp_path, headers_timeout="2s", body_timeout="3s", write_timeout="3s") as running, ExitStack() as stack:
+        before, since = control(running).num_fds(), time.monotonic()
+        (path,) = running.runtime.glob("vllm-gateway/*.sock")
+
+        def connect(number: int) -> list[socket.socket]:
+            if place == "port":
+                return connected(stack, running, number, port=running.admin)
+            made = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(number)]
+            for one in made:
+                one.connect(str(path))
+            return made
+
+        silent, heads, seconds, bodies = (connect(count) for _ in range(4))
+        for one in heads:
+            one.sendall(HALF)
+        for one in seconds:
+            one.sendall(HALF + b"\r\n\r\n" + HALF)
+        for one in bodies:
+            one.sendall(HALF + b"\r\ncontent-length: 100\r\n\r\nab")
+        told = ended([*silent, *heads, *seconds, *bodies], 60, lambda: _assert_alive(running))
+        took = time.monotonic() - since
+        assert told[: 2 * count] == [b""] * 2 * count
+        assert [each.count(b"HTTP/1.1 200") for each in told[2 * count :]] == [1] * 2 * count
+        wait_for(lambda: control(running).num_fds() <= before)
+    measured(f"admin {place}: {4 * count} silent connections, half heads and half bodies: all ended after {took:.0f} s, /livez answers")
+
+
+def _assert_alive(running: Gateway) -> None:
+    assert alive(running)
+
+
+@pytest.mark.row(10)
+@pytest.mark.timeout(200)
+def test_a_head_without_end_is_not_gathered_by_the_admin_port(tmp_path: Path) -> None:
+    with started(tmp_path) as running, ExitStack() as stack:
+        for first in (HALF, HALF + b"\r\n\r\n" + HALF):
+            (one,) = connected(stack, running, 1, port=running.admin)
+            one.sendall(first)
+            sent = 0
+            with suppress(ConnectionError):
+                while sent < 64 * MiB:
+                    sent += one.send(b"\r\nx: " + b"a" * 8192)
+            assert sent < 16 * MiB, "what the sockets hold"
+        assert alive(running)
+
+
+@pytest.mark.row(28)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("head", [b"", HALF], ids=["silent", "half a head"])
+def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: bytes, measured: Callable[[str], None]) -> None:
+    count = 2000
+    with ExitStack() as stack:
+        with few_descriptors():
+            running = stack.enter_context(started(tmp_path))
+        process = control(running)
+        before = process.num_fds()
+        assert process.rlimit(resource.RLIMIT_NOFILE)[0] > 1024
+        held = []
+        for _ in range(20):
+            held += connected(stack, running, count // 20, port=running.admin)
+            for one in held[-count // 20 :] if head else ():
+                one.sendall(head)
+            _assert_alive(running)
+        most = process.num_fds()
+        for _ in range(50):
+            _assert_alive(running)
+        assert most < before + 600 and running.ask().status_code == 200
+        for one in held:
+            one.close()
+        wait_for(lambda: process.num_fds() <= before)
+        assert alive(running) and running.metric("process_open_fds") > 0
+        assert "nobody caught" not in running.said and "Too many open files" not in running.said
+        assert running.stop() == 0
+    measured(
+        f"{count} connections to the admin port, {'half a head each' if head else 'silent'}: /livez answered, {most - before} were kept"
+    )
+
+
+@pytest.mark.row(28)
+@pytest.mark.timeout(200)
+def test_control_has_no_descriptor_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    """Fewer than it lets in: who holds them is ended by the deadline, and it goes on."""
+    with started(tmp_path, headers_timeout="2s") as running, ExitStack() as stack:
+        process = control(running)
+        before = process.num_fds()
+        limits = process.rlimit(resource.RLIMIT_NOFILE)
+        process.rlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
+        held = connected(stack, running, 30, port=running.admin)
+        wait_for(lambda: process.num_fds() >= before + 10)
+        assert running.ask().status_code == 200, "the data port is nobody's who talks to the other one"
+        ended(held, 120)
+        wait_for(lambda: alive(running))
+        assert "nobody caught" not in running.said and 1 <= running.said.count("no connection can be accepted") <= 20
+    measured("control's descriptors used up by 30 silent connections: all ended, /livez answers again")
 
 
 def _stream(tokens: int) -> bytes:

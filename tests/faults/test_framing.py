@@ -25,7 +25,7 @@ from gateway.metrics import RelayMetrics
 from gateway.state import State
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
-from tests.support.running import KEY, board, key, model
+from tests.support.running import KEY, board, key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
@@ -135,6 +135,99 @@ async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str],
             assert (await ask(served.port, good)).status == 200
         assert len(server.requests) == 3
     measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400 and the end, 0 requests upstream")
+
+
+async def _refused_behind(port: int, ahead: bytes, count: int, data: bytes, pause: float) -> None:
+    """The answers to those ahead, in their order, then one for these bytes, and the end."""
+    async with client(port) as one:
+        one.send(ahead)
+        await asyncio.sleep(pause)  # in one read, or in one of its own, while those ahead are under way
+        one.send(data + request())
+        statuses = [(await one.reply()).status for _ in range(count + 1)]
+        assert statuses == [200] * count + [400], data[:300]
+        async with asyncio.timeout(20):
+            assert await one.reader.read() == b"", "what stands behind was answered"
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+AHEAD = {
+    "one request": (request(), 1),
+    "three requests": (request() * 3, 3),
+    "requests of both kinds": (HEALTH + request() + HEALTH, 3),
+}
+
+
+@pytest.mark.row(13)
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("pause", [0, 0.05])
+async def test_what_is_refused_waits_for_its_turn(ahead: str, pause: float, measured: Callable[[str], None]) -> None:
+    async def slowly(talk: Conversation) -> None:
+        await asyncio.sleep(0.1)
+        await answers(talk)
+
+    requests, count = AHEAD[ahead]
+    async with scripted(slowly) as server, unharmed([model(server.port)]) as served:
+        await asyncio.gather(*(_refused_behind(served.port, requests, count, data, pause) for data in AMBIGUOUS.values()))
+        assert len(server.requests) == requests.count(b"POST ") * len(AMBIGUOUS)
+        assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
+    measured(f"{len(AMBIGUOUS)} cases behind {ahead}: those answered, then 400 and the end")
+
+
+@pytest.mark.row(13)
+@pytest.mark.parametrize("pause", [0, 0.1])
+async def test_a_body_that_nobody_reads_goes_wrong(pause: float) -> None:
+    """The request has an answer already, or will have: no second one."""
+    head = (LINE + HOST + CHUNKED + b"\r\n").replace(b"/v1/chat/completions", b"/nowhere")
+    async with unharmed([model(1)]) as served:
+        for ahead in (b"", HEALTH):
+            async with client(served.port) as one:
+                one.send(ahead + head)
+                await asyncio.sleep(pause)
+                one.send(b"zz\r\n" + request())
+                assert [(await one.reply()).status for _ in range(2 if ahead else 1)] == [*([200] if ahead else []), 404]
+                async with asyncio.timeout(20):
+                    assert await one.reader.read() == b"", "a second answer"
+
+
+@pytest.mark.row(13)
+@pytest.mark.parametrize(
+    "last",
+    [
+        request(extra=("connection: close",)),
+        HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
+        HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"),
+    ],
+    ids=["to be closed", "to be closed, of the other kind", "another protocol"],
+)
+@pytest.mark.parametrize("pause", [0, 0.05])
+async def test_nothing_is_said_of_what_comes_behind_the_last_request(last: bytes, pause: float) -> None:
+    async def slowly(talk: Conversation) -> None:
+        await asyncio.sleep(0.1)
+        await answers(talk)
+
+    async with scripted(slowly) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() + last)
+        await asyncio.sleep(pause)
+        one.send(AMBIGUOUS["two lengths"] + request())
+        assert [(await one.reply()).status for _ in range(2)] == [200, 200]
+        async with asyncio.timeout(20):
+            assert await one.reader.read() == b""
+        assert len(server.requests) <= 2
+
+
+@pytest.mark.row(13)
+@pytest.mark.parametrize("kind", ["HTTP", "body"])
+async def test_leaving_is_seen_while_a_refusal_waits(kind: str) -> None:
+    async def never(talk: Conversation) -> None:
+        await talk.closed_by_peer()
+
+    data = AMBIGUOUS["two lengths" if kind == "HTTP" else "a chunk without its end"]
+    async with scripted(never) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() * 2 + data)
+        await until(lambda: len(server.requests) == 1)
+        one.leave()
+        await until(lambda: not served.connections and not server.open)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.row(13)
@@ -266,7 +359,7 @@ def taken_by_h11(data: bytes) -> list[bytes]:
     return bodies
 
 
-FIXED = LINE + HOST + KEYED  # another Host, or a gap in the first line, the two take differently, and nothing hangs on it
+FIXED = LINE + HOST + KEYED  # a gap in the first line the two take differently, and nothing hangs on it
 HEADERS = st.sampled_from([b"", b"x: y\r\n", b"upgrade: h2c\r\nconnection: upgrade\r\n", b"accept: */*\r\naccept: b\r\n"])
 BODIES = st.sampled_from([b"{}", b"0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", LINE + HOST + KEYED + b"content-length: 2\r\n\r\n{}", b"a" * 300])
 SPLINTERS = st.sampled_from(

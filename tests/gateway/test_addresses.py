@@ -84,9 +84,16 @@ async def test_connections_of_one_address_are_bounded() -> None:
             held = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
             for one in held:
                 assert (await one.ask(request())).status == 200
-            async with client(served.port) as fourth, asyncio.timeout(10):
-                assert await fourth.closed()
-            assert served.value("client_faults_total", "too_many") == 1
+            for asks in (False, True):
+                async with client(served.port) as fourth, asyncio.timeout(10):
+                    if asks:
+                        fourth.send(request())
+                    reply = await fourth.reply()
+                    assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+                    assert reply.headers["connection"] == "close" and reply.headers["retry-after"] == "1"
+                    assert await fourth.closed()
+            assert server.requests[3:] == []
+            assert served.value("client_faults_total", "too_many") == 2
             assert (await held[0].ask(request())).status == 200
         await until(lambda: not len(served.relay.addresses))
         assert (await ask(served.port, request())).status == 200

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from gateway import edge
-from gateway.edge import MAX_PIPELINED, EdgeProtocol
+from gateway.edge import MAX_PIPELINED, EdgeProtocol, is_host
+from gateway.errors import Refusal
 from gateway.patience import KEEP_ALIVE
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -98,7 +99,8 @@ async def test_leaving_is_seen_in_front_of_anything(ahead: bytes) -> None:
 
 
 @pytest.mark.parametrize("ahead", [HEALTH, request()])
-async def test_too_many_sent_ahead(ahead: bytes) -> None:
+@pytest.mark.parametrize("more", [0, 1, 10])
+async def test_too_many_sent_ahead(ahead: bytes, more: int) -> None:
     release = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
@@ -106,13 +108,19 @@ async def test_too_many_sent_ahead(ahead: bytes) -> None:
         await answers(talk)
 
     async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
-        one.send(request() + ahead * (MAX_PIPELINED + 10))
+        one.send(request() + ahead * (MAX_PIPELINED + more))
         await until(lambda: len(server.requests) == 1)
         await asyncio.sleep(0.05)
-        assert len(only(served).pipeline) <= MAX_PIPELINED
+        waiting = [each for each, _ in only(served).pipeline if not isinstance(each, Refusal)]
+        assert len(waiting) == MAX_PIPELINED
         release.set()
-        assert (await one.reply()).status == 200
-        await one.reader.read()  # it ends
+        assert [(await one.reply()).status for _ in range(1 + MAX_PIPELINED)] == [200] * (1 + MAX_PIPELINED)
+        if more:
+            reply = await one.reply()
+            assert (reply.status, reply.headers["connection"]) == (400, "close")
+            assert await one.reader.read() == b""
+        else:
+            assert (await one.ask(request())).status == 200
 
 
 @asynccontextmanager
@@ -335,6 +343,54 @@ async def test_a_header_that_decides_comes_once(name: str) -> None:
         reply = await ask(served.port, request(extra=extra))
         assert (reply.status, reply.error["code"]) == (400, "invalid_request")
         assert (await ask(served.port, request(extra=("accept: a", "accept: b")))).status == 200
+
+
+GOOD_HOSTS = ["a", "test:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[2001:db8::5]:8000", "my_service.my-ns.svc", "a.", "a:", "%C3%A4"]
+BAD_HOSTS = ["", " ", ":80", "a b", "a\tb", "evil/../x", "[::1", "::1", "]", "[]", "[a]", "a:port", "a:-1", "a:999999", "u@a", "a?", "a#b"]
+BAD_HOSTS += ["a,b,\xff", "a%2", "%zz", '"a"', "a\\b", "<a>", "a" * 256, "http://a"]
+
+
+def test_what_is_a_host() -> None:
+    assert [host for host in GOOD_HOSTS if not is_host(host.encode())] == []
+    assert [host for host in BAD_HOSTS if is_host(host.encode("latin-1"))] == []
+
+
+ROUTES = [request(), HEALTH, request(path="/nowhere"), request(b"", "/v1/models", method="GET")]
+
+
+@pytest.mark.parametrize("whole", ROUTES)
+async def test_a_request_names_one_host(whole: bytes) -> None:
+    """With HTTP/1.1 it must, on every route; an older client need not (RFC 9112, section 3.2)."""
+    line = b"host: test\r\n"
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+
+        async def status(data: bytes) -> int:
+            async with client(served.port) as one:
+                one.send(data)
+                reply = await one.reply()
+                assert reply.status != 400 or (reply.error["code"] == "invalid_request" and await one.closed())
+                return reply.status
+
+        good = await status(whole)
+        assert good in (200, 404)
+        named = [b"HOST: %b\r\n" % host.encode() for host in GOOD_HOSTS]
+        assert set(await asyncio.gather(*(status(whole.replace(line, each)) for each in named))) == {good}
+        bad = [b"", line * 2, *(b"host:%b\r\n" % host.encode("latin-1") for host in BAD_HOSTS)]
+        assert set(await asyncio.gather(*(status(whole.replace(line, each)) for each in bad))) == {400}
+        old = whole.replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+        assert [await status(old.replace(line, each)) for each in (line, b"", b"host: a b\r\n")] == [good, good, 400]
+
+
+async def test_every_request_of_a_connection_names_its_host() -> None:
+    async with scripted(answers) as server, serving([model(server.port)]) as served:
+        for bad in (b"", b"host: a b\r\n"):
+            async with client(served.port) as one:
+                assert (await one.ask(request())).status == 200
+                assert (await one.ask(request().replace(b"host: test", b"host: other"))).status == 200
+                old = request().replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"host: test", b"connection: keep-alive")
+                assert (await one.ask(old)).status == 200
+                assert (await one.ask(request().replace(b"host: test\r\n", bad))).status == 400
+        assert len(server.requests) == 6
 
 
 # Answers and slow clients

@@ -174,6 +174,14 @@ async def test_a_reader_that_stops_is_cut_behind_its_answer(ends: bool) -> None:
         assert faults(served, "slow_reader") == 1
 
 
+async def test_a_reader_that_stops_is_cut_though_a_refusal_waits() -> None:
+    async with scripted(_big) as server, serving_quickly(server.port) as served, lazy(served) as (one, _):
+        one.send(request() * 3 + b"no HTTP\r\n\r\n")
+        await until(lambda: not served.connections, 20)
+        assert (faults(served, "malformed"), faults(served, "slow_reader")) == (1, 1)
+        await until(lambda: served.in_flight == 0 and server.open == 0)
+
+
 async def test_a_reader_that_is_slow_is_not_cut() -> None:
     async with scripted(_big) as server, serving_quickly(server.port) as served, lazy(served) as (one, _):
         one.send(request())

@@ -1,0 +1,16 @@
+"""How many descriptors a process may have. Each connection is one, and the usual soft limit of 1,024 is few."""
+
+from __future__ import annotations
+
+import resource
+
+
+def raise_limit(most: int | None = None) -> None:
+    """Take as many as the hard limit allows, or ``most`` of them. What there is already is never lowered.
+
+    Whatever this process starts takes the limit over.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if most is None or (hard != resource.RLIM_INFINITY and hard < most) else most
+    if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or soft < wanted):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
