@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from gateway.metrics import FAMILIES, PREFIX
+from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.prometheus import prometheus
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
@@ -180,6 +182,20 @@ def test_promtool_finds_nothing_wrong(check: str, file: str) -> None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     done = subprocess.run([promtool, "check", check, DEPLOY / "prometheus" / file], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+
+
+def test_prometheus_reads_an_admin_port_that_asks_for_its_token(tmp_path: Path) -> None:
+    """By what the configuration has as comments."""
+    token = tmp_path / "token"
+    token.write_text("a-token-for-prometheus\n")
+    config = configuration(launched(), admin={"port": 0, "token": {"file": str(token)}})
+    with gateway(tmp_path, config) as one, prometheus(tmp_path, one, token=token) as watching:
+        wait_for(lambda: _up(watching.targets()) == {"vllm-gateway", "vllm"}, 60, why=lambda: f"{watching.targets()}")
+
+
+def _up(targets: list[dict[str, Any]]) -> set[str]:
+    """The jobs of those that answer."""
+    return {target["labels"]["job"] for target in targets if target["health"] == "up"}
 
 
 def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() -> None:
