@@ -133,6 +133,7 @@ class Relay:
         self.sampler = None
         if state.tracing is not None:
             self.sampler, self._spans.endpoint = Sampler(state.tracing), state.tracing.endpoint
+            self._spans.scheme = "http" if self.certificate is None else "https"
 
     def _tokens_of(self, state: State) -> Tokens | None:
         """What knows tokens by this generation; None where none are taken."""

@@ -36,7 +36,7 @@ def tokens_of(config: Config) -> frozenset[str]:
 
 
 def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, Any]:
-    ends = sorted(one.expires for one in key.hashes if one.expires is not None)
+    of_hashes = sorted(one.expires for one in key.hashes if one.expires is not None)
     last = use.times.get(key.id)
     return {
         "id": key.id,
@@ -45,7 +45,7 @@ def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, 
         "models": list(key.models),
         "expires": instant(key.expires) if key.expires else None,
         "hashes": len(key.hashes),
-        "hashes_end": [instant(end) for end in ends],
+        "hashes_end": [instant(each) for each in of_hashes],
         "tokens": of_tokens,
         "limits": key.limits.model_dump(exclude_defaults=True) if key.limits else {},
         "last_used": instant(last) if last else None,
@@ -58,11 +58,20 @@ def state(key: Key, now: datetime) -> str:
         return "revoked"
     if key.anonymous:
         return "no key"
-    last = [one.expires for one in key.hashes]
-    ends = [end for end in (key.expires, max(filter(None, last)) if last and all(last) else None) if end is not None]
-    if not ends:
+    last = end(key)
+    if last is None:
         return "valid"
-    return "expired" if min(ends) <= now else "ends soon" if min(ends) <= now + SOON else "valid"
+    return "expired" if last <= now else "ends soon" if last <= now + SOON else "valid"
+
+
+def end(key: Key) -> datetime | None:
+    """From when on nothing of an entry is good any more: its own end, or that of the last of its hashes. None if it does not end, or
+    has been revoked."""
+    if key.revoked:
+        return None
+    of_hashes = [one.expires for one in key.hashes]
+    last = max((each for each in of_hashes if each is not None), default=None) if None not in of_hashes else None
+    return min((each for each in (key.expires, last) if each is not None), default=None)
 
 
 def instant(moment: datetime) -> str:

@@ -92,7 +92,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
-        "key_expires_timestamp_seconds": Family("gauge", "When a key expires; a key that never does has no such series.", ("key",)),
+        "key_expires_timestamp_seconds": Family(
+            "gauge", "When the last good key of an entry ends; one that does not, or is revoked, has no such series.", ("key",)
+        ),
         "relay_restarts_total": Family("counter", "Relay processes that ended unexpectedly and were replaced."),
         "build_info": Family("gauge", "Always 1; the version is the label.", ("version",)),
     }

@@ -18,7 +18,7 @@ from gateway import config as conf
 from gateway.control import Control
 from gateway.discovery import discovered
 from gateway.engines import Engine
-from gateway.key_list import LastUse, shown_keys
+from gateway.key_list import LastUse, end, shown_keys
 from gateway.metrics import Series, summed
 from upstream.server import Condition
 
@@ -61,8 +61,8 @@ class Report:
         yield from ((Series("launches_total", outcome), count) for outcome, count in control.launches.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
-        ends = ((key.id, key.expires) for key in control.config.keys)
-        yield from ((Series("key_expires_timestamp_seconds", (key,)), end.timestamp()) for key, end in ends if end is not None)
+        ends = ((key.id, end(key)) for key in control.config.keys)
+        yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in ends if last is not None)
         yield Series("relay_restarts_total", ()), sum(relay.restarts for relay in control.relays.statuses)
         yield Series("build_info", (__version__,)), 1
 

@@ -82,10 +82,12 @@ class Sampler:
 
 
 class Spans:
-    """Gathers the records of traced requests; a thread, begun with the first of them, exports them. ``endpoint``: where to."""
+    """Gathers the records of traced requests; a thread, begun with the first of them, exports them. ``endpoint``: where to; ``scheme``:
+    what the data port speaks, http or https."""
 
     def __init__(self) -> None:
         self.endpoint = ""
+        self.scheme = "http"
         self._records: list[Record] = []
         self._waiting: queue.Queue[tuple[str, list[Record]] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
@@ -130,7 +132,7 @@ class Spans:
     def _send(self, endpoint: str, records: Sequence[Record]) -> None:
         resource = self._resource = self._resource or _resource()
         exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
-        exporter.export(list(_made(records, resource)))
+        exporter.export(list(_made(records, resource, self.scheme)))
 
     def stop(self, patience: float) -> None:
         """Export what is there and end the thread; a collector that stands still is given so many seconds."""
@@ -169,16 +171,16 @@ def _resource() -> Resource:
     return Resource({"service.name": "vllm-gateway", "service.version": __version__}).merge(OTELResourceDetector().detect())
 
 
-def _made(records: Iterable[Record], resource: Resource) -> Iterator[ReadableSpan]:
+def _made(records: Iterable[Record], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
     for record in records:
         try:
             if record.trace is not None:
-                yield span(record, record.trace, resource)
+                yield span(record, record.trace, resource, scheme)
         except Exception:  # noqa: BLE001  one that cannot be told must not cost the others
             _log.exception("a span")
 
 
-def span(record: Record, trace: Trace, resource: Resource) -> ReadableSpan:
+def span(record: Record, trace: Trace, resource: Resource, scheme: str) -> ReadableSpan:
     """A finished request as a span of the kind SERVER."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -193,7 +195,7 @@ def span(record: Record, trace: Trace, resource: Resource) -> ReadableSpan:
         context=context,
         parent=parent,
         resource=resource,
-        attributes=attributes(record),
+        attributes=attributes(record, scheme),
         kind=SpanKind.SERVER,
         status=Status(StatusCode.ERROR if failed(record) else StatusCode.UNSET),
         start_time=start,
@@ -212,12 +214,14 @@ def failed(record: Record) -> bool:
     return record.status >= 500 or record.incomplete in ("upstream", "drain")
 
 
-def attributes(record: Record) -> dict[str, str | bool | int | float]:
+def attributes(record: Record, scheme: str) -> dict[str, str | bool | int | float]:
     """What is known of a request, in the words of the semantic conventions; nothing that its client wrote."""
     usage = record.usage
     known: dict[str, str | bool | int | float | None] = {
         "http.request.method": "POST",
         "http.route": record.endpoint,
+        "url.path": record.endpoint,  # not as it was written: a mount's prefix may be a secret, and a query is a client's word
+        "url.scheme": scheme,
         "http.response.status_code": record.status,
         "error.type": record.code,
         "gen_ai.operation.name": operation(record.endpoint),

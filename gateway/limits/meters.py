@@ -15,7 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from threading import Lock
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from gateway.state import Limits
 _ROOM = 64 * 1024 * 1024  # bytes of address space; memory is used only for what is written (the file is sparse)
 _HEAD = struct.Struct("<QQ")
 _DIGEST = 32
-_METER = struct.Struct("<14d")
+_METER = struct.Struct("<16d")
 _CELL = 8  # bytes of a float64
 _SLOTS = _METER.size // _CELL  # where the requests in flight are, in cells behind the first one
 _NEVER = Window()
@@ -120,10 +120,10 @@ class Meters:
         """The meter at a place."""
         cells = self._cells
         in_flight = cells[place + _SLOTS] if self._is_alone else sum(cells[place + _SLOTS : place + _SLOTS + self._relays])
-        if not cells[place + 2]:  # the period of its day, which has one if its month has
-            return Meter(cells[place], cells[place + 1], _NEVER, _NEVER, in_flight)
+        if not cells[place + 4]:  # the period of its day, which has one if its month has
+            return Meter(cells[place], cells[place + 1], cells[place + 2], cells[place + 3], _NEVER, _NEVER, in_flight)
         values = _METER.unpack_from(self._map, place * _CELL)
-        return Meter(values[0], values[1], Window(*values[2:8]), Window(*values[8:]), in_flight)
+        return Meter(values[0], values[1], values[2], values[3], Window(*values[4:10]), Window(*values[10:]), in_flight)
 
     def buckets(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """When each holder's buckets of requests and of tokens are full again."""
@@ -136,32 +136,44 @@ class Meters:
         if after.day is _NEVER:
             cells[place], cells[place + 1] = after.requests, after.tokens
         else:
-            _METER.pack_into(self._map, place * _CELL, after.requests, after.tokens, *after.day, *after.month)
+            buckets = after.requests, after.tokens, after.requests_back, after.tokens_back
+            _METER.pack_into(self._map, place * _CELL, *buckets, *after.day, *after.month)
         if slots:
             cells[place + self._own] += slots
 
-    def take(self, wanted: Iterable[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
-        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason."""
+    def take(self, wanted: Iterable[tuple[Holder, Ask]], at: Moment, ends: dict[int, float]) -> tuple[Holder, Refused] | None:
+        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason.
+
+        ``ends`` learns, by the cells of the buckets, until when what was taken is missing; ``settle`` needs it again.
+        """
         worst: tuple[Holder, Refused] | None = None
         changes = []
         with self._lock:
             for holder, ask in wanted:
                 after, refused = admitted(holder.limits, self.read(holder.meter), ask, at)
                 if refused is None:
-                    changes.append((holder.meter, after, ask.slots))
+                    changes.append((holder.meter, after, ask))
                 elif worst is None or outlasts(refused, worst[1]):
                     worst = holder, refused
             if worst is None:
-                for change in changes:
-                    self._write(*change)
+                for place, after, ask in changes:
+                    self._write(place, after, ask.slots)
+                    if ask.requests:
+                        ends[place] = after.requests + after.requests_back
+                    if ask.tokens:
+                        ends[place + 1] = after.tokens + after.tokens_back
         return worst
 
-    def settle(self, reserved: Iterable[tuple[Holder, Ask]], used: Ask, then: Moment, now: float) -> None:
+    def settle(self, reserved: Iterable[tuple[Holder, Ask]], ends: Mapping[int, float], used: Ask, then: Moment, now: float) -> None:
         """Put what was used in the place of what was reserved at a moment, of each holder."""
+        cells = self._cells
         with self._lock:
             for holder, ask in reserved:
-                after = settled(holder.limits, self.read(holder.meter), ask, used, now, then)
-                self._write(holder.meter, after, used.slots - ask.slots)
+                place = holder.meter
+                of_requests, of_tokens = ends.get(place, 0.0), ends.get(place + 1, 0.0)
+                after = settled(holder.limits, self.read(place), ask, used, of_requests, of_tokens, now, then)
+                self._write(place, after, used.slots - ask.slots)
+                cells[place + 2], cells[place + 3] = after.requests_back, after.tokens_back
 
 
 class _Lock:

@@ -32,7 +32,7 @@ _NOTHING, _UNWEIGHED = Ask(), Tokens()
 class Permit:
     """Made for each request of a key that has limits."""
 
-    __slots__ = ("_answer", "_claimed", "_counted", "_guess", "_identity", "_judging", "_limiter", "_model", "_reserved", "_then")
+    __slots__ = ("_answer", "_claimed", "_counted", "_ends", "_guess", "_identity", "_judging", "_limiter", "_model", "_reserved", "_then")
 
     def __init__(self, limiter: Limiter, counted: Counted, identity: str) -> None:
         self._limiter = limiter
@@ -43,6 +43,7 @@ class Permit:
         self._claimed = False
         self._judging: Sequence[Holder] = counted.always
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
+        self._ends: dict[int, float] = {}
         self._answer: Answer | None = None
         self._then = Moment(monotonic(), time())
 
@@ -110,7 +111,7 @@ class Permit:
 
     def _take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> None:
         """In this gateway's own memory. Raises Refusal."""
-        refused = self._limiter.meters.take(wanted, at)
+        refused = self._limiter.meters.take(wanted, at, self._ends)
         if refused is not None:
             raise self._refusal(*refused)
         self._reserved = wanted
@@ -133,7 +134,12 @@ class Permit:
             return
         before = self._answer
         if before is not None and self._reserved:
-            answer = answer._replace(day=before.day, month=before.month, standings=(*before.standings, *answer.standings))
+            answer = answer._replace(
+                day=before.day,
+                month=before.month,
+                standings=(*before.standings, *answer.standings),
+                reserved={**before.reserved, **answer.reserved},
+            )
         self._heed(answer)
         self._reserved = (*self._reserved, *wanted)
 
@@ -160,7 +166,7 @@ class Permit:
 
     def _settle(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
         if self._answer is None:
-            self._limiter.meters.settle(reserved, used, self._then, monotonic())
+            self._limiter.meters.settle(reserved, self._ends, used, self._then, monotonic())
         elif reserved and self._limiter.store is not None:
             self._limiter.store.settle(self._identity, reserved, used, self._answer)
 

@@ -1,12 +1,18 @@
 """The decisions about limits: from what a holder has used, what is asked for, and the time, to what it has used then.
 
 Pure. The rules: what is asked for is taken from every limit or from none; what is not used is given back to where it was
-taken; a holder never gets more than its limits, whatever the clock does.
+taken, as far as it is still missing there; a holder never gets more than its limits, whatever the clock does.
 
 A minute's limit is a bucket that holds the limit and is filled evenly, so in ``t`` seconds no more than ``limit * (1 + t / 60)``
-pass, and the turn of a minute means nothing. Of a bucket one number is kept: when it is full again, in seconds of a clock
+pass, and the turn of a minute means nothing. Of a bucket it is kept when it is full again, in seconds of a clock
 that never goes back; it may lie further ahead than a minute, when more was used than had been reserved. Days and
 months are the calendar's, in UTC; the one before is remembered, so a clock that is set back finds its counts again.
+
+What time has filled up again must not be given back once more, or more would pass than is promised. A bucket is filled up in the
+order in which it was taken from: what a request has reserved is missing until the moment at which the bucket was to be full with
+it, or earlier by as much as others have given back since. So a bucket also counts what it was given back, and a request remembers
+both as one sum, the ``end`` of what it has reserved. All that was given back since may have lain behind it in the order: then less
+is given back than could be, never more.
 """
 
 from __future__ import annotations
@@ -86,10 +92,13 @@ class Window(NamedTuple):
 
 
 class Meter(msgspec.Struct, frozen=True, gc=False):
-    """What a holder has used. ``requests`` and ``tokens``: when those buckets are full again."""
+    """What a holder has used. ``requests`` and ``tokens``: when those buckets are full again; ``…_back``: seconds that were ever given
+    back to them."""
 
     requests: float = 0.0
     tokens: float = 0.0
+    requests_back: float = 0.0
+    tokens_back: float = 0.0
     day: Window = Window()
     month: Window = Window()
     in_flight: float = 0
@@ -177,25 +186,34 @@ def admitted(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> tuple[Meter,
             return meter, refusal
         if limits.calendar:
             day, month = meter.day.turned(at.day), meter.month.turned(at.month)
-            return Meter(requests, tokens, _reserved_of_day(limits, day, ask), _reserved_of_month(limits, month, ask), in_flight), None
-    return Meter(requests, tokens, meter.day, meter.month, in_flight), None
+            day, month = _reserved_of_day(limits, day, ask), _reserved_of_month(limits, month, ask)
+            return Meter(requests, tokens, meter.requests_back, meter.tokens_back, day, month, in_flight), None
+    return Meter(requests, tokens, meter.requests_back, meter.tokens_back, meter.day, meter.month, in_flight), None
 
 
-def settled(limits: Limits, meter: Meter, reserved: Ask, used: Ask, now: float, then: Moment) -> Meter:
-    """The meter after a request that was admitted at a moment: what it used in the place of what was reserved for it."""
+def settled(
+    limits: Limits, meter: Meter, reserved: Ask, used: Ask, requests_end: float, tokens_end: float, now: float, then: Moment
+) -> Meter:
+    """The meter after a request that was admitted at a moment: what it used in the place of what was reserved for it.
+
+    ``…_end``: until when what it has reserved of requests and of tokens is missing, with what was given back before.
+    """
     of_requests, of_tokens = owed(limits, reserved, used)
-    requests = _filled(meter.requests, of_requests, now) if of_requests else meter.requests
-    tokens = _filled(meter.tokens, of_tokens, now)
+    requests, requests_back, tokens, tokens_back = meter.requests, meter.requests_back, meter.tokens, meter.tokens_back
+    if of_requests:
+        requests, requests_back = _filled(requests, requests_back, of_requests, requests_end, now)
+    if of_tokens:
+        tokens, tokens_back = _filled(tokens, tokens_back, of_tokens, tokens_end, now)
     in_flight = meter.in_flight + used.slots - reserved.slots
     if not limits.calendar:
-        return Meter(requests, tokens, meter.day, meter.month, in_flight)
+        return Meter(requests, tokens, requests_back, tokens_back, meter.day, meter.month, in_flight)
     day_tokens, day_cost, month_tokens, month_cost = owed_of_calendar(limits, reserved, used)
     day, month = meter.day.plus(then.day, day_tokens, day_cost), meter.month.plus(then.month, month_tokens, month_cost)
-    return Meter(requests, tokens, day, month, in_flight)
+    return Meter(requests, tokens, requests_back, tokens_back, day, month, in_flight)
 
 
 def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
-    """What is added to the buckets of requests and tokens, in seconds, when a request is settled."""
+    """What is taken from the buckets of requests and tokens, or is to be given back to them, in seconds, when a request is settled."""
     requests, in_advance = (used.requests - reserved.requests) * limits.request_seconds, reserved.tokens * limits.token_seconds
     return requests, used.tokens * limits.token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
 
@@ -223,9 +241,14 @@ def _at_most(amount: float, limit: float | None) -> float:
     return 0 if limit is None else min(amount, limit)
 
 
-def _filled(full: float, seconds: float, now: float) -> float:
-    """When a bucket is full again from which more was taken, or to which some was given back."""
-    return (full if full > now else now) + seconds if seconds > 0 else full + seconds
+def _filled(full: float, back: float, seconds: float, end: float, now: float) -> tuple[float, float]:
+    """When a bucket is full again, and what was ever given back to it, after more was taken; or after some of what was reserved until
+    ``end`` was given back, which is no more than what time has not filled up since."""
+    if seconds > 0:
+        return (full if full > now else now) + seconds, back
+    missing = end - back - now
+    given = missing if missing < -seconds else -seconds
+    return (full - given, back + given) if given > 0 else (full, back)
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):

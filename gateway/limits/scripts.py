@@ -12,7 +12,7 @@ from hashlib import sha1
 _COMMON = """
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
-local FIELDS = {'r', 't', 'd', 'dt', 'dc', 'od', 'odt', 'odc', 'm', 'mt', 'mc', 'om', 'omt', 'omc'}
+local FIELDS = {'r', 't', 'rb', 'tb', 'd', 'dt', 'dc', 'od', 'odt', 'odc', 'm', 'mt', 'mc', 'om', 'omt', 'omc'}
 local function read(key)
   local found, meter = redis.call('HMGET', key, unpack(FIELDS)), {}
   for i, name in ipairs(FIELDS) do meter[name] = tonumber(found[i] or 0) end
@@ -21,7 +21,7 @@ end
 local function write(key, meter, seconds)
   local values = {}
   for i, name in ipairs(FIELDS) do
-    if i <= 2 or (i <= 8 and meter.d ~= 0) or (i > 8 and meter.m ~= 0) then
+    if i <= 4 or (i <= 10 and meter.d ~= 0) or (i > 10 and meter.m ~= 0) then
       values[#values + 1] = name
       values[#values + 1] = string.format('%.17g', meter[name])
     end
@@ -34,9 +34,8 @@ local function keep(meter)
   if meter.d ~= 0 then return 3 * 86400 end
   return math.ceil(math.max(meter.r - now, meter.t - now, 0)) + 120
 end
-local function fill(full, seconds)
-  if seconds > 0 then return math.max(full, now) + seconds end
-  return full + seconds
+local function take(meter, bucket, seconds)
+  if seconds > 0 then meter[bucket] = math.max(meter[bucket], now) + seconds end
 end
 local function add(meter, period, tokens, cost, p, other)
   local at = ''
@@ -128,8 +127,8 @@ end
 if who == 0 then
   for i = 1, holders do
     local a, meter = wanted[i], meters[i]
-    if a[1] > 0 then meter.r = fill(meter.r, 60 * a[8] / a[1]) end
-    if a[2] > 0 then meter.t = fill(meter.t, 60 * math.min(a[10] / a[2], 1)) end
+    if a[1] > 0 then take(meter, 'r', 60 * a[8] / a[1]) end
+    if a[2] > 0 then take(meter, 't', 60 * math.min(a[10] / a[2], 1)) end
     if a[3] > 0 then meter.dt = meter.dt + math.min(a[10], a[3]) end
     if a[4] > 0 then meter.mt = meter.mt + math.min(a[10], a[4]) end
     if a[5] > 0 then meter.dc = meter.dc + math.min(a[11], a[5]) end
@@ -141,10 +140,13 @@ if who == 0 then
     end
   end
 end
-local reply = {who, why, math.ceil(worst * 1000), day, month}
+local reply = {who, why, math.ceil(worst * 1000), day, month, math.floor(now * 1000000)}
 for i = 1, holders do
-  reply[#reply + 1] = math.ceil(math.max(meters[i].r - now, 0) * 1000)
-  reply[#reply + 1] = math.ceil(math.max(meters[i].t - now, 0) * 1000)
+  local meter = meters[i]
+  reply[#reply + 1] = math.ceil(math.max(meter.r - now, 0) * 1000)
+  reply[#reply + 1] = math.ceil(math.max(meter.t - now, 0) * 1000)
+  reply[#reply + 1] = math.floor((meter.r + meter.rb) * 1000000)
+  reply[#reply + 1] = math.floor((meter.t + meter.tb) * 1000000)
 end
 return reply
 """
@@ -154,12 +156,24 @@ SETTLE = (
     _COMMON
     + """
 -- KEYS as before. ARGV: the request's id, the day and the month in which it was admitted, then of each holder what is added:
--- seconds to the buckets of requests and of tokens, tokens and cost to the day, tokens and cost to the month.
+-- seconds to the buckets of requests and of tokens, tokens and cost to the day, tokens and cost to the month; and of what was
+-- reserved when that was, and the ends in both buckets, in microseconds.
+local function give_back(meter, bucket, seconds, at, till)
+  -- Who was admitted at a moment is missing for a minute at most; a meter that went away since has forgotten what it was given.
+  local given = math.min(seconds, at + 60 - now, till - meter[bucket .. 'b'] - now)
+  if given > 0 then
+    meter[bucket] = meter[bucket] - given
+    meter[bucket .. 'b'] = meter[bucket .. 'b'] + given
+  end
+end
 for i = 1, #KEYS / 2 do
   local a = {}
-  for j = 1, 6 do a[j] = tonumber(ARGV[3 + (i - 1) * 6 + j]) end
+  for j = 1, 9 do a[j] = tonumber(ARGV[3 + (i - 1) * 9 + j]) end
   local meter = read(KEYS[2 * i - 1])
-  meter.r, meter.t = fill(meter.r, a[1]), fill(meter.t, a[2])
+  take(meter, 'r', a[1])
+  take(meter, 't', a[2])
+  give_back(meter, 'r', -a[1], a[7] / 1000000, a[8] / 1000000)
+  give_back(meter, 't', -a[2], a[7] / 1000000, a[9] / 1000000)
   add(meter, tonumber(ARGV[2]), a[3], a[4], 'd')
   add(meter, tonumber(ARGV[3]), a[5], a[6], 'm')
   write(KEYS[2 * i - 1], meter, keep(meter))

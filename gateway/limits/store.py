@@ -13,7 +13,7 @@ import asyncio
 import logging
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import NamedTuple, cast
 
@@ -50,13 +50,23 @@ class StoreAwayError(Exception):
     """The store can't be asked."""
 
 
+class Reserved(NamedTuple):
+    """When something was reserved in a holder's buckets, and until when it is missing there, as the script counts (microseconds)."""
+
+    at: int
+    requests_end: int
+    tokens_end: int
+
+
 class Answer(NamedTuple):
-    """What the store says to a request: why not, or that it was admitted on that day in that month; and how the minute's limits stand."""
+    """What the store says to a request: why not, or that it was admitted on that day in that month; how the minute's limits stand; and,
+    by the holders' names, what the script is to be told when it is settled."""
 
     refused: tuple[Holder, Refused] | None
     day: int
     month: int
     standings: Sequence[tuple[Limits, float, float]]
+    reserved: Mapping[str, Reserved]
 
 
 class Pending:
@@ -354,19 +364,21 @@ def _settlement(identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask
         keys += _keys(holder)
         arguments += rules.owed(holder.limits, ask, used)
         arguments += rules.owed_of_calendar(holder.limits, ask, used) if holder.limits.calendar else (0, 0, 0, 0)
+        arguments += answer.reserved[holder.name]
     return keys, arguments
 
 
 def _answer(holders: Sequence[Holder], reply: Sequence[int], now: float) -> Answer:
-    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, the day, the month, and of each
-    holder the milliseconds until its buckets are full."""
-    who, why, wait, day, month, *full = reply
-    standings = [
-        (holder.limits, now + requests / 1000, now + tokens / 1000)
-        for holder, requests, tokens in zip(holders, full[::2], full[1::2], strict=True)
-    ]
+    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, the day, the month, its time, and of
+    each holder the milliseconds until its buckets are full and the ends of what was reserved in them."""
+    who, why, wait, day, month, at, *rest = reply
+    standings, reserved = [], {}
+    for holder, requests, tokens, *ends in zip(holders, rest[::4], rest[1::4], rest[2::4], rest[3::4], strict=True):
+        standings.append((holder.limits, now + requests / 1000, now + tokens / 1000))
+        reserved[holder.name] = Reserved(at, *ends)
     if not who:
-        return Answer(None, day, month, standings)
+        return Answer(None, day, month, standings, reserved)
     holder, reason = holders[who - 1], REASONS[why - 1]
     limit = getattr(holder.limits, reason)
-    return Answer((holder, Refused(reason, limit, None if reason == "concurrent" else wait / 1000)), day, month, standings)
+    refusal = holder, Refused(reason, limit, None if reason == "concurrent" else wait / 1000)
+    return Answer(refusal, day, month, standings, reserved)

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from gateway.metrics import FAMILIES, PREFIX
+from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.prometheus import prometheus
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
@@ -56,6 +58,7 @@ def _late(soon: str, everything: str) -> dict[str, str]:
 
 _M = {"model": "m"}
 _SERVER = {"model": "m", "server": "m#0"}
+_ROWS = "vllm_gateway_ledger_spool_rows"
 _UP = 'vllm_gateway_server_{}{{model="m", server="m#{}"}}'
 
 CASES = (
@@ -88,8 +91,13 @@ CASES = (
          ("m#0 is started again and again", "5 starts in 15 minutes; /status has the end of its log.")),
     Case("VllmGatewayRelayCrashLoop", {"vllm_gateway_relay_restarts_total": "0 1 2 3 4 5x60"}, "8m", "30m", {},
          ("Relay processes end unexpectedly", "5 in 15 minutes; standard error says why.")),
-    Case("VllmGatewayLedgerBehind", {"vllm_gateway_ledger_spool_rows": "0+100x40 4000x60"}, "30m", "70m", {},
-         ("The ledger falls behind", "3000 rows wait on disk for its database.")),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10"}, "30m", "90m", {},
+         ("The ledger falls behind", "At least 1000 rows have waited on disk for its database all the time.")),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10"}, "80m", "90m", {},
+         ("The ledger falls behind", "At least 4000 rows have waited on disk for its database all the time.")),
+    Case("VllmGatewayLedgerLoses", {'vllm_gateway_ledger_rows_total{outcome="dropped"}': "0x4 0+15x20 300x40", _ROWS: "4000x90"},
+         "20m", "60m", {"outcome": "dropped"},
+         ("The ledger loses rows", "225 in 15 minutes that its database will never have.")),
     Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
          ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
     Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
@@ -108,6 +116,14 @@ QUIET = {
     ),
     "clients that leave": ("VllmGatewayFailuresFast", _failing("0x60", "0+100x60")),
     "a queue that is worked off": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "300-5x60"}),
+    "rows that are on their way": ("VllmGatewayLedgerBehind", {_ROWS: "7 0 9 12 0 3 8 5x10 0 4x10 0 9x14 0 6x20"}),
+    "rows that are written, and told as lost": (
+        "VllmGatewayLedgerLoses",
+        {
+            f'vllm_gateway_ledger_rows_total{{outcome="{outcome}"}}': values
+            for outcome, values in (("written", "0+90x60"), ("dropped", "0x60"))
+        },
+    ),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
     "a key that has expired": ("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "60x60"}),
 }
@@ -168,6 +184,20 @@ def test_promtool_finds_nothing_wrong(check: str, file: str) -> None:
     assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
 
 
+def test_prometheus_reads_an_admin_port_that_asks_for_its_token(tmp_path: Path) -> None:
+    """By what the configuration has as comments."""
+    token = tmp_path / "token"
+    token.write_text("a-token-for-prometheus\n")
+    config = configuration(launched(), admin={"port": 0, "token": {"file": str(token)}})
+    with gateway(tmp_path, config) as one, prometheus(tmp_path, one, token=token) as watching:
+        wait_for(lambda: _up(watching.targets()) == {"vllm-gateway", "vllm"}, 60, why=lambda: f"{watching.targets()}")
+
+
+def _up(targets: list[dict[str, Any]]) -> set[str]:
+    """The jobs of those that answer."""
+    return {target["labels"]["job"] for target in targets if target["health"] == "up"}
+
+
 def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() -> None:
     document = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yaml").read_text())
     receivers = {receiver["name"] for receiver in document["receivers"]}
@@ -175,3 +205,9 @@ def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() ->
     assert {route["receiver"] for route in routes} == receivers
     assert ['severity="page"'] in [route.get("matchers") for route in routes]
     assert re.search(r'alertname="(\w+)"', document["inhibit_rules"][0]["source_matchers"][0])[1] in ALERTS  # type: ignore[index]
+
+
+def test_one_gateway_that_is_away_mutes_its_own_alerts_alone() -> None:
+    """Alertmanager takes a label that is missing for an empty one, so what is told of no single instance is never muted."""
+    (rule,) = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yaml").read_text())["inhibit_rules"]
+    assert {"cluster", "instance"} <= set(rule["equal"])

@@ -17,14 +17,13 @@ import pytest
 
 from gateway import keys
 from gateway.limits.store import LEASE
-from tests.faults.conftest import FULL
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import KEY, MODEL, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
 
-SECONDS = 20.0 if FULL else 3.0
+SECONDS = 20.0
 CONNECTIONS = 6
 USED = 5
 """Tokens that an answer has used, by its usage."""

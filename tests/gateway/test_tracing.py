@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
-from opentelemetry.semconv.attributes import error_attributes, http_attributes
+from opentelemetry.semconv.attributes import error_attributes, http_attributes, url_attributes
 
 from gateway.config import load
 from gateway.routes import ENDPOINTS
@@ -81,6 +81,7 @@ async def test_a_request_is_a_span(collected: Collector) -> None:
     told = plain(span.attributes)
     assert told == {
         "http.request.method": "POST", "http.route": "/v1/chat/completions", "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions", "url.scheme": "http",
         "gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "tiny", "gen_ai.request.stream": False,
         "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2, "gen_ai.usage.cache_read.input_tokens": 1,
         "gen_ai.usage.reasoning.output_tokens": 0, "vllm_gateway.request_id": reply.headers["x-request-id"],
@@ -202,14 +203,16 @@ def test_the_share_is_decided_as_the_sdks_do(trace_id: int, share: float) -> Non
 
 
 def test_the_words_are_those_of_the_conventions() -> None:
-    told = attributes(record(usage=Usage(1, 2, 3, 4), code="server_error", first_token=0.1, incomplete="upstream"))
+    told = attributes(record(usage=Usage(1, 2, 3, 4), code="server_error", first_token=0.1, incomplete="upstream"), "https")
     conventions = {
         value
-        for module in (gen_ai_attributes, http_attributes, error_attributes)
+        for module in (gen_ai_attributes, http_attributes, url_attributes, error_attributes)
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
     assert {name for name in told if not name.startswith("vllm_gateway.")} - conventions == set()
+    assert {"http.request.method", "url.path", "url.scheme"} <= set(told), "what a server span of HTTP must have"
+    assert told["url.scheme"] == "https"
     operations = {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
     assert {operation(each) for each in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")} <= operations
     assert all(operation(each) for each in ENDPOINTS)

@@ -58,13 +58,16 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, gateway: Gateway, every: str = "1s") -> Iterator[Prometheus]:
-    """Prometheus by the configuration in deploy/, with the gateway's port in it. Skips the test where there is none."""
+def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | None = None) -> Iterator[Prometheus]:
+    """Prometheus by the configuration in deploy/, with the gateway's port in it. Skips the test where there is none.
+
+    ``token``: the file with that of the admin port, where it has one.
+    """
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed (Debian: prometheus)")
     file, port = folder / "prometheus.yaml", _free_port()
-    file.write_text(yaml.safe_dump(configuration(gateway, every)))
+    file.write_text(yaml.safe_dump(configuration(gateway, every, token)))
     words = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
     with open(folder / "prometheus.log", "wb") as log:
         process = subprocess.Popen([program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -77,9 +80,11 @@ def prometheus(folder: Path, gateway: Gateway, every: str = "1s") -> Iterator[Pr
         process.wait(30)
 
 
-def configuration(gateway: Gateway, every: str) -> dict[str, Any]:
-    """deploy/prometheus/prometheus.yaml for this gateway."""
+def configuration(gateway: Gateway, every: str, token: Path | None = None) -> dict[str, Any]:
+    """deploy/prometheus/prometheus.yaml for this gateway; with a token, what is a comment there is none."""
     text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text().replace("127.0.0.1:9090", f"127.0.0.1:{gateway.admin}")
+    if token is not None:
+        text = text.replace("# authorization:", "authorization:").replace("/etc/prometheus/vllm-gateway.token", str(token))
     document: dict[str, Any] = yaml.safe_load(text)
     document["global"] = {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every}
     document["rule_files"] = [str(DEPLOY / "prometheus" / "rules.yaml")]

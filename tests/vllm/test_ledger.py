@@ -3,49 +3,102 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.support.process import wait_for
-from tests.vllm.gateway import HEADERS, Real, chat
+from tests.support.process import configuration, gateway, wait_for
+from tests.support.shaky_server import shaky_server
+from tests.vllm.gateway import HEADERS, LEDGER, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed
-from tests.vllm.test_gateway_counts import CHAT, MIXED, counts, difference, usage, wait_until_nothing_is_in_flight
+from tests.vllm.test_gateway_counts import CHAT, MIXED, difference, usage, wait_until_nothing_is_in_flight
+from tests.vllm.test_gateway_faults import option
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+
+
+def every_row(real: Real) -> list[dict[str, Any]]:
+    with closing(sqlite3.connect(real.gateway.folder / "usage.db")) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(each) for each in connection.execute("SELECT * FROM gateway_usage")]
 
 
 def rows(real: Real, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The rows of these requests, once all are there."""
 
     def found() -> dict[str, dict[str, Any]]:
-        with closing(sqlite3.connect(real.gateway.folder / "usage.db")) as connection:
-            connection.row_factory = sqlite3.Row
-            every = (dict(each) for each in connection.execute("SELECT * FROM gateway_usage"))
-            return {each["request_id"]: each for each in every if each["request_id"] in ids}
+        return {each["request_id"]: each for each in every_row(real) if each["request_id"] in ids}
 
     wait_for(lambda: len(found()) == len(ids))
     return found()
 
 
-def test_a_mixed_run_is_in_the_ledger_as_vllm_counted_it(real: Real) -> None:
-    before = counts(real)
-    with ThreadPoolExecutor(4) as pool:
-        answers = [*pool.map(lambda each: real.post(*each), 2 * MIXED), real.post(CHAT, chat("Who are you?", temperature="hot"))]
-    kept = rows(real, [answer.headers["x-request-id"] for answer in answers])
-    for answer in answers[:-1]:
+@contextmanager
+def beside_a_shaky_one(real: Real, folder: Path) -> Iterator[Real]:
+    """Another gateway, for which the real vLLM and a server that fails are one model."""
+    key = folder / "internal.key"
+    key.write_text(real.internal_key)
+    with shaky_server() as shaky:
+        door = {"url": f"unix:{option(real.keeper(), '--uds')}", "api_key": {"file": str(key)}}
+        model = {"id": MODEL, "balance": "round_robin", "servers": [door, {"url": shaky}]}
+        with gateway(folder, configuration(model) | {"ledger": LEDGER}) as beside:
+            yield Real(beside, real.folder)
+
+
+def finished(real: Real) -> tuple[float, float]:
+    """(prompt, completion) of what vLLM has brought to an end by its own count, which leaves out what was aborted."""
+    return real.count("vllm:request_prompt_tokens_sum"), real.count("vllm:request_generation_tokens_sum")
+
+
+def test_a_mixed_run_is_the_same_in_all_books(real: Real, tmp_path: Path) -> None:
+    """Streamed and not, with errors of the client's and the server's, cancels, and second attempts, all in one run."""
+    with beside_a_shaky_one(real, tmp_path) as beside:
+        before = finished(real)
+        wrong = (CHAT, chat("Who are you?", temperature="hot"))
+        with ThreadPoolExecutor(4) as pool:
+            answers = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
+        left = _leave_in_mid_answer(real, beside)
+        answers += [beside.post(*each) for each in MIXED]
+        sent = len(answers) + left
+        wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
+        kept = {each["request_id"]: each for each in every_row(beside)}
+        assert len(kept) == sent
+        assert beside.gateway.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
+        _check_ends(beside, answers, kept)
+        told = [row for row in kept.values() if row["status"] == 200]
+        ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in told)) for kind in ("prompt", "completion"))
+        assert (beside.tokens("prompt"), beside.tokens("completion")) == ledger
+        wait_for(lambda: real.count("vllm:num_requests_running") == 0)
+        wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
+
+
+def _leave_in_mid_answer(real: Real, beside: Real) -> int:
+    """Streams that their clients leave while vLLM works on them; how many were asked for."""
+    request = {"model": MODEL, **chat("Never stop.", stream=True, max_tokens=1900)}
+    with real.held() as work_until, ThreadPoolExecutor(8) as pool:
+        reading = [pool.submit(_leave_after, 5, beside.gateway.url + CHAT, request) for _ in range(8)]
+        work_until(lambda: all(each.done() for each in reading))
+        wait_for(lambda: beside.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
+        time.sleep(0.3)  # for the server to see that its connections have been closed
+    return len(reading)
+
+
+def _check_ends(beside: Real, answers: Sequence[httpx2.Response], kept: Mapping[str, Mapping[str, Any]]) -> None:
+    """Each request's row is what its client got; that of a whole answer has the usage that vLLM told in it."""
+    for answer in answers:
         row = kept[answer.headers["x-request-id"]]
-        assert (row["status"], row["incomplete"], row["estimated"]) == (200, None, 0)
-        assert (row["prompt_tokens"], row["completion_tokens"]) == usage(real.recorded(answer).said)
-    refused = kept[answers[-1].headers["x-request-id"]]
-    assert (refused["status"], refused["prompt_tokens"]) == (400, None)
-    ledger = tuple(float(sum(row[f"{kind}_tokens"] or 0 for row in kept.values())) for kind in ("prompt", "completion"))
-    wait_for(lambda: difference(before[0], counts(real)[0]) == ledger)
-    assert difference(before[1], counts(real)[1]) == ledger
+        assert (row["status"], row["incomplete"], row["estimated"]) == (answer.status_code, None, 0)
+        told = usage(beside.recorded(answer).said) if answer.status_code == 200 else (None, None)
+        assert (row["prompt_tokens"], row["completion_tokens"]) == told
+    ways = {(row["status"], row["incomplete"], row["estimated"]) for row in kept.values()}
+    assert ways == {(200, None, 0), (400, None, 0), (500, None, 0), (499, "client", 1)}
+    assert {bool(row["stream"]) for row in kept.values() if row["status"] == 200} == {True, False}
 
 
 def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:

@@ -26,12 +26,12 @@ from gateway.state import Limits
 fd, relay = map(int, sys.argv[1:3])
 meters = Meters.inherited(fd, relay)
 holder = meters.holder("key a", Limits(tokens_per_day=1000, concurrent=10))
-at, taken = Moment(0.0, 1_800_000_000.0), 0
+at, taken, ends = Moment(0.0, 1_800_000_000.0), 0, {}
 sys.stdin.readline()
-while meters.take([(holder, Ask(slots=1, tokens=1))], at) is None:
+while meters.take([(holder, Ask(slots=1, tokens=1))], at, ends) is None:
     taken += 1
-    meters.settle([(holder, Ask(slots=1, tokens=1))], Ask(tokens=1), at, 0.0)
-meters.take([(holder, Ask(slots=2))], at)
+    meters.settle([(holder, Ask(slots=1, tokens=1))], ends, Ask(tokens=1), at, 0.0)
+meters.take([(holder, Ask(slots=2))], at, ends)
 print(taken, flush=True)
 sys.stdin.readline()
 """
@@ -86,17 +86,17 @@ def test_a_process_that_dies_with_the_lock_leaves_it() -> None:
             said = process.stdout.readline()
             process.kill()
         assert said == "held\n"
-        assert meters.take([(holder, Ask(tokens=1))], Moment(monotonic(), WALL)) is None
+        assert meters.take([(holder, Ask(tokens=1))], Moment(monotonic(), WALL), {}) is None
 
 
 def test_a_name_is_a_meter() -> None:
     meters = Meters.private()
     holder = meters.holder("key a", LIMITS)
-    assert meters.take([(holder, Ask(tokens=400))], Moment(0.0, WALL)) is None
+    assert meters.take([(holder, Ask(tokens=400))], Moment(0.0, WALL), {}) is None
     again = meters.holder("key a", Limits(tokens_per_day=500))
     other = meters.holder("key b", LIMITS)
     assert again.meter == holder.meter != other.meter
-    refused = meters.take([(other, Ask(tokens=1)), (again, Ask(tokens=200))], Moment(0.0, WALL))
+    refused = meters.take([(other, Ask(tokens=1)), (again, Ask(tokens=200))], Moment(0.0, WALL), {})
     assert refused is not None and refused[0] is again
     assert meters.read(other.meter).day.tokens == 0, "from all or from none"
 
@@ -106,7 +106,8 @@ def test_settling(used: int) -> None:
     meters = Meters.private()
     holder, at = meters.holder("key a", LIMITS), Moment(0.0, WALL)
     reserved = [(holder, Ask(slots=1, tokens=400))]
-    assert meters.take(reserved, at) is None
-    meters.settle(reserved, Ask(tokens=used), at, 5.0)
+    ends: dict[int, float] = {}
+    assert meters.take(reserved, at, ends) is None
+    meters.settle(reserved, ends, Ask(tokens=used), at, 5.0)
     meter = meters.read(holder.meter)
     assert (meter.in_flight, meter.day.tokens) == (0, used)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from msgspec.structs import replace
 
+from gateway.limits.meters import Holder, Meters
 from gateway.limits.rules import QUOTAS, Ask, Meter, Moment, Refused, Standing, Window, admitted, month_of, settled, standing
 from gateway.state import Limits
 
@@ -74,9 +75,84 @@ def test_the_longest_wait_is_told() -> None:
 def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
     limits = Limits(tokens_per_minute=600)
     meter, _ = admitted(limits, Meter(), Ask(tokens=100), AT)
-    meter = settled(limits, meter, Ask(tokens=100), Ask(tokens=1200), AT.now, AT)
+    meter = settled(limits, meter, Ask(tokens=100), Ask(tokens=1200), 0, meter.tokens, AT.now, AT)
     refused = admitted(limits, meter, Ask(tokens=1), AT)[1]
     assert refused is not None and refused.wait == pytest.approx(60.1)
+
+
+@dataclass
+class Account:
+    """What is admitted by one meter, with the clock by its side, and how much in all."""
+
+    limits: Limits
+    meter: Meter = field(default_factory=Meter)
+    at: Moment = AT
+    passed: int = 0
+
+    def take(self, ask: Ask) -> tuple[float, float]:
+        """Until when it is missing."""
+        self.meter, refused = admitted(self.limits, self.meter, ask, self.at)
+        assert refused is None
+        return self.meter.requests + self.meter.requests_back, self.meter.tokens + self.meter.tokens_back
+
+    def fill(self, ask: Ask) -> None:
+        """As often as there is room."""
+        self.meter, count, _ = fill(self.limits, ask, self.at, self.meter)
+        self.passed += count
+
+    def settle(self, ask: Ask, used: Ask, ends: tuple[float, float]) -> None:
+        self.meter = settled(self.limits, self.meter, ask, used, *ends, self.at.now, AT)
+
+    def wait(self, seconds: float) -> None:
+        self.at = later(self.at, seconds)
+
+
+def test_requests_that_fail_late_make_no_room_twice() -> None:
+    """Sixty that end in an error after two minutes, while others of the same key come as fast as they may."""
+    account = Account(Limits(requests_per_minute=60))
+    failing = [account.take(REQUEST) for _ in range(60)]
+    account.wait(60)
+    account.fill(REQUEST)
+    for ends in failing:
+        account.settle(REQUEST, Ask(), ends)
+        account.wait(1)
+        account.fill(REQUEST)
+    assert account.passed <= 60 * 2
+
+
+def test_tokens_that_time_has_given_back_are_not_given_back_again() -> None:
+    account = Account(Limits(tokens_per_minute=1000))
+    ends = account.take(Ask(tokens=1000))
+    account.wait(120)
+    account.fill(Ask(tokens=10))
+    account.settle(Ask(tokens=1000), Ask(tokens=20), ends)
+    account.fill(Ask(tokens=10))
+    assert account.passed == 100
+
+
+def test_what_moved_up_is_not_given_back_as_if_it_had_not() -> None:
+    """Half a bucket each for two. The first gives its half back at once, so the second's is filled up half a minute earlier."""
+    account, half = Account(Limits(tokens_per_minute=600)), Ask(tokens=300)
+    first, second = account.take(half), account.take(half)
+    account.settle(half, Ask(), first)
+    account.wait(29)
+    account.take(half)
+    account.wait(1)
+    account.settle(half, Ask(), second)
+    account.fill(Ask(tokens=1))
+    assert account.passed <= 600 * (1 + 1 / 60) - 300
+
+
+@pytest.mark.parametrize(("after", "missing"), [(0, 31.2), (30, 1.2), (59, 0)])
+def test_what_is_still_missing_is_given_back(after: float, missing: float) -> None:
+    """Half a bucket is reserved where half a minute was missing: it is missing for a minute, and of 28.8 seconds so much is given back."""
+    account = Account(Limits(tokens_per_minute=100))
+    account.fill(Ask(tokens=50))
+    account.wait(30)
+    ends = account.take(Ask(tokens=50))
+    account.wait(after)
+    account.settle(Ask(tokens=50), Ask(tokens=2), ends)
+    assert account.meter.tokens - account.at.now == pytest.approx(missing)
 
 
 def test_standing() -> None:
@@ -98,24 +174,7 @@ def test_months() -> None:
     assert [month_of(int(day.timestamp() // 86400)) for day in days] == [2027 * 12 + number for number in range(12)]
 
 
-@dataclass
-class Request:
-    """One that was admitted. ``counted``: its tokens at the moment, reserved or used."""
-
-    reserved: Ask
-    then: Moment
-    counted: int
-
-    @property
-    def day(self) -> int:
-        return self.then.day
-
-    @property
-    def month(self) -> int:
-        return self.then.month
-
-
-LIMITS = Limits(
+KEYS = Limits(
     requests_per_minute=5,
     tokens_per_minute=100,
     tokens_per_day=400,
@@ -124,80 +183,124 @@ LIMITS = Limits(
     cost_per_month=5.0,
     concurrent=3,
 )
+TEAM = Limits(requests_per_minute=7, tokens_per_minute=150, tokens_per_day=600, concurrent=4)
+
+
+@dataclass
+class Request:
+    """One that was admitted. ``used``: its tokens, once it is over; ``counts``: as a request."""
+
+    key: str
+    relay: int
+    ask: Ask
+    then: Moment
+    ends: dict[int, float]
+    used: int | None = None
+    counts: bool = True
+    is_open: bool = True
+
+    def taken(self, limit: float) -> float:
+        """What it keeps of what it took in advance."""
+        return min(self.ask.tokens, limit) if self.used is None else min(self.ask.tokens, limit, self.used)
+
+    def counted(self, limit: float) -> float:
+        """Its tokens in a day or month."""
+        return min(self.ask.tokens, limit) if self.used is None else self.used
+
+    def beyond(self, limit: float) -> float:
+        """Tokens that it used beyond what it took in advance."""
+        return 0 if self.used is None else max(self.used - min(self.ask.tokens, limit), 0)
 
 
 class Limiting(RuleBasedStateMachine):
-    """Requests come, are settled, refunded or lost with their relay, while the wall clock goes forth and back over a turn of month."""
+    """Requests of two keys of a team come to two relays, are settled, fail or are lost with their relay, while the wall clock goes forth
+    and back over a turn of month."""
 
     requests = Bundle("requests")
 
     @initialize()
     def begin(self) -> None:
-        self.meter = Meter()
+        self.control = Meters.create("limits", 3)
+        self.relays = [self._relay(1), self._relay(2)]
+        self.team = self.control.holder("team", TEAM)
+        self.keys = {name: self.control.holder(name, KEYS) for name in "ab"}
         self.at = AT
         self.newest = AT.day
         self.all: list[Request] = []
-        self.open = 0
-        self.beyond = 0
-        """Tokens that were used beyond what was reserved."""
 
-    @rule(target=requests, tokens=st.integers(1, 250))
-    def come(self, tokens: int) -> Request | None:
-        ask = Ask(1, 1, tokens, tokens / 100)
-        meter, refused = admitted(LIMITS, self.meter, ask, self.at)
-        if refused is None:
-            self.meter = meter
-            self.open += 1
-            # More than a bucket holds is not taken in advance of that bucket, but of the day.
-            request = Request(ask, self.at, tokens)
+    def _relay(self, number: int) -> Meters:
+        return Meters.inherited(os.dup(self.control.fd), number)
+
+    def _of(self, holder: Holder) -> list[Request]:
+        return [each for each in self.all if holder is self.team or each.key == holder.name]
+
+    @rule(target=requests, key=st.sampled_from("ab"), relay=st.integers(0, 1), tokens=st.integers(1, 250))
+    def come(self, key: str, relay: int, tokens: int) -> Request | None:
+        request = Request(key, relay, Ask(1, 1, tokens, tokens / 100), self.at, {})
+        holders = self.keys[key], self.team
+        before = [self.control.read(holder.meter) for holder in holders]
+        found = self.relays[relay].take([(holder, request.ask) for holder in holders], self.at, request.ends)
+        if found is None:
             self.all.append(request)
-            self._check_admitted(request)
+            for holder in holders:
+                self._check_admitted(holder)
             return request
-        assert meter == self.meter
-        if refused.wait is not None and self.open < 3:
-            self._comes_in_after(ask, refused)
+        assert before == [self.control.read(holder.meter) for holder in holders], "from all or from none"
+        if found[1].wait is not None:
+            self._comes_in_after(key, request.ask, found[1])
         return None
 
-    def _comes_in_after(self, ask: Ask, refused: Refused) -> None:
+    def _comes_in_after(self, key: str, ask: Ask, refused: Refused) -> None:
         """Who waits as long as he is told gets in, or is told to wait for another limit, which then says the truth."""
-        at, meter, told = self.at, self.meter, refused
-        for _ in range(6):
-            assert told.wait is not None
-            at = later(at, told.wait + 1e-5)
-            _, again = admitted(LIMITS, meter, ask, at)
-            if again is None:
+        at, told, holders = self.at, (self.keys[key], refused), (self.keys[key], self.team)
+        for _ in range(8):
+            wait = told[1].wait
+            assert wait is not None
+            at = later(at, wait + 1e-5)
+            answers = [(each, admitted(each.limits, self.control.read(each.meter), ask, at)[1]) for each in holders]
+            again = [(each, why) for each, why in answers if why is not None]
+            if not again or any(why.wait is None for _, why in again):
                 return
             # A day or month that the clock had been in before it was set back may be used up too.
-            assert again.reason != told.reason or (again.reason in QUOTAS and at.day <= self.newest)
-            told = again
+            assert (again[0][0], again[0][1].reason) != (told[0], told[1].reason) or (
+                again[0][1].reason in QUOTAS and at.day <= self.newest
+            )
+            told = again[0]
         raise AssertionError(f"{refused} was not the truth")
 
-    def _check_admitted(self, request: Request) -> None:
-        of_day = sum(each.counted for each in self.all if each.day == request.day)
-        of_month = sum(each.counted for each in self.all if each.month == request.month)
-        assert of_day <= LIMITS.tokens_per_day + self.beyond  # type: ignore[operator]
-        assert of_month <= LIMITS.tokens_per_month + self.beyond  # type: ignore[operator]
-        assert self.open <= LIMITS.concurrent  # type: ignore[operator]
-        passed = sum(min(each.counted, 100) for each in self.all)
-        assert passed <= 100 * (1 + (self.at.now - AT.now) / 60) + self.beyond + 1e-6
-        assert len(self.all) <= 5 * (1 + (self.at.now - AT.now) / 60) + 1e-6
+    def _check_admitted(self, holder: Holder) -> None:
+        limits, mine = holder.limits, self._of(holder)
+        assert limits.tokens_per_minute and limits.requests_per_minute and limits.tokens_per_day and limits.concurrent
+        assert sum(each.is_open for each in mine) <= limits.concurrent
+        for limit, period in ((limits.tokens_per_day, "day"), (limits.tokens_per_month, "month")):
+            now = getattr(self.at, period)
+            counted = [each for each in mine if getattr(each.then, period) == now]
+            assert limit is None or sum(each.counted(limit) for each in counted) <= limit + sum(each.beyond(limit) for each in counted)
+        requests, tokens = 0.0, 0.0
+        for each in reversed(mine):  # the window that begins with it
+            requests, tokens = requests + each.counts, tokens + each.taken(limits.tokens_per_minute)
+            minutes = 1 + (self.at.now - each.then.now) / 60
+            assert requests <= limits.requests_per_minute * minutes + 1e-4
+            assert tokens <= limits.tokens_per_minute * minutes + 1e-4
 
-    @rule(request=consumes(requests), share=st.sampled_from([0.0, 0.5, 1.0]), more=st.sampled_from([0, 0, 0, 40]))
-    def end(self, request: Request | None, share: float, more: int) -> None:
-        if request is None:
+    @rule(request=consumes(requests), share=st.sampled_from([None, None, 0.0, 0.5, 1.0]), more=st.sampled_from([0, 0, 0, 40]))
+    def end(self, request: Request | None, share: float | None, more: int) -> None:
+        """``share``: of what it has reserved; None: it failed."""
+        if request is None or not request.is_open:
             return
-        used = int(request.reserved.tokens * share) + more
-        self.beyond += max(used - min(request.counted, 100), 0)
-        self.meter = settled(LIMITS, self.meter, request.reserved, Ask(1, 0, used, used / 100), self.at.now, request.then)
-        request.counted = used
-        self.open -= 1
+        request.is_open, request.counts = False, share is not None
+        request.used = 0 if share is None else int(request.ask.tokens * share) + more
+        used = Ask(int(request.counts), 0, request.used, request.used / 100)
+        reserved = [(holder, request.ask) for holder in (self.keys[request.key], self.team)]
+        self.relays[request.relay].settle(reserved, request.ends, used, request.then, self.at.now)
 
-    @rule(request=consumes(requests))
-    def crash(self, request: Request | None) -> None:
-        """Its relay dies: its place is free again, what it had reserved stays counted."""
-        if request is not None:
-            self.meter = replace(self.meter, in_flight=self.meter.in_flight - 1)
-            self.open -= 1
+    @rule(relay=st.integers(0, 1))
+    def crash(self, relay: int) -> None:
+        """A relay dies: the places of its requests are free again, what they had reserved stays counted."""
+        self.relays[relay].close()
+        self.relays[relay] = self._relay(relay + 1)
+        for each in self.all:
+            each.is_open = each.is_open and each.relay != relay
 
     @rule(seconds=st.floats(0.001, 90))
     def wait(self, seconds: float) -> None:
@@ -214,20 +317,27 @@ class Limiting(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert self.meter.in_flight == self.open
-        for period, tokens in ((self.meter.day.period, self.meter.day.tokens), (self.meter.day.other, self.meter.day.other_tokens)):
-            if period:
-                assert tokens == sum(min(each.counted, 400) if each.counted == each.reserved.tokens else each.counted
-                                     for each in self.all if each.day == period)  # fmt: skip
+        for holder in (*self.keys.values(), self.team):
+            meter, limit = self.control.read(holder.meter), holder.limits.tokens_per_day
+            assert limit is not None
+            assert meter.in_flight == sum(each.is_open for each in self._of(holder))
+            for period, tokens in ((meter.day.period, meter.day.tokens), (meter.day.other, meter.day.other_tokens)):
+                assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
 
     def teardown(self) -> None:
         """A while later all of a minute's limits are there again."""
-        if not hasattr(self, "meter"):
+        if not hasattr(self, "control"):
             return
-        debt = max(self.meter.tokens, self.meter.requests) - self.at.now
-        fresh = Limits(requests_per_minute=5, tokens_per_minute=100, concurrent=self.open + 5)
-        assert debt <= 60 * (1 + self.beyond / 100) + 1e-6
-        assert fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001), self.meter)[1] == 5
+        for holder in (*self.keys.values(), self.team):
+            meter, limits = self.control.read(holder.meter), holder.limits
+            assert limits.tokens_per_minute and limits.requests_per_minute
+            debt = max(meter.tokens, meter.requests) - self.at.now
+            beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))
+            assert debt <= 60 * (1 + beyond / limits.tokens_per_minute) + 1e-6
+            fresh = Limits(requests_per_minute=limits.requests_per_minute, concurrent=100)
+            assert fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001), meter)[1] == limits.requests_per_minute
+        for meters in (*self.relays, self.control):
+            meters.close()
 
 
 Limiting.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gateway.limits import scripts
 from gateway.limits.meters import Holder, Meters
 from gateway.limits.rules import Ask, Moment, month_of
-from gateway.limits.store import PATIENCE, Store, StoreAwayError
+from gateway.limits.store import PATIENCE, Reserved, Store, StoreAwayError
 from gateway.state import Allowance, Limits, LimitsStore
 from tests.faults.chaos import Weather, chaos
 from tests.support.ports import refusing
@@ -93,17 +93,37 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
             if kind == "come":
                 at, identity = Moment(monotonic(), time()), str(number)
                 wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
-                expected, answer = meters.take(wanted, at), await store.admit(identity, wanted)
+                ends: dict[int, float] = {}
+                expected, answer = meters.take(wanted, at, ends), await store.admit(identity, wanted)
                 assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
                 if answer.refused is None:
-                    running.append((identity, wanted, at, answer))
+                    running.append((identity, wanted, at, ends, answer))
                 elif expected is not None and expected[1].wait is not None:
                     assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
             elif running:
-                identity, wanted, at, answer = running.pop(amount % len(running))
+                identity, wanted, at, ends, answer = running.pop(amount % len(running))
                 used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
-                meters.settle(wanted, used, at, monotonic())
+                meters.settle(wanted, ends, used, at, monotonic())
                 store.settle(identity, wanted, used, answer)
+
+
+@pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
+async def test_what_time_has_given_back_is_not_given_back_again(server: RedisServer, forgotten: int) -> None:
+    """Reserved a minute and a half ago: time has filled it up, whoever else has come. Reserved now: it is given back."""
+    wanted = [(Holder("key a", Limits(requests_per_minute=60, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            long_ago, now = [await store.admit(name, wanted) for name in ("r1", "r2")]
+            at, *ends = long_ago.reserved["key a"]
+            aged = Reserved(at - 90_000_000, *(end + (forgotten - 90) * 1_000_000 for end in ends))
+            before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
+            store.settle("r1", wanted, Ask(), long_ago._replace(reserved={"key a": aged}))
+            assert (await store.admit("r3", [(wanted[0][0], Ask())])).refused is None
+            assert [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")] == before
+            store.settle("r2", wanted, Ask(), now)
+            assert (await store.admit("r4", [(wanted[0][0], Ask())])).refused is None
+            found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
+            assert found == pytest.approx([before[0] - 1, before[1] - 24, 1, 24], abs=1e-3)
 
 
 def test_the_stores_calendar(server: RedisServer) -> None:

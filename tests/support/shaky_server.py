@@ -1,0 +1,48 @@
+"""A server that looks well and is of no use: it is healthy, and answers no request as it should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.support.http_server import threaded
+
+
+class Shaky(BaseHTTPRequestHandler):
+    """The first request of a connection is an error of the server's; at the next one it closes, as if it had been idle for too long."""
+
+    protocol_version = "HTTP/1.1"
+    failed = False
+
+    def do_GET(self) -> None:
+        self._answer(200, {"object": "list", "data": []})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.failed:
+            self.close_connection = True
+            return
+        self.failed = True
+        self._answer(500, {"error": {"message": "It failed.", "type": "InternalServerError", "param": None, "code": 500}})
+
+    def _answer(self, status: int, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def shaky_server() -> Iterator[str]:
+    """Its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Shaky)
+    with threaded(server):
+        yield f"http://127.0.0.1:{server.server_port}"
