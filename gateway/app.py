@@ -219,13 +219,13 @@ class Relay:
         headers = self.cors.headers(origin.decode("latin-1"))
         return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
 
-    def knows(self, call: Call) -> bool:
-        """Whether a request that waits for its turn has a key that is good now."""
+    def unknown(self, call: Call) -> Refusal | None:
+        """Why a request that waits for its turn would be refused for its key now; None when it would not."""
         try:
             authenticate(call, self.keyring)
-        except Refusal:
-            return False
-        return True
+        except Refusal as refusal:
+            return refusal
+        return None
 
     def serve(self, call: Call) -> Coroutine[Any, Any, None]:
         """The story of a request of the data port."""

@@ -150,7 +150,7 @@ class Call(msgspec.Struct, eq=False):
         self._asked = True
         if self._length > self.allowance and not self._streamed and not self.over and not self._make_room(self._length):
             self.refuse_body(_no_memory())
-        elif not self.over and self.headers.get(b"expect", b"").lower() == b"100-continue":
+        elif not self.over and not self.http10 and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self.edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     @property

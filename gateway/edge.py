@@ -84,8 +84,8 @@ class Door(Protocol):
     def serve(self, call: Call) -> Coroutine[Any, Any, None]:
         """The story of a request."""
 
-    def knows(self, call: Call) -> bool:
-        """Whether the request has a key that is good now."""
+    def unknown(self, call: Call) -> Refusal | None:
+        """Why the request would be refused for its key now; None when it would not."""
 
     def cors_lines(self, origin: bytes) -> bytes:
         """The headers for a page of an origin."""
@@ -250,9 +250,9 @@ class EdgeProtocol(HttpToolsProtocol):
             self._start(call)
 
     def _let_wait(self, call: Call) -> None:
-        """It was sent ahead: its key is looked at in its turn, but for one that has none no body is kept until then."""
-        if not self.door.knows(call):
-            call.over = True
+        """It was sent ahead. Without a good key no body of it is kept, so in its turn it is refused, whatever has become of the key."""
+        if (unknown := self.door.unknown(call)) is not None:
+            call.refuse_body(unknown)
         self.pipeline.appendleft((call, self.app))
 
     def _look_at_host(self, headers: Mapping[bytes, bytes], http10: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -14,7 +15,7 @@ from gateway import edge
 from gateway.edge import MAX_PIPELINED, EdgeProtocol, is_host
 from gateway.errors import Refusal
 from gateway.patience import KEEP_ALIVE
-from tests.support.running import KEY, Served, model, serving, until
+from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, ask, chat, client, request
 
@@ -246,6 +247,35 @@ async def test_expect_continue() -> None:
         one.send(head.replace(KEY.encode(), b"sk-wrong") + b"\r\n\r\n")
         reply = await one.reply()
         assert reply.status == 401 and reply.headers["connection"] == "close", "the body is not asked for"
+
+
+async def test_an_older_client_gets_no_continue() -> None:
+    """HTTP/1.0 does not know it (RFC 9110, section 10.1.1)."""
+    whole = request(chat(user="e"), extra=("expect: 100-continue",)).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, body = whole.partition(b"\r\n\r\n")
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(head + b"\r\n\r\n")
+        await until(lambda: served.relay.started == 1)
+        one.send(body)
+        assert await user(one) == "e"
+
+
+async def test_a_key_that_is_new_when_the_turn_of_a_waiting_request_comes() -> None:
+    """Its body was not kept; it is not told that it was too large."""
+    turn = asyncio.Event()
+
+    async def slow(talk: Conversation) -> None:
+        await turn.wait()
+        await talk.respond(COMPLETION)
+
+    async with scripted(slow) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() + request(token="sk-new"))
+        await until(lambda: bool(only(served).pipeline))
+        served.relay.take(replace(served.relay.state, generation=2, keys=(key(), key("b", "sk-new"))))
+        turn.set()
+        assert (await one.reply()).status == 200
+        reply = await one.reply()
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 500])

@@ -49,6 +49,11 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self._closing
 
+    def pause_reading(self) -> None:
+        """What comes is given to the protocol all the same."""
+
+    resume_reading = pause_reading
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """It is read by calling the protocol."""
 
