@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,6 +21,8 @@ from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 if TYPE_CHECKING:
     from gateway.config import Config, Key
     from gateway.key_list import LastUse
+    from gateway.keybook import Keybook
+    from gateway.keys_import import Found
 
 _DEFAULT = Path("gateway.yaml")
 _ONCE = "This key is not stored and not shown again: keep it now."
@@ -169,34 +171,46 @@ def take_over(
 
     Clients keep their keys. Those that are in the configuration already are left out.
     """
+    from gateway import keys_import
     from gateway.config.source import reason
-    from gateway.keys_import import BadLineError, entries
 
     try:
-        found = entries(file.read_bytes().decode("utf-8-sig"))
+        found = keys_import.found(file.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         return say_error(f"{file} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
-    except BadLineError as error:
+    except keys_import.BadLineError as error:
         return say_error(f"{file}: {error}", FAILED)
 
     def act() -> None:
         book = _keybook(config)
-        fresh = _fresh(found, book.hashes)
-        for number, entry in enumerate(fresh):
-            if wrong := _wrong(entry):
-                raise _refusal(f"{file}: key {number + 1}, {wrong}")
-        known = len(found) - len(fresh)
-        place = book.add(fresh) if fresh else config
-        also = f"; {known} {'was' if known == 1 else 'were'} known already" if known else ""
-        typer.echo(f"{len(fresh)} {'key' if len(fresh) == 1 else 'keys'} added to {place}{also}")
+        try:
+            listed = keys_import.sorted_out(keys_import.in_teams(found, book.teams), book.hashes, book.ids)
+        except keys_import.BadLineError as error:
+            raise _refusal(f"{file}: {error}") from error
+        place = _add_all(book, listed.fresh, file) if listed.fresh else config
+        for words in (*listed.again, *(f"{one.place}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+            say_error(f"{file}: {words}", 0)
+        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
+        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
 
     return _written(act)
 
 
-def _fresh(found: Iterable[dict[str, Any]], known: Iterable[str]) -> list[dict[str, Any]]:
-    """Each hash once, without those that are known."""
-    by_hash = {entry["hash"]: entry for entry in found}
-    return [entry for digest, entry in by_hash.items() if digest not in known]
+def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
+    """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
+    from gateway.keybook import SpoiltError
+
+    for one in fresh:
+        if wrong := _wrong(one.entry):
+            raise _refusal(f"{file}: {one.place}, {wrong}")
+    try:
+        return book.add([one.entry for one in fresh])
+    except SpoiltError as error:
+        for problem in error.problems:
+            if of_one := book.added(problem):
+                number, path = of_one
+                raise _refusal(f"{file}: {fresh[number].place}, {path}: {problem.message}") from error
+        raise
 
 
 def hash_of_key() -> int:
@@ -268,7 +282,7 @@ def _refuse(message: str) -> NoReturn:
 # What is written
 
 
-def _keybook(config: Path) -> Any:
+def _keybook(config: Path) -> Keybook:
     from gateway.keybook import Keybook
 
     return Keybook(config)
@@ -298,7 +312,7 @@ def _show_new(key: str, words: str) -> None:
     typer.echo(f"{words}\n{_ONCE}", err=True)
 
 
-def _wrong(entry: dict[str, Any]) -> str | None:
+def _wrong(entry: Mapping[str, Any]) -> str | None:
     """What is wrong with an entry, as ``name: message``."""
     from pydantic import ValidationError
 
