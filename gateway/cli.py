@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from gateway import __version__
-from gateway.keys_commands import COMMANDS as KEYS_COMMANDS
+from gateway import __version__, keys_commands
 from gateway.terminal import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
     try:
-        outcome = _application()(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
+        outcome = _application(of_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
         return say_error(error.format_message(), error.exit_code)
@@ -72,7 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
-def _application() -> typer.Typer:
+def _application(*, of_keys: bool) -> typer.Typer:
+    """The commands; those ``of_keys``, which take their options from the configuration's settings, where they are asked for."""
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -84,7 +84,7 @@ def _application() -> typer.Typer:
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
     keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
-    for name, command in KEYS_COMMANDS.items():
+    for name, command in keys_commands.commands().items() if of_keys else ():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
     return app
@@ -149,7 +149,7 @@ def check(file: ConfigFile) -> int:
 
     Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
     Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
-    GPUs, files. Exits with 2 when there are problems.
+    GPUs, files. Notes are also on keys that have ended and on costs that nothing bounds. Exits with 2 when there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
 
@@ -167,10 +167,11 @@ def check(file: ConfigFile) -> int:
 
 
 def _preflight(file: Path) -> list[Problem]:
-    """What the launches of a configuration would fail on here."""
+    """What the launches of a configuration would fail on here, and what deserves a look."""
     import functools
+    from datetime import UTC, datetime
 
-    from gateway import preflight
+    from gateway import notes, preflight
     from gateway.config import drafted
     from upstream import gpus, installed_vllm, vllm_names
     from upstream.vllm import inherited
@@ -184,7 +185,7 @@ def _preflight(file: Path) -> list[Problem]:
         return installed_vllm.names(command, environ, lambda words: typer.echo(words, err=True)) or vllm_names.built_in()
 
     machine = preflight.Machine(names, gpus.count(environ), Path(os.path.abspath(file)).parent)
-    return list(preflight.problems(draft, machine))
+    return [*preflight.problems(draft, machine), *notes.notes(draft, datetime.now(UTC))]
 
 
 def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:

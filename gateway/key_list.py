@@ -67,4 +67,4 @@ def state(key: Key, now: datetime) -> str:
 
 def instant(moment: datetime) -> str:
     """In UTC, to the second."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -6,6 +6,8 @@ configuration's files is ``keybook``'s to do, and a gateway that runs with them 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
@@ -19,6 +21,8 @@ import typer
 from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from gateway.config import Config, Key
     from gateway.key_list import LastUse
     from gateway.keybook import Keybook
@@ -31,7 +35,6 @@ WrittenConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
 ]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="A limit of the key.", show_default=False)]
 
 
 def new(
@@ -42,12 +45,10 @@ def new(
     models: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
     ] = None,
-    requests_per_minute: Limit = None,
-    tokens_per_minute: Limit = None,
-    tokens_per_day: Limit = None,
-    concurrent: Limit = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+    **limits: float | None,
 ) -> int:
     """Make a key.
 
@@ -56,16 +57,13 @@ def new(
     from gateway import keys
     from gateway.yaml_edit import stanza
 
-    limits = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day,
-        "concurrent": concurrent,
-    }
-    given = {"models": models, "expires": expires, "limits": {name: value for name, value in limits.items() if value is not None}}
-    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value}
+    limited = {name: value for name, value in limits.items() if value is not None}
+    given = {"models": models or None, "expires": expires, "limits": limited or None, "team": team}
+    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value is not None}
     if wrong := _wrong(entry):
         return say_error(f"--{wrong}", BAD_USAGE)
+    if _principal(entry).expired(datetime.now(UTC)):
+        return say_error("--expires: that is in the past, so the key would never be good", BAD_USAGE)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
     if not write and config is None:
@@ -88,19 +86,20 @@ def rotate(
     from gateway.config.quantities import parse_duration
     from gateway.key_list import instant
 
+    now = datetime.now(UTC)
     try:
-        seconds = parse_duration(overlap)
+        end = now + timedelta(seconds=parse_duration(overlap))
     except ValueError as error:
         return say_error(f"--overlap: {error}", BAD_USAGE)
+    except OverflowError:
+        return say_error("--overlap: that is beyond the year 9999", BAD_USAGE)
     key = keys.mint(id)
 
     def act() -> None:
         book = _keybook(config)
         entry = _principal(book.entry(id).value)
-        now = datetime.now(UTC)
         if entry.revoked or entry.expired(now):
             raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
-        end = now + timedelta(seconds=seconds)
         kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
         good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
         file = book.change(id, "hash", [*good, keys.hash_of(key)])
@@ -361,12 +360,36 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
 
 _COLOURS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "new": new,
-    "rotate": rotate,
-    "revoke": revoke,
-    "list": show,
-    "import": take_over,
-    "hash": hash_of_key,
-    "verify": verify,
-}
+
+def commands() -> dict[str, Callable[..., int]]:
+    """By name."""
+    return {
+        "new": _with_limits(new),
+        "rotate": rotate,
+        "revoke": revoke,
+        "list": show,
+        "import": take_over,
+        "hash": hash_of_key,
+        "verify": verify,
+    }
+
+
+def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
+    """The command, with an option for each limit that a key can have in the place of ``**limits``."""
+    from gateway.config import Limits
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        return command(**given)
+
+    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # that one is no amount
+    signature = inspect.signature(command, eval_str=True)
+    plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
+    return run
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind = float if name.startswith("cost_") else int
+    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

@@ -45,7 +45,8 @@ def appended(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) -> str
         return _spliced(text, [_Splice(at := _line_end(text, node.end_mark.index), at, _lines(entries, 2))])
     if node is not None or len(path) != 1:
         raise UneditableError("there is no list to add to")
-    return f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}{path[0]}:{_lines(entries, 2)}\n"
+    begun = "" if text.endswith("\n") or not text else "\n"
+    return _spliced(text, [_Splice(len(text), len(text), f"{begun}{path[0]}:{_lines(entries, 2)}\n")])
 
 
 def with_member(text: str, path: Path, name: str, value: Any) -> str:
@@ -112,13 +113,21 @@ def _line_end(text: str, at: int) -> int:
     if at and text[at - 1] == "\n":
         at -= 1
     found = text.find("\n", at)
-    return len(text) if found < 0 else found
+    if found < 0:
+        return len(text)
+    return found - 1 if text[found - 1 : found] == "\r" else found
 
 
 def _spliced(text: str, splices: Sequence[_Splice]) -> str:
+    end = _line_break(text)
     for splice in sorted(splices, key=lambda splice: splice.start, reverse=True):
-        text = text[: splice.start] + splice.text + text[splice.end :]
+        text = text[: splice.start] + splice.text.replace("\n", end) + text[splice.end :]
     return text
+
+
+def _line_break(text: str) -> str:
+    """What the text's first line ends with."""
+    return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
 
 
 # What is put there

@@ -48,9 +48,12 @@ def load(
 
 
 def drafted(path: str | os.PathLike[str]) -> Draft | None:
-    """The configuration at ``path`` as it is written, to be judged further; None where it cannot be read as a whole."""
+    """The configuration at ``path`` as it is written, its keys_file with it, to be judged further; None where it cannot be read as a
+    whole."""
     source = read(path)
-    return Draft(source) if source.whole and isinstance(source.value, dict) else None
+    if not source.whole or not isinstance(source.value, dict):
+        return None
+    return Draft(source, _read_keys_file(source, Surroundings({}, Path(os.path.abspath(path)).parent, []), {}))
 
 
 def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:

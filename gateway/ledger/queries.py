@@ -28,6 +28,7 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _NANO = 1_000_000_000
+_HALF = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
         func.count(USAGE.c.incomplete),
         func.sum(cast(USAGE.c.estimated, Integer)),
         *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
-        func.sum(USAGE.c.cost_nano),
+        func.sum(USAGE.c.cost_nano // _HALF),  # in two parts: a sum of whole numbers ends at 64 bits in SQLite
+        func.sum(USAGE.c.cost_nano % _HALF),
     )
 
 
@@ -146,8 +148,9 @@ def _text(value: object) -> str | None:
 
 
 def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> Sum:
-    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in totals[:-1])
-    cost = None if totals[-1] is None else int(totals[-1]) / _NANO
+    *counts, high, low = totals
+    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in counts)
+    cost = None if high is None else (int(high) * _HALF + int(low)) / _NANO
     return Sum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
 
 
@@ -160,7 +163,7 @@ def ask(settings: conf.Ledger, beside: Path, words: Mapping[str, str]) -> Answer
     """Ask the ledger of a configuration in the folder ``beside``. Raises QuestionError and AwayError."""
     asked, url = question(words, datetime.now(UTC)), database(settings.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        return Answer(asked, ())  # asking would make the file
+        raise AwayError(f"there is no file {url.database}; the gateway makes it with its first row")  # asking would make it
     way = engine(url)
     try:
         return answer(way, asked)

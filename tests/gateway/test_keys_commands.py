@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gateway.auth import Keyring
-from gateway.config import Config, load
+from gateway.config import Config, Limits, load
 from gateway.errors import Refusal
 from gateway.keys import hash_of, mint, well_formed
 from gateway.plan import Knowledge, state
@@ -83,6 +83,18 @@ def test_a_new_key_is_written_where_it_is_wanted(folder: Path) -> None:
     assert secret(gateway("keys", "new", "--id", "team-c", "--config", "gateway.yaml", folder=folder))
 
 
+def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
+    names = [name for name in Limits.model_fields if name != "models"]
+    given = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
+    (folder / "gateway.yaml").write_text(FILE.replace("launch: {}", "launch: {}, price: {prompt: 1}") + "teams: [{id: research}]\n")
+    secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
+    made = load(folder / "gateway.yaml").keys[-1]
+    assert made.limits is not None and made.team == "research"
+    assert made.limits.model_dump(exclude={"models"}) == dict.fromkeys(names, 7)
+    shown = gateway("keys", "new", "--help", folder=folder).out
+    assert "--cost-per-month N" in shown and "cost in a month of UTC" in " ".join(shown.split())
+
+
 def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text("models: [{id: m, launch: {}}]\nkeys_file: more/keys.yaml\n")
     (tmp_path / "more").mkdir()
@@ -143,6 +155,12 @@ def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) 
         (["new", "--id", "team-a", "--write"], 2, "gateway.yaml: keys[3].id: this key id is already on line 7"),
         (["new", "--id", "b", "--models", "nothing", "--write"], 2, "gateway.yaml: keys[3].models[0]: matches no model"),
         (["new", "--id", "b", "--concurrent", "0"], 2, "vllm-gateway: --concurrent: expected 1 or more, found 0"),
+        (["new", "--id", "b", "--cost-per-day", "-1"], 2, "vllm-gateway: --cost-per-day: expected more than 0.0, found -1.0"),
+        (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
+        (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
+        (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: that is in the past, so the key would never be"),
+        (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: names no team"),
+        (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: that is beyond the year 9999"),
         (["revoke", "team-a", "--config", "other.yaml"], 1, "vllm-gateway: other.yaml cannot be read: No such file or directory"),
         (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
     ],
