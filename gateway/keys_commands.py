@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from gateway.asking import AdminUrl, TokenFile, Where, asked
 from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 
 if TYPE_CHECKING:
@@ -131,23 +132,33 @@ def revoke(id: Identity, config: WrittenConfig = _DEFAULT) -> int:
 def show(
     config: WrittenConfig = _DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
-    """Show whose keys there are, what they may use, and which end soon."""
+    """Show whose keys there are, what they may use, and which end soon.
+
+    The configuration and the ledger are asked, whether the gateway runs or not; with --admin, a gateway elsewhere.
+    """
     from gateway.config import ConfigurationError, load
     from gateway.key_list import shown_keys
 
+    if admin is not None or token_file is not None:
+        return asked(Where(config, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
     try:
         known = load(config)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
-    listed = shown_keys(known, _last_use(known, config), datetime.now(UTC))
+    _print_listed(shown_keys(known, _last_use(known, config), datetime.now(UTC)), as_json)
+    return 0
+
+
+def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(listed["keys"], indent=2))
     else:
         _print_table(listed["keys"])
         if listed["last_use_unknown"]:
             typer.echo(f"the last use is not known: {listed['last_use_unknown']}", err=True)
-    return 0
 
 
 def _last_use(known: Config, file: Path) -> LastUse:

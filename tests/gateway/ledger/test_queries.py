@@ -106,6 +106,14 @@ def test_one_key_or_model_may_be_looked_at_alone(store: Store) -> None:
     assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
                                                             ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
     assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
+    assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 0.00002)}
+
+
+def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
+    store.write([row(11, key="s_aff/alice"), row(12, key="s_aff/bob", team="t"), row(13, key="sxaff/eve"), row(14, key="s_affx")])
+    assert set(told(asked(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
+    assert set(told(asked(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
+    assert set(told(asked(store, by="key", key="s_aff/alice"))) == {("s_aff/alice",)}
 
 
 @pytest.mark.parametrize(
