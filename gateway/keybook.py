@@ -140,21 +140,21 @@ class Keybook:
             text = edit(page.text)
         except UneditableError as error:
             raise KeybookError(f"{page.file} is not written in a form that can be edited ({error}); {by_hand}") from error
-        made = parse(text, str(page.file))
+        made = parse(text, str(page.file) if page is self._pages[0] else os.path.abspath(page.file))
         if not made.whole or made.value != expected:
             raise KeybookError(f"{page.file} is not written in a form that can be edited; {by_hand}")
-        self._check(page, text)
+        self._check(page, made)
         _put(page, text)
 
-    def _check(self, page: _Page, text: str) -> None:
+    def _check(self, page: _Page, made: Source) -> None:
         """Raises SpoiltError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
-        place = Path(os.path.abspath(page.file))
-        before = {(each.file, each.path, each.message) for each in self._problems({})}
-        new = [each for each in self._problems({place: text}) if (each.file, each.path, each.message) not in before]
+        after = self._problems({Path(os.path.abspath(page.file)): made})
+        before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
+        new = [each for each in after if (each.file, each.path, each.message) not in before]
         if new:
             raise SpoiltError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
 
-    def _problems(self, instead: Mapping[Path, str]) -> tuple[Problem, ...]:
+    def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
         try:
             load(self._file, self._environ, instead)
         except ConfigurationError as error:

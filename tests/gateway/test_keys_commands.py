@@ -103,6 +103,11 @@ def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) ->
     assert (tmp_path / "more" / "keys.yaml").read_text().startswith(f'# ours\n- {{id: a, hash: {hash_of("a")}}}\n- id: "b"\n')
     assert answer(load(tmp_path / "gateway.yaml"), key) == "b"
     assert gateway("keys", "revoke", "a", folder=tmp_path) == Ran(0, "a is revoked in more/keys.yaml\n", "")
+    text = (tmp_path / "more" / "keys.yaml").read_text() + "- {id: c, hash: none}\n"
+    (tmp_path / "more" / "keys.yaml").write_text(text)
+    assert gateway("keys", "revoke", "b", folder=tmp_path).code == 0, "what was wrong before is no reason to refuse"
+    ran = gateway("keys", "new", "--id", "c", "--write", folder=tmp_path)
+    assert ran == Ran(2, "", f"{tmp_path}/more/keys.yaml: keys[3].id: this key id is already on line 6\n")
 
 
 def test_a_rotated_key_overlaps_with_the_former_one(folder: Path) -> None:

@@ -109,6 +109,13 @@ def test_lines_end_as_the_others_of_the_file_do(before: str) -> None:
     assert appended(before, ("keys",), [ENTRY, {"id": "c"}]) == added.replace("\r\n", "\n")
 
 
+def test_positions_are_of_characters() -> None:
+    text = f"\ufeff# é€😀\nkeys:\n  - {{id: 'é€😀', hash: {H1}}}   # 😀 ist da\n"
+    assert with_member(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
+    assert with_member(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
+    assert appended(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
+
+
 def test_the_stanza_is_for_pasting() -> None:
     assert stanza(ENTRY, 0) == WRITTEN.replace('{"requests_per_minute": 6}', "{requests_per_minute: 6}")
 
