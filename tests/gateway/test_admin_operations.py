@@ -152,9 +152,9 @@ def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gatewa
     for words in (("keys", "list"), ("keys", "list", "--json")):
         shown, local = typed(*words, *there), typed(*words, *here)
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, local.stdout, "") and "unused" in shown.stdout
-    for words in (("keys", "list"), ("usage",)):
-        assert typed(*words, *there[2:]).returncode == 2, "a token for nobody"
-        assert "the admin port asks for its token" in typed(*words, *there[:2]).stderr
+    for command in (["keys", "list"], ["usage"]):
+        assert typed(*command, *there[2:]).returncode == 2, "a token for nobody"
+        assert "the admin port asks for its token" in typed(*command, *there[:2]).stderr
     assert typed("usage", "--by", "colour", *there).returncode == 2
 
 
