@@ -5,7 +5,7 @@ The rule: what can go wrong is one sentence for the operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ class AdminClient:
         """What /status shows."""
         return self._answer("GET", "/status")
 
+    def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
+        """What /usage answers to a question. Raises RefusedError."""
+        return self._answer("GET", "/usage", words)
+
+    def keys(self) -> dict[str, Any]:
+        """What /keys shows."""
+        return self._answer("GET", "/keys")
+
     def operate(self, operation: str, model: str) -> dict[str, Any]:
         """Have something done to a model; returns the model's entry in the status. Raises RefusedError."""
         return self._answer("POST", f"/models/{quote(model)}/{operation}")
@@ -46,9 +54,9 @@ class AdminClient:
         """Have the gateway stop as at a SIGTERM. Raises RefusedError."""
         return self._answer("POST", "/drain")
 
-    def _answer(self, method: str, path: str) -> dict[str, Any]:
+    def _answer(self, method: str, path: str, words: Mapping[str, str] | None = None) -> dict[str, Any]:
         try:
-            answer = self._client.request(method, path)
+            answer = self._client.request(method, path, params=words)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
         document = _document(answer)

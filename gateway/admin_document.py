@@ -79,7 +79,7 @@ ROUTES = (
         "What the ledger answers to a question; `vllm-gateway usage --help` explains its words.",
         {200: "the rows", 400: "no such question", 404: "no ledger is configured", 503: "the ledger's database does not answer"},
         (JSON,),
-        queries=("by", "since", "until", "key", "model"),
+        queries=("by", "since", "until", "key", "team", "model"),
     ),
     Described(
         "/keys",

@@ -11,15 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from gateway import __version__
-from gateway.keys_commands import COMMANDS as KEYS_COMMANDS
+from gateway import __version__, keys_commands
+from gateway.asking import AdminUrl, RunningConfig, TokenFile, Where, asked
 from gateway.terminal import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
 
 if TYPE_CHECKING:
@@ -32,18 +32,6 @@ _HELP = """One URL and one key in front of your vLLM servers.
 
 _DEFAULT = Path("gateway.yaml")
 _WIDE = 200
-RunningConfig = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
-                       show_default=False)
-]  # fmt: skip
-AdminUrl = Annotated[
-    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of --config.",
-                             show_default=False)
-]  # fmt: skip
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file that holds its server.admin.token.",
-                              show_default=False)
-]  # fmt: skip
 LedgerConfig = Annotated[
     Path,
     typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False),
@@ -59,7 +47,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
     try:
-        outcome = _application()(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
+        outcome = _application(of_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
         return say_error(error.format_message(), error.exit_code)
@@ -72,7 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
-def _application() -> typer.Typer:
+def _application(*, of_keys: bool) -> typer.Typer:
+    """The commands; those ``of_keys``, which take their options from the configuration's settings, where they are asked for."""
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -84,7 +73,7 @@ def _application() -> typer.Typer:
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
     keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
-    for name, command in KEYS_COMMANDS.items():
+    for name, command in keys_commands.commands().items() if of_keys else ():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
     return app
@@ -149,7 +138,7 @@ def check(file: ConfigFile) -> int:
 
     Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
     Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
-    GPUs, files. Exits with 2 when there are problems.
+    GPUs, files. Notes are also on keys that have ended and on costs that nothing bounds. Exits with 2 when there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
 
@@ -167,10 +156,10 @@ def check(file: ConfigFile) -> int:
 
 
 def _preflight(file: Path) -> list[Problem]:
-    """What the launches of a configuration would fail on here."""
+    """What the launches of a configuration would fail on here, and what deserves a look."""
     import functools
 
-    from gateway import preflight
+    from gateway import notes, preflight
     from gateway.config import drafted
     from upstream import gpus, installed_vllm, vllm_names
     from upstream.vllm import inherited
@@ -184,7 +173,7 @@ def _preflight(file: Path) -> list[Problem]:
         return installed_vllm.names(command, environ, lambda words: typer.echo(words, err=True)) or vllm_names.built_in()
 
     machine = preflight.Machine(names, gpus.count(environ), Path(os.path.abspath(file)).parent)
-    return list(preflight.problems(draft, machine))
+    return [*preflight.problems(draft, machine), *notes.notes(draft, datetime.now(UTC))]
 
 
 def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
@@ -218,7 +207,7 @@ def status(
         else:  # what is no terminal has no width: nothing is to be wrapped there
             show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
-    return _asked(_Where(config, admin, token_file), lambda gateway: shown(gateway.status()))
+    return asked(Where(config, admin, token_file), lambda gateway: shown(gateway.status()))
 
 
 def usage(
@@ -226,36 +215,45 @@ def usage(
     by: Annotated[str, typer.Option(metavar="WHAT", help="What to see apart, of key, team, model, day, server.")] = "key,model",
     since: Annotated[str, typer.Option(metavar="WHEN", help="From a date, a time, or so long ago: 2027-01-01, 12h.")] = "30d",
     until: Annotated[str | None, typer.Option(metavar="WHEN", help="Up to then; default: now.", show_default=False)] = None,
-    key: Annotated[str | None, typer.Option(metavar="ID", help="Of this key alone.", show_default=False)] = None,
+    key: Annotated[str | None, typer.Option(metavar="ID", help="Of this key alone, with its tokens' subjects.", show_default=False)] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Of this team alone.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(metavar="ID", help="Of this model alone.", show_default=False)] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
     """Show who used what, from the ledger.
 
-    The ledger's database is asked, whether the gateway runs or not. Days and times are UTC.
+    The ledger's database is asked, whether the gateway runs or not; with --admin, a gateway elsewhere. Days and times are UTC.
     """
     from rich.console import Console
 
     from gateway.config import ConfigurationError, load
     from gateway.ledger.errors import AwayError, QuestionError
-    from gateway.ledger.queries import ask
+    from gateway.ledger.queries import Answer, ask, question, told
     from gateway.ledger.shown import FORMATS
 
-    given = {"by": by, "since": since, "until": until, "key": key, "model": model}
+    def shown(answer: Answer) -> None:
+        FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
+    words = {name: value for name, value in given.items() if value is not None}
     if form not in FORMATS:
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
+        question(words, datetime.now(UTC))
+        if admin is not None or token_file is not None:
+            return asked(Where(config, admin, token_file), lambda gateway: shown(told(gateway.usage(words))))
         settings = load(config).ledger
         if settings is None:
             return say_error(f"{config} has no ledger", FAILED)
-        answer = ask(settings, Path(os.path.abspath(config)).parent, {name: value for name, value in given.items() if value is not None})
+        shown(ask(settings, Path(os.path.abspath(config)).parent, words))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except QuestionError as error:
         return say_error(str(error), BAD_USAGE)
     except AwayError as error:
         return say_error(f"the ledger's database does not answer: {error}", FAILED)
-    FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
     return 0
 
 
@@ -293,7 +291,7 @@ def _operation(name: str, about: str) -> Callable[..., int]:
         admin: AdminUrl = None,
         token_file: TokenFile = None,
     ) -> int:
-        return _asked(_Where(config, admin, token_file), lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
+        return asked(Where(config, admin, token_file), lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
 
     run.__doc__ = about
     return run
@@ -309,7 +307,7 @@ def drain(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: 
         gateway.drain()
         typer.echo("the gateway is stopping; requests under way finish first")
 
-    return _asked(_Where(config, admin, token_file), ask)
+    return asked(Where(config, admin, token_file), ask)
 
 
 def reload(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
@@ -318,7 +316,7 @@ def reload(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file:
     Prints what has changed, or the problems. With problems the gateway goes on as before, and the exit code is 2.
     """
     read: dict[str, Any] = {}
-    code = _asked(_Where(config, admin, token_file), lambda gateway: read.update(gateway.reload()))
+    code = asked(Where(config, admin, token_file), lambda gateway: read.update(gateway.reload()))
     if code:
         return code
     for problem in read["problems"]:
@@ -327,57 +325,6 @@ def reload(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file:
         return BAD_USAGE
     for line in (*(read["changes"] or ["nothing has changed"]), *read["needs_restart"]):
         typer.echo(line)
-    return 0
-
-
-class _Where(NamedTuple):
-    """The gateway that is meant: the one that runs with a configuration here, or the one behind an admin port."""
-
-    config: Path
-    admin: str | None = None
-    token_file: Path | None = None
-
-    def client(self) -> AbstractContextManager[AdminClient]:
-        """Raises OSError and ValueError where the token cannot be read."""
-        from gateway.admin_client import admin_client, remote_admin_client
-        from gateway.admin_socket import socket_path
-
-        if self.admin is None:
-            return admin_client(socket_path(self.config, os.environ))
-        return remote_admin_client(self.admin, None if self.token_file is None else _token(self.token_file))
-
-    def unreachable(self, why: str) -> str:
-        if self.admin is not None:
-            return f"{self.admin}: {why}"
-        hint = "" if self.config.exists() else ", and there is no such file; name it with --config"
-        return f"no gateway of this user runs with {self.config}{hint}"
-
-
-def _token(file: Path) -> str:
-    """The token that a file holds. Raises OSError and ValueError."""
-    token = file.read_text("ascii").strip()
-    if not token or not token.isprintable():
-        raise ValueError("a header could not hold it")
-    return token
-
-
-def _asked(where: _Where, ask: Callable[[AdminClient], None]) -> int:
-    """Have a conversation with a gateway."""
-    from gateway.admin_client import RefusedError, UnreachableError
-
-    if where.token_file is not None and where.admin is None:
-        return say_error("--token-file goes with --admin; a gateway of this machine and user asks for no token", BAD_USAGE)
-    try:
-        client = where.client()
-    except (OSError, ValueError) as error:
-        return say_error(f"{where.token_file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}", FAILED)
-    try:
-        with client as gateway:
-            ask(gateway)
-    except UnreachableError as error:
-        return say_error(where.unreachable(str(error)), FAILED)
-    except RefusedError as error:
-        return say_error(str(error), FAILED)
     return 0
 
 

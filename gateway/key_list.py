@@ -76,4 +76,4 @@ def end(key: Key) -> datetime | None:
 
 def instant(moment: datetime) -> str:
     """In UTC, to the second."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from typing import Any
 from gateway.config import ConfigurationError, Problem, load
 from gateway.config.source import Source, parse, reason
 from gateway.yaml_edit import UneditableError, appended, with_member
+
+_IN_ENTRY = re.compile(r"keys\[(\d+)\]\.?")
 
 
 class KeybookError(Exception):
@@ -78,10 +81,20 @@ class Keybook:
         texts = (one.get("hash") if isinstance(one, dict) else one for one in each)
         return frozenset(text.lower() for text in texts if isinstance(text, str))
 
+    @property
+    def ids(self) -> frozenset[str]:
+        """Those of all entries."""
+        return frozenset(str(entry.value.get("id")) for page in self._pages for entry in page.entries)
+
+    @property
+    def teams(self) -> frozenset[str]:
+        """The ids of the configuration's teams."""
+        listed = self._pages[0].source.at(("teams",))
+        return frozenset(str(team.get("id")) for team in (listed if isinstance(listed, list) else []) if isinstance(team, dict))
+
     def add(self, entries: Sequence[Mapping[str, Any]]) -> Path:
         """Write entries into the file's ``keys``, or where there are none into keys_file; returns the file. Raises KeybookError."""
-        main = self._pages[0]
-        page = main if main.source.at(("keys",)) is not None else self._pages[-1]
+        page = self._open
         expected = copy.deepcopy(page.source.value) or {}
         if page.path:
             expected["keys"] = [*(expected.get("keys") or []), *entries]
@@ -89,6 +102,20 @@ class Keybook:
             expected = [*expected, *entries]
         self._write(page, lambda text: appended(text, page.path, entries), expected, "`vllm-gateway keys new` prints what to add by hand")
         return page.file
+
+    def added(self, problem: Problem) -> tuple[int, str] | None:
+        """Which of the entries that were to be added a problem is of, and the path in it; None where it is of something else."""
+        listed = self._open.source.at(self._open.path)
+        found = _IN_ENTRY.match(problem.path)
+        if found is None or os.path.abspath(problem.file) != os.path.abspath(self._open.file):
+            return None
+        number = int(found[1]) - (len(listed) if isinstance(listed, list) else 0)
+        return None if number < 0 else (number, problem.path[found.end() :])
+
+    @property
+    def _open(self) -> _Page:
+        """The file that takes new entries."""
+        return self._pages[0] if self._pages[0].source.at(("keys",)) is not None else self._pages[-1]
 
     def change(self, identity: str, name: str, value: Any) -> Path:
         """Set a member of an id's entry; returns the file. Raises KeybookError."""
@@ -113,21 +140,21 @@ class Keybook:
             text = edit(page.text)
         except UneditableError as error:
             raise KeybookError(f"{page.file} is not written in a form that can be edited ({error}); {by_hand}") from error
-        made = parse(text, str(page.file))
+        made = parse(text, str(page.file) if page is self._pages[0] else os.path.abspath(page.file))
         if not made.whole or made.value != expected:
             raise KeybookError(f"{page.file} is not written in a form that can be edited; {by_hand}")
-        self._check(page, text)
+        self._check(page, made)
         _put(page, text)
 
-    def _check(self, page: _Page, text: str) -> None:
+    def _check(self, page: _Page, made: Source) -> None:
         """Raises SpoiltError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
-        place = Path(os.path.abspath(page.file))
-        before = {(each.file, each.path, each.message) for each in self._problems({})}
-        new = [each for each in self._problems({place: text}) if (each.file, each.path, each.message) not in before]
+        after = self._problems({Path(os.path.abspath(page.file)): made})
+        before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
+        new = [each for each in after if (each.file, each.path, each.message) not in before]
         if new:
             raise SpoiltError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
 
-    def _problems(self, instead: Mapping[Path, str]) -> tuple[Problem, ...]:
+    def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
         try:
             load(self._file, self._environ, instead)
         except ConfigurationError as error:

@@ -6,21 +6,28 @@ configuration's files is ``keybook``'s to do, and a gateway that runs with them 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from gateway.asking import AdminUrl, TokenFile, Where, asked
 from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from gateway.config import Config, Key
     from gateway.key_list import LastUse
+    from gateway.keybook import Keybook
+    from gateway.keys_import import Found
 
 _DEFAULT = Path("gateway.yaml")
 _ONCE = "This key is not stored and not shown again: keep it now."
@@ -29,7 +36,6 @@ WrittenConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
 ]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="A limit of the key.", show_default=False)]
 
 
 def new(
@@ -40,12 +46,10 @@ def new(
     models: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
     ] = None,
-    requests_per_minute: Limit = None,
-    tokens_per_minute: Limit = None,
-    tokens_per_day: Limit = None,
-    concurrent: Limit = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+    **limits: float | None,
 ) -> int:
     """Make a key.
 
@@ -54,16 +58,13 @@ def new(
     from gateway import keys
     from gateway.yaml_edit import stanza
 
-    limits = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day,
-        "concurrent": concurrent,
-    }
-    given = {"models": models, "expires": expires, "limits": {name: value for name, value in limits.items() if value is not None}}
-    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value}
+    limited = {name: value for name, value in limits.items() if value is not None}
+    given = {"models": models or None, "expires": expires, "limits": limited or None, "team": team}
+    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value is not None}
     if wrong := _wrong(entry):
         return say_error(f"--{wrong}", BAD_USAGE)
+    if _principal(entry).expired(datetime.now(UTC)):
+        return say_error("--expires: that is in the past, so the key would never be good", BAD_USAGE)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
     if not write and config is None:
@@ -86,19 +87,20 @@ def rotate(
     from gateway.config.quantities import parse_duration
     from gateway.key_list import instant
 
+    now = datetime.now(UTC)
     try:
-        seconds = parse_duration(overlap)
+        end = now + timedelta(seconds=parse_duration(overlap))
     except ValueError as error:
         return say_error(f"--overlap: {error}", BAD_USAGE)
+    except OverflowError:
+        return say_error("--overlap: that is beyond the year 9999", BAD_USAGE)
     key = keys.mint(id)
 
     def act() -> None:
         book = _keybook(config)
         entry = _principal(book.entry(id).value)
-        now = datetime.now(UTC)
         if entry.revoked or entry.expired(now):
             raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
-        end = now + timedelta(seconds=seconds)
         kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
         good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
         file = book.change(id, "hash", [*good, keys.hash_of(key)])
@@ -130,23 +132,33 @@ def revoke(id: Identity, config: WrittenConfig = _DEFAULT) -> int:
 def show(
     config: WrittenConfig = _DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
-    """Show whose keys there are, what they may use, and which end soon."""
+    """Show whose keys there are, what they may use, and which end soon.
+
+    The configuration and the ledger are asked, whether the gateway runs or not; with --admin, a gateway elsewhere.
+    """
     from gateway.config import ConfigurationError, load
     from gateway.key_list import shown_keys
 
+    if admin is not None or token_file is not None:
+        return asked(Where(config, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
     try:
         known = load(config)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
-    listed = shown_keys(known, _last_use(known, config), datetime.now(UTC))
+    _print_listed(shown_keys(known, _last_use(known, config), datetime.now(UTC)), as_json)
+    return 0
+
+
+def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(listed["keys"], indent=2))
     else:
         _print_table(listed["keys"])
         if listed["last_use_unknown"]:
             typer.echo(f"the last use is not known: {listed['last_use_unknown']}", err=True)
-    return 0
 
 
 def _last_use(known: Config, file: Path) -> LastUse:
@@ -169,34 +181,46 @@ def take_over(
 
     Clients keep their keys. Those that are in the configuration already are left out.
     """
+    from gateway import keys_import
     from gateway.config.source import reason
-    from gateway.keys_import import BadLineError, entries
 
     try:
-        found = entries(file.read_bytes().decode("utf-8-sig"))
+        found = keys_import.found(file.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         return say_error(f"{file} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
-    except BadLineError as error:
+    except keys_import.BadLineError as error:
         return say_error(f"{file}: {error}", FAILED)
 
     def act() -> None:
         book = _keybook(config)
-        fresh = _fresh(found, book.hashes)
-        for number, entry in enumerate(fresh):
-            if wrong := _wrong(entry):
-                raise _refusal(f"{file}: key {number + 1}, {wrong}")
-        known = len(found) - len(fresh)
-        place = book.add(fresh) if fresh else config
-        also = f"; {known} {'was' if known == 1 else 'were'} known already" if known else ""
-        typer.echo(f"{len(fresh)} {'key' if len(fresh) == 1 else 'keys'} added to {place}{also}")
+        try:
+            listed = keys_import.sorted_out(keys_import.in_teams(found, book.teams), book.hashes, book.ids)
+        except keys_import.BadLineError as error:
+            raise _refusal(f"{file}: {error}") from error
+        place = _add_all(book, listed.fresh, file) if listed.fresh else config
+        for words in (*listed.again, *(f"{one.place}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+            say_error(f"{file}: {words}", 0)
+        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
+        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
 
     return _written(act)
 
 
-def _fresh(found: Iterable[dict[str, Any]], known: Iterable[str]) -> list[dict[str, Any]]:
-    """Each hash once, without those that are known."""
-    by_hash = {entry["hash"]: entry for entry in found}
-    return [entry for digest, entry in by_hash.items() if digest not in known]
+def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
+    """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
+    from gateway.keybook import SpoiltError
+
+    for one in fresh:
+        if wrong := _wrong(one.entry):
+            raise _refusal(f"{file}: {one.place}, {wrong}")
+    try:
+        return book.add([one.entry for one in fresh])
+    except SpoiltError as error:
+        for problem in error.problems:
+            if of_one := book.added(problem):
+                number, path = of_one
+                raise _refusal(f"{file}: {fresh[number].place}, {path}: {problem.message}") from error
+        raise
 
 
 def hash_of_key() -> int:
@@ -268,7 +292,7 @@ def _refuse(message: str) -> NoReturn:
 # What is written
 
 
-def _keybook(config: Path) -> Any:
+def _keybook(config: Path) -> Keybook:
     from gateway.keybook import Keybook
 
     return Keybook(config)
@@ -298,7 +322,7 @@ def _show_new(key: str, words: str) -> None:
     typer.echo(f"{words}\n{_ONCE}", err=True)
 
 
-def _wrong(entry: dict[str, Any]) -> str | None:
+def _wrong(entry: Mapping[str, Any]) -> str | None:
     """What is wrong with an entry, as ``name: message``."""
     from pydantic import ValidationError
 
@@ -347,12 +371,36 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
 
 _COLOURS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "new": new,
-    "rotate": rotate,
-    "revoke": revoke,
-    "list": show,
-    "import": take_over,
-    "hash": hash_of_key,
-    "verify": verify,
-}
+
+def commands() -> dict[str, Callable[..., int]]:
+    """By name."""
+    return {
+        "new": _with_limits(new),
+        "rotate": rotate,
+        "revoke": revoke,
+        "list": show,
+        "import": take_over,
+        "hash": hash_of_key,
+        "verify": verify,
+    }
+
+
+def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
+    """The command, with an option for each limit that a key can have in the place of ``**limits``."""
+    from gateway.config import Limits
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        return command(**given)
+
+    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # that one is no amount
+    signature = inspect.signature(command, eval_str=True)
+    plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
+    return run
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind = float if name.startswith("cost_") else int
+    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

@@ -1,28 +1,30 @@
 """Keys of another gateway, as entries of this one's configuration. Pure, from the text of a file.
 
-Three forms are known: a key per line; ``id,key`` per line; and LiteLLM's list of keys as JSON (``GET
-/key/list?return_full_object=true``), which has SHA-256 hashes already, made as here. The rule: what comes out holds hashes
-alone, and no message repeats a key.
+Known are lines of text (a key, ``id,key``, or ``key,id`` below a header that says so) and LiteLLM's list of keys as JSON
+(``litellm``). The rules: what comes out holds hashes alone; no id and no message is a key; what could be read in two ways,
+or is too weak to be a key, is refused.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway import keys
+from gateway import keys, litellm
 
-_HASH = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
-_LITELLM_LIMITS = {"rpm_limit": "requests_per_minute", "tpm_limit": "tokens_per_minute", "max_parallel_requests": "concurrent"}
-_LITELLM_ALL = {"all-proxy-models", "all-team-models"}
+SHORTEST = 16
+"""Characters that a plain key has at least: a shorter one is guessed, or is something else."""
+_KEY_NAMES = frozenset({"key", "api_key", "apikey", "token"})
+_ID_NAMES = frozenset({"id", "key_id", "key_alias", "alias", "name"})
+_WRITTEN_HASH = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_EXPECTED = "expected a key, or id,key"
 
 
 @dataclass(frozen=True, slots=True)
 class BadLineError(Exception):
-    """The file holds something that is no key; the text says where."""
+    """The file holds something that is no key, or cannot be taken over; the text says where."""
 
     words: str
 
@@ -30,59 +32,148 @@ class BadLineError(Exception):
         return self.words
 
 
-def entries(text: str) -> list[dict[str, Any]]:
-    """The entries that a file's text stands for: ``id``, ``hash`` and what else it says of a key. Raises BadLineError."""
-    if text.lstrip()[:1] in ("{", "["):
-        return list(_litellm(text))
-    return list(_lines(text))
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A key of the file. ``place``: where it is; ``entry``: ``id``, ``hash`` and what else is known of it; ``left_out``: what the other
+    gateway holds against it that has no place here, in words."""
+
+    place: str
+    entry: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
 
 
-def _lines(text: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        identity, comma, token = (part.strip() for part in line.rpartition(","))
-        if not line.strip() or line.lstrip().startswith("#") or (number == 1 and token.lower() in ("key", "api_key", "token")):
-            continue
-        token = token.strip("\"'")
-        found = _hash_in(token)
-        if found is None:
-            raise BadLineError(f"line {number} is no key: expected a key of 1 to 512 visible characters, or id,key")
-        yield {"id": identity.strip("\"'") if comma and identity else _name(found), "hash": found}
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The keys of a file: those that are new, each once; how many are known; and, in words, which are there again."""
+
+    fresh: Sequence[Found]
+    known: int
+    again: Sequence[str]
 
 
-def _hash_in(token: str) -> str | None:
-    """A key's hash; of what is a hash already, that. None for what can be no key."""
-    written = re.fullmatch(r"sha256:[0-9a-fA-F]{64}", token)
-    if written:
+def found(text: str) -> list[Found]:
+    """The keys that a file's text holds. Raises BadLineError."""
+    made = list(_listed(text) if text.lstrip()[:1] in ("{", "[") else _lines(text))
+    for one in made:
+        if looks_like_a_key(str(one.entry["id"])):
+            raise BadLineError(f"{one.place}: the id looks like a key; {_EXPECTED}, or a first line that says key,id")
+    return made
+
+
+def in_teams(listed: Sequence[Found], teams: Collection[str]) -> list[Found]:
+    """As they are, without the teams that a configuration with these has not."""
+    return [one if one.entry.get("team", "") in ("", *teams) else _without_team(one) for one in listed]
+
+
+def _without_team(one: Found) -> Found:
+    entry = {name: value for name, value in one.entry.items() if name != "team"}
+    return replace(one, entry=entry, left_out=(*one.left_out, "team_id (the configuration has no such team)"))
+
+
+def sorted_out(listed: Sequence[Found], hashes: Collection[str], ids: Collection[str]) -> Sorted:
+    """What of a file's keys is to be added to a configuration with these hashes and ids. Raises BadLineError."""
+    by_hash: dict[str, Found] = {}
+    again: list[str] = []
+    for one in listed:
+        first = by_hash.setdefault(one.entry["hash"], one)
+        if first is not one:
+            if first.entry != one.entry:
+                raise BadLineError(f"{one.place} has the key of {first.place}, and says something else of it")
+            again.append(f"{one.place} is {first.place} again")
+    fresh = [one for digest, one in by_hash.items() if digest not in hashes]
+    _one_id_each(fresh, ids)
+    return Sorted(fresh, len(by_hash) - len(fresh), again)
+
+
+def _one_id_each(fresh: Sequence[Found], ids: Collection[str]) -> None:
+    places: dict[str, str] = {}
+    for one in fresh:
+        identity = str(one.entry["id"])
+        if identity in ids:
+            raise BadLineError(f"{one.place}: the configuration has another key with this id")
+        if identity in places:
+            raise BadLineError(f"{one.place}: {places[identity]} has this id, and another key")
+        places[identity] = one.place
+
+
+def looks_like_a_key(text: str) -> bool:
+    """Whether a text is a key, or a key's hash, rather than a name."""
+    return text.lower().startswith("sk-") or keys.in_our_form(text) or _WRITTEN_HASH.fullmatch(text) is not None
+
+
+# Lines
+
+
+def _lines(text: str) -> Iterator[Found]:
+    rows = [(f"line {number}", _fields(line)) for number, line in enumerate(text.splitlines(), 1) if _says_something(line)]
+    order = _header(*rows[0]) if rows else None
+    for place, fields in rows[0 if order is None else 1 :]:
+        if len(fields) > 2:
+            raise BadLineError(f"{place} has more than one comma: {_EXPECTED}")
+        identity, token = ("", fields[0]) if len(fields) == 1 else fields if order is None else order(fields)
+        digest = _hash_in(place, token)
+        yield Found(place, {"id": identity or _name(digest), "hash": digest})
+
+
+def _says_something(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _fields(line: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in line.split(",")]
+
+
+def _header(place: str, fields: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str]] | None:
+    """What brings a line into the order id, key; None where the first line is no header. Raises BadLineError for an unknown one."""
+    names = [field.lower() for field in fields]
+    if not (_KEY_NAMES | _ID_NAMES).intersection(names):
+        return None
+    match names:
+        case [key] if key in _KEY_NAMES:
+            return tuple
+        case [identity, key] if identity in _ID_NAMES and key in _KEY_NAMES:
+            return tuple
+        case [key, identity] if identity in _ID_NAMES and key in _KEY_NAMES:
+            return lambda line: line[::-1]
+    raise BadLineError(f"{place} is a header that is not known: expected key, or id,key, or key,id")
+
+
+def _hash_in(place: str, token: str) -> str:
+    """A key's hash; of what is a hash already, that."""
+    if _WRITTEN_HASH.fullmatch(token):
         return token.lower()
-    return keys.hash_of(token) if keys.usable(token) else None
+    if not keys.usable(token):
+        raise BadLineError(f"{place} is no key: {_EXPECTED}, of {SHORTEST} to 512 visible characters")
+    if len(token) < SHORTEST:
+        raise BadLineError(f"{place}: what stands for the key has less than {SHORTEST} characters; {_EXPECTED}")
+    if _is_plain(token):
+        raise BadLineError(f"{place}: what stands for the key are plain words, which can be guessed; {_EXPECTED}")
+    return keys.hash_of(token)
+
+
+def _is_plain(token: str) -> bool:
+    """No digit, and letters of one case, or words with capitals: at random, that hardly comes about."""
+    return not any(map(str.isdigit, token)) and (token.islower() or token.isupper() or token.istitle())
 
 
 def _name(digest: str) -> str:
     return f"imported-{digest.removeprefix('sha256:')[:8]}"
 
 
-def _litellm(text: str) -> Iterator[dict[str, Any]]:
+# LiteLLM's list
+
+
+def _listed(text: str) -> Iterator[Found]:
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadLineError("the file begins like JSON and is none") from None
-    listed = document.get("keys") if isinstance(document, dict) else document
-    if not isinstance(listed, list):
-        raise BadLineError("the JSON has no list of keys")
-    for number, one in enumerate(listed):
-        yield _litellm_entry(number, {"token": one} if isinstance(one, str) else one)
+        for number, one in enumerate(litellm.keys_of(text), 1):
+            place = _place(number, one.alias)
+            identity = one.alias and "-".join(one.alias.split())
+            also = () if identity == one.alias else ("the spaces of its key_alias",)
+            yield Found(place, {"id": identity or _name(one.hash), "hash": one.hash, **one.more}, (*also, *one.left_out))
+    except litellm.FormatError as error:
+        raise BadLineError(str(error)) from None
 
 
-def _litellm_entry(number: int, one: object) -> dict[str, Any]:
-    token = one.get("token") if isinstance(one, dict) else None
-    hashed = _HASH.fullmatch(token) if isinstance(token, str) else None
-    if not isinstance(one, dict) or hashed is None:
-        raise BadLineError(f"key {number} of the JSON has no `token` that is a SHA-256 in hexadecimal digits")
-    digest = f"sha256:{hashed[1].lower()}"
-    models = [model for model in one.get("models") or [] if model not in _LITELLM_ALL]
-    more = {"models": models, "expires": one.get("expires"), "limits": _litellm_limits(one), "revoked": one.get("blocked") is True}
-    return {"id": one.get("key_alias") or _name(digest), "hash": digest} | {name: value for name, value in more.items() if value}
-
-
-def _litellm_limits(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one[theirs] for theirs, name in _LITELLM_LIMITS.items() if one.get(theirs)}
+def _place(number: int, alias: str | None) -> str:
+    named = alias and alias.isprintable() and not looks_like_a_key(alias)
+    return f"key {number} ({alias})" if named else f"key {number}"

@@ -11,7 +11,7 @@ import hmac
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gateway import config as conf
@@ -266,7 +266,10 @@ def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
 
 
 def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
-    return Limits(**limits.model_dump(exclude={"models"}))
+    return Limits(*(getattr(limits, name) for name in _AMOUNTS))
+
+
+_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init)
 
 
 def _limits_store(config: Config) -> LimitsStore | None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.config import Note, Problem
+from gateway.config import Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
 from gateway.config.references import Draft, Place
+from gateway.notes import note
 from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
 from upstream.vllm_names import Names
@@ -100,7 +101,7 @@ def _automatic_tools(each: _Launched) -> Iterator[Problem]:
     if automatic is True and not parser:
         yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
     if parser and automatic is not True:
-        yield _note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+        yield note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
 
 
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
@@ -113,7 +114,7 @@ def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
         and each.value("scheduling-policy") != "priority"
     ):
         known = each.model.get("id").value
-        yield _note(
+        yield note(
             keys[0].get("priority"), f"has no effect on `{known}` without max_inflight, or scheduling-policy: priority in its launch.args"
         )
 
@@ -136,7 +137,7 @@ def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
 def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]:
     wanted = [gpu for each in launched for replica in each.launch.each("gpus") for gpu in replica.items() if _is_number(gpu.value)]
     if count is None:
-        yield from (_note(gpu, "there is no NVIDIA driver on this machine, so GPUs are not checked") for gpu in wanted[:1])
+        yield from (note(gpu, "there is no NVIDIA driver on this machine, so GPUs are not checked") for gpu in wanted[:1])
         return
     for gpu in wanted:
         if gpu.value >= count:
@@ -177,8 +178,3 @@ def _sharing(gpu: Place, owner: _Launched, replica: Place, each: _Launched) -> s
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _note(place: Place, message: str) -> Note:
-    problem = place.problem(message)
-    return Note(problem.file, problem.line, problem.path, problem.message)

@@ -41,6 +41,8 @@ def _message(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
 
 
 def _found(value: object) -> str:
+    if value == "":
+        return "nothing"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float) or (isinstance(value, str) and _WORD.fullmatch(value) and not value.startswith("sk-")):

@@ -6,8 +6,10 @@ files hold, the outcome is a ``Config`` or one ``ConfigurationError``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -19,22 +21,39 @@ from gateway.config.models import Config, KeysFile, Section
 from gateway.config.problems import ConfigurationError, Finding, Problem
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
-from gateway.config.source import Source, parse, read
+from gateway.config.source import Source, read
 
 S = TypeVar("S", bound=Section)
 
 
 def load(
-    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, str] = MappingProxyType({})
+    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, Source] = MappingProxyType({})
 ) -> Config:
     """Read and check the configuration at ``path``, its keys_file and its secrets.
 
     Relative paths in it start from its own folder. ``environ`` is what ``{env: NAME}`` looks into, by default
-    the process's environment. ``instead``: texts that are taken for those of these files, by absolute path.
+    the process's environment. ``instead``: what is taken for the text of these files, by absolute path; it is theirs then.
     Raises ConfigurationError with every problem there is.
     """
     folder = Path(os.path.abspath(path)).parent
     around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
+    with _kept():
+        return _loaded(path, around, instead)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """What is read stays: to look for garbage in it meanwhile would take a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping[Path, Source]) -> Config:
     main = _read(path, instead)
     if not main.whole:
         raise ConfigurationError(main.problems, around.files)
@@ -48,9 +67,12 @@ def load(
 
 
 def drafted(path: str | os.PathLike[str]) -> Draft | None:
-    """The configuration at ``path`` as it is written, to be judged further; None where it cannot be read as a whole."""
+    """The configuration at ``path`` as it is written, its keys_file with it, to be judged further; None where it cannot be read as a
+    whole."""
     source = read(path)
-    return Draft(source) if source.whole and isinstance(source.value, dict) else None
+    if not source.whole or not isinstance(source.value, dict):
+        return None
+    return Draft(source, _read_keys_file(source, Surroundings({}, Path(os.path.abspath(path)).parent, []), {}))
 
 
 def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:
@@ -60,12 +82,11 @@ def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:
     return whole
 
 
-def _read(path: str | os.PathLike[str], instead: Mapping[Path, str]) -> Source:
-    text = instead.get(Path(os.path.abspath(path)))
-    return read(path) if text is None else parse(text, os.fspath(path))
+def _read(path: str | os.PathLike[str], instead: Mapping[Path, Source]) -> Source:
+    return instead.get(Path(os.path.abspath(path))) or read(path)
 
 
-def _read_keys_file(main: Source, around: Surroundings, instead: Mapping[Path, str]) -> Source | None:
+def _read_keys_file(main: Source, around: Surroundings, instead: Mapping[Path, Source]) -> Source | None:
     """The file that ``keys_file`` names; its absence is a problem of the main file."""
     name = main.value.get("keys_file") if isinstance(main.value, dict) else None
     if not isinstance(name, str) or not name:

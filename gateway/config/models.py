@@ -234,13 +234,14 @@ class Body(Section):
     )
 
 
+_Price = Annotated[float, Strict(), Field(ge=0, le=1e9, allow_inf_nan=False)]  # a request's cost is to fit into the ledger
+
+
 class Price(Section):
     """What tokens cost, in any one currency, the same for all models, per million tokens."""
 
-    prompt: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(default=0.0, description="per million prompt tokens")
-    completion: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="per million completion tokens"
-    )
+    prompt: _Price = Field(default=0.0, description="per million prompt tokens")
+    completion: _Price = Field(default=0.0, description="per million completion tokens")
 
 
 class Model(Section):

@@ -34,10 +34,10 @@ class Place(NamedTuple):
 
     def get(self, *keys: str) -> Place:
         """What is below, with None as value where there is nothing."""
-        value = self.value
+        source, path, value = self
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        return Place(self.source, (*self.path, *keys), value)
+        return Place(source, path + keys, value)
 
     def items(self) -> Iterator[Place]:
         """The members of a list; nothing when it is none."""
@@ -72,6 +72,12 @@ class Draft:
         """The entries of both files."""
         more = Place(self.keys_file, (), self.keys_file.value).each("keys") if self.keys_file else ()
         return [*self.top.each("keys"), *more]
+
+    @cached_property
+    def limits(self) -> list[Place]:
+        """Every mapping of limits: those of teams and keys, and those for some of the models below them."""
+        owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.keys]]
+        return [place for limits in owners if isinstance(limits.value, dict) for place in (limits, *limits.each("models"))]
 
     @cached_property
     def names(self) -> list[Place]:
@@ -366,6 +372,8 @@ def _of_tokens(draft: Draft) -> list[Place]:
 
 
 def _issuers(draft: Draft) -> Iterator[Problem]:
+    if draft.top.get("jwt").value is None:
+        return
     yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
     yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be taken for each other")
@@ -435,22 +443,15 @@ def _ports(draft: Draft) -> Iterator[Problem]:
             yield admin.place.problem(f"the admin port and the data port are both {data.port}; they need one each")
 
 
-def _limits(draft: Draft) -> Iterator[Place]:
-    """Every mapping of limits: those of teams and keys, and those for some of the models below them."""
-    for owner in [*draft.top.each("teams"), *draft.keys]:
-        yield owner.get("limits")
-        yield from owner.get("limits").each("models")
-
-
 def _limited_models(draft: Draft) -> Iterator[Problem]:
-    for limits in _limits(draft):
+    for limits in draft.limits:
         for place in limits.each("models"):
             if isinstance(place.value, str) and not any(matches(place.value, name) for name in draft.known):
                 yield place.problem(f"matches no model{did_you_mean(place.value, draft.known)}")
 
 
 def _empty_limits(draft: Draft) -> Iterator[Problem]:
-    for limits in _limits(draft):
+    for limits in draft.limits:
         if "models" in limits.path and isinstance(limits.value, dict) and set(limits.value) == {"models"}:
             yield limits.problem("limits nothing; write e.g. requests_per_minute")
 
@@ -459,7 +460,7 @@ def _priced(draft: Draft) -> Iterator[Problem]:
     """Without a price, a limit of cost would never be reached."""
     if any(isinstance(model.get("price").value, dict) for model in draft.models):
         return
-    for limits in _limits(draft):
+    for limits in draft.limits:
         for name in ("cost_per_day", "cost_per_month"):
             if limits.get(name).value is not None:
                 yield limits.get(name).problem("no model has a price, so nothing would cost anything; write models[].price")

@@ -28,6 +28,9 @@ MAX_FILE = 64 << 20
 """Bytes; a hundred thousand keys are twenty million."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
+_TEXT = f"{_TAG}str"
+_BEGINNINGS = frozenset(Resolver.yaml_implicit_resolvers)
+"""Of what may be anything but text."""
 _CONTAINER_TAGS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 _SCALAR_TAGS = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp")}
 
@@ -148,6 +151,7 @@ class _Frame:
     """An open mapping or list. ``size`` counts the values in it, those behind aliases as often as they are used."""
 
     value: Any
+    is_mapping: bool
     line: int
     lines: dict[Any, int]
     anchor: str | None
@@ -183,8 +187,7 @@ class _Reading:
             yaml.AliasEvent: self.alias,
         }
         for event in events:
-            take = takers.get(type(event))
-            if take is not None:
+            if take := takers.get(type(event)):
                 take(event)
 
     def document(self, event: yaml.DocumentStartEvent) -> None:
@@ -195,7 +198,7 @@ class _Reading:
     def scalar(self, event: yaml.ScalarEvent) -> None:
         line = _line(event)
         frame = self.stack[-1] if self.stack else None
-        if frame is not None and frame.key is None and isinstance(frame.value, dict):
+        if frame is not None and frame.key is None and frame.is_mapping:
             frame.key, frame.key_line = event.value, line
             if event.anchor:
                 self.anchors[event.anchor] = (event.value, 1)
@@ -207,7 +210,7 @@ class _Reading:
 
     def plain(self, event: yaml.ScalarEvent, line: int) -> Any:
         tag = event.tag if event.tag not in (None, "!") else self.tag(event)
-        if tag == f"{_TAG}str":
+        if tag == _TEXT:
             return event.value
         if tag not in _SCALAR_TAGS:
             self.say(line, self.here(), _bad_tag(tag))
@@ -220,18 +223,20 @@ class _Reading:
 
     def tag(self, event: yaml.ScalarEvent) -> str:
         """What an untagged scalar is: text when quoted, else what it looks like (YAML 1.1, as PyYAML has it)."""
-        return str(self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit)) if event.implicit[0] else f"{_TAG}str"  # type: ignore[no-untyped-call]
+        if not event.implicit[0] or event.value[:1] not in _BEGINNINGS:
+            return _TEXT
+        return str(self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit))  # type: ignore[no-untyped-call]
 
     def open(self, event: yaml.CollectionStartEvent) -> None:
         line = _line(event)
-        if self.stack and self.stack[-1].key is None and isinstance(self.stack[-1].value, dict):
+        if self.stack and self.stack[-1].key is None and self.stack[-1].is_mapping:
             raise _Refused(line, "a key is text, not a list or mapping")
         if len(self.stack) >= MAX_DEPTH:
             raise _Refused(line, f"more than {MAX_DEPTH} levels of nesting")
         if event.tag not in _CONTAINER_TAGS:
             self.say(line, self.here(), _bad_tag(event.tag))
-        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        self.stack.append(_Frame(value, line, {}, event.anchor))
+        is_mapping = isinstance(event, yaml.MappingStartEvent)
+        self.stack.append(_Frame({} if is_mapping else [], is_mapping, line, {}, event.anchor))
 
     def close(self, _event: yaml.CollectionEndEvent) -> None:
         frame = self.stack.pop()
@@ -246,7 +251,7 @@ class _Reading:
         if event.anchor not in self.anchors:
             inside = any(frame.anchor == event.anchor for frame in self.stack)
             raise _Refused(line, f"`*{event.anchor}` {'refers to itself' if inside else 'refers to no anchor before it'}")
-        if self.stack and self.stack[-1].key is None and isinstance(self.stack[-1].value, dict):
+        if self.stack and self.stack[-1].key is None and self.stack[-1].is_mapping:
             raise _Refused(line, "a key is written out, not an alias")
         value, size = self.anchors[event.anchor]
         self.aliased += size
@@ -261,7 +266,7 @@ class _Reading:
             return
         frame = self.stack[-1]
         frame.size += size
-        if isinstance(frame.value, list):
+        if not frame.is_mapping:
             frame.lines[len(frame.value)] = line
             frame.value.append(value)
             return

@@ -127,7 +127,12 @@ def _instant(value: object) -> datetime:
         value = datetime.combine(value, time())
     if not isinstance(value, datetime):
         raise ValueError("expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z")  # noqa: TRY004  what pydantic collects
-    return value if value.tzinfo else value.replace(tzinfo=UTC)
+    made = value if value.tzinfo else value.replace(tzinfo=UTC)
+    try:
+        made.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("expected a time that is in the years 1 to 9999 in UTC, too") from None
+    return made
 
 
 def _iso(text: str) -> datetime | None:

@@ -5,17 +5,18 @@ Reading only: a look into the index for each entry, so that a table of any size 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, Select, func, inspect, or_, select
+from sqlalchemy import Engine, Select, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.config import Config
 from gateway.key_list import LastUse, tokens_of
 from gateway.ledger.errors import AwayError
+from gateway.ledger.queries import rows_of
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import database, engine, reason
 
@@ -33,13 +34,8 @@ def last_use(way: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dic
 
 
 def _newest(key: str, of_tokens: bool) -> Select[Any]:
-    return select(func.max(USAGE.c.time)).where(or_(*_rows(key, of_tokens)))
-
-
-def _rows(key: str, of_tokens: bool) -> Iterator[ColumnElement[bool]]:
-    yield USAGE.c.key == key
-    if of_tokens:
-        yield USAGE.c.key.startswith(f"{key}/", autoescape=True)
+    own, of_subjects = rows_of(key)
+    return select(func.max(USAGE.c.time)).where(or_(own, of_subjects) if of_tokens else own)
 
 
 def known_last_use(way: Engine, config: Config) -> LastUse:

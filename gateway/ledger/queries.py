@@ -6,13 +6,13 @@ Reading only. Days are UTC's; a time is from its beginning up to, and without, i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, Integer, cast, func, inspect, select
+from sqlalchemy import ColumnElement, Engine, Integer, cast, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
@@ -28,16 +28,19 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _NANO = 1_000_000_000
+_HALF = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: sums by these dimensions over a time, of one key or model or of all."""
+    """What is asked: sums by these dimensions over a time, of one key, team or model or of all. Subjects of tokens belong to the key
+    that their entry has."""
 
     by: tuple[str, ...]
     since: datetime
     until: datetime
     key: str | None = None
+    team: str | None = None
     model: str | None = None
 
 
@@ -73,13 +76,20 @@ class Answer:
         return {"since": question.since.isoformat(), "until": question.until.isoformat(), "by": list(question.by), "usage": rows}
 
 
+def told(document: Mapping[str, Any]) -> Answer:
+    """The answer that a document, as a gateway gives it, holds."""
+    by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
+    sums = [Sum(tuple(row.pop(part) for part in by), **row) for row in map(dict, document["usage"])]
+    return Answer(Question(by, since, until), sums)
+
+
 def _without_group(each: Sum) -> dict[str, Any]:
     return {name: value for name, value in asdict(each).items() if name != "group"}
 
 
 def question(words: Mapping[str, str], now: datetime) -> Question:
-    """A question from words: ``by``, ``since``, ``until``, ``key``, ``model``. Raises QuestionError."""
-    known = ("by", "since", "until", "key", "model")
+    """A question from words: ``by``, ``since``, ``until``, ``key``, ``team``, ``model``. Raises QuestionError."""
+    known = ("by", "since", "until", "key", "team", "model")
     for word in words:
         if word not in known:
             raise QuestionError(f"there is no parameter {word}{did_you_mean(word, known)}")
@@ -92,7 +102,7 @@ def question(words: Mapping[str, str], now: datetime) -> Question:
     since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
     if since >= until:
         raise QuestionError("the time ends before it begins")
-    return Question(by, since, until, words.get("key"), words.get("model"))
+    return Question(by, since, until, words.get("key"), words.get("team"), words.get("model"))
 
 
 def _instant(text: str, now: datetime) -> datetime:
@@ -131,14 +141,21 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
         func.count(USAGE.c.incomplete),
         func.sum(cast(USAGE.c.estimated, Integer)),
         *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
-        func.sum(USAGE.c.cost_nano),
+        func.sum(USAGE.c.cost_nano // _HALF),  # in two parts: a sum of whole numbers ends at 64 bits in SQLite
+        func.sum(USAGE.c.cost_nano % _HALF),
     )
 
 
 def _conditions(asked: Question) -> list[ColumnElement[bool]]:
     conditions = [USAGE.c.time >= asked.since.astimezone(UTC), USAGE.c.time < asked.until.astimezone(UTC)]
-    conditions += [USAGE.c[name] == value for name, value in (("key", asked.key), ("model", asked.model)) if value is not None]
-    return conditions
+    conditions += [USAGE.c[name] == value for name, value in (("team", asked.team), ("model", asked.model)) if value is not None]
+    return conditions if asked.key is None else [*conditions, or_(*rows_of(asked.key))]
+
+
+def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
+    """Which rows are a key's: its own, and those of the subjects behind its entry, ``key/…``."""
+    yield USAGE.c.key == key
+    yield USAGE.c.key.startswith(f"{key}/", autoescape=True)
 
 
 def _text(value: object) -> str | None:
@@ -146,8 +163,9 @@ def _text(value: object) -> str | None:
 
 
 def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> Sum:
-    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in totals[:-1])
-    cost = None if totals[-1] is None else int(totals[-1]) / _NANO
+    *counts, high, low = totals
+    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in counts)
+    cost = None if high is None else (int(high) * _HALF + int(low)) / _NANO
     return Sum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
 
 
@@ -160,7 +178,7 @@ def ask(settings: conf.Ledger, beside: Path, words: Mapping[str, str]) -> Answer
     """Ask the ledger of a configuration in the folder ``beside``. Raises QuestionError and AwayError."""
     asked, url = question(words, datetime.now(UTC)), database(settings.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        return Answer(asked, ())  # asking would make the file
+        raise AwayError(f"there is no file {url.database}; the gateway makes it with its first row")  # asking would make it
     way = engine(url)
     try:
         return answer(way, asked)

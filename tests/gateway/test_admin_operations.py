@@ -27,7 +27,8 @@ def asked(one: Gateway, path: str, headers: dict[str, str] | None = None, method
 
 def typed(*words: str) -> subprocess.CompletedProcess[str]:
     """A command of somebody who has neither the configuration nor the socket."""
-    return subprocess.run([str(Path(sys.executable).with_name("vllm-gateway")), *words], capture_output=True, text=True, timeout=60)
+    command = str(Path(sys.executable).with_name("vllm-gateway"))
+    return subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd="/")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,30 @@ def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> Non
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
         assert why in done.stderr
     assert typed("status", *there[2:]).returncode == 2
+
+
+def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gateway, folder: Path) -> None:
+    there = ("--admin", f"http://localhost:{one.admin}", "--token-file", str(folder / "token"))
+    here = ("--config", str(folder / "gateway.yaml"))
+    assert one.ask().status_code == 200
+    until = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y-%m-%d")  # so that both are asked for the same time
+
+    def usage(*words: str) -> str:
+        done = typed("usage", "--by", "key,day", "--since", "2026-01-01", "--until", until, "--key", "team-a", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    wait_for(lambda: usage("--format", "csv", *there).count("\nteam-a,"))
+    for form in ("table", "csv", "json"):
+        assert usage("--format", form, *there) == usage("--format", form, *here)
+    assert "nothing" in usage("--team", "nobody", *there)
+    for words in (("keys", "list"), ("keys", "list", "--json")):
+        shown, local = typed(*words, *there), typed(*words, *here)
+        assert (shown.returncode, shown.stdout, shown.stderr) == (0, local.stdout, "") and "unused" in shown.stdout
+    for command in (["keys", "list"], ["usage"]):
+        assert typed(*command, *there[2:]).returncode == 2, "a token for nobody"
+        assert "the admin port asks for its token" in typed(*command, *there[:2]).stderr
+    assert typed("usage", "--by", "colour", *there).returncode == 2
 
 
 def test_keys_are_shown_and_no_hash(one: Gateway) -> None:

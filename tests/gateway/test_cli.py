@@ -59,7 +59,11 @@ def test_check_prints_every_problem_plainly_and_exits_with_2(folder: Path) -> No
 
 
 def test_check_of_a_good_file(folder: Path) -> None:
-    assert gateway("check", "good.yaml", folder=folder) == Ran(0, "good.yaml is fine: 1 model, 2 keys, 0 notes\n", "")
+    assert gateway("check", "good.yaml", folder=folder) == Ran(
+        0,
+        "good.yaml:5: keys[1].expires: has ended: no key of this entry is taken any more\ngood.yaml is fine: 1 model, 2 keys, 1 note\n",
+        "",
+    )
 
 
 def test_check_at_a_terminal_is_coloured_and_not_wrapped(folder: Path) -> None:

@@ -254,6 +254,14 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
         ("- {id: a, anonymous: true, models: [qwen, 'Q*']}\n", []),
         (
+            '- {id: a, anonymous: true, expires: "0001-01-01T00:00:00+14:00"}\n',
+            ["3: keys[0].expires: expected a time that is in the years 1 to 9999 in UTC, too"],
+        ),
+        (
+            f"- {{id: a, hash: {{hash: sha256:{'a' * 64}, expires: 9999-12-31T23:59:59-12:00}}}}\n",
+            ["3: keys[0].hash: expected a time that is in the years 1 to 9999 in UTC, too"],
+        ),
+        (
             "- {id: a, anonymous: true, expires: soon}\n",
             ["3: keys[0].expires: expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z"],
         ),
@@ -351,6 +359,9 @@ def test_limits(tmp_path: Path) -> None:
         "keys[0].limits.cost_per_day: no model has a price, so nothing would cost anything; write models[].price",
     ]
     assert about_limits(tmp_path, "cost_per_day: 0.5", price=", price: {prompt: 1}") == []
+    assert about_limits(tmp_path, "cost_per_day: 1", price=", price: {prompt: 1000000001}") == [
+        "models[0].price.prompt: expected 1000000000.0 or less, found 1000000001"
+    ]
     assert about_limits(tmp_path, "concurrent: 1", rest="teams: [{id: t, limits: {models: [{models: [x], concurrent: 1}]}}]") == [
         "teams[0].limits.models[0].models[0]: matches no model"
     ]

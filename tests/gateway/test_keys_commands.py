@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gateway.auth import Keyring
-from gateway.config import Config, load
+from gateway.config import Config, Limits, load
 from gateway.errors import Refusal
 from gateway.keys import hash_of, mint, well_formed
 from gateway.plan import Knowledge, state
@@ -83,6 +83,18 @@ def test_a_new_key_is_written_where_it_is_wanted(folder: Path) -> None:
     assert secret(gateway("keys", "new", "--id", "team-c", "--config", "gateway.yaml", folder=folder))
 
 
+def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
+    names = [name for name in Limits.model_fields if name != "models"]
+    given = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
+    (folder / "gateway.yaml").write_text(FILE.replace("launch: {}", "launch: {}, price: {prompt: 1}") + "teams: [{id: research}]\n")
+    secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
+    made = load(folder / "gateway.yaml").keys[-1]
+    assert made.limits is not None and made.team == "research"
+    assert made.limits.model_dump(exclude={"models"}) == dict.fromkeys(names, 7)
+    shown = gateway("keys", "new", "--help", folder=folder).out
+    assert "--cost-per-month N" in shown and "cost in a month of UTC" in " ".join(shown.split())
+
+
 def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text("models: [{id: m, launch: {}}]\nkeys_file: more/keys.yaml\n")
     (tmp_path / "more").mkdir()
@@ -91,6 +103,11 @@ def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) ->
     assert (tmp_path / "more" / "keys.yaml").read_text().startswith(f'# ours\n- {{id: a, hash: {hash_of("a")}}}\n- id: "b"\n')
     assert answer(load(tmp_path / "gateway.yaml"), key) == "b"
     assert gateway("keys", "revoke", "a", folder=tmp_path) == Ran(0, "a is revoked in more/keys.yaml\n", "")
+    text = (tmp_path / "more" / "keys.yaml").read_text() + "- {id: c, hash: none}\n"
+    (tmp_path / "more" / "keys.yaml").write_text(text)
+    assert gateway("keys", "revoke", "b", folder=tmp_path).code == 0, "what was wrong before is no reason to refuse"
+    ran = gateway("keys", "new", "--id", "c", "--write", folder=tmp_path)
+    assert ran == Ran(2, "", f"{tmp_path}/more/keys.yaml: keys[3].id: this key id is already on line 6\n")
 
 
 def test_a_rotated_key_overlaps_with_the_former_one(folder: Path) -> None:
@@ -143,6 +160,12 @@ def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) 
         (["new", "--id", "team-a", "--write"], 2, "gateway.yaml: keys[3].id: this key id is already on line 7"),
         (["new", "--id", "b", "--models", "nothing", "--write"], 2, "gateway.yaml: keys[3].models[0]: matches no model"),
         (["new", "--id", "b", "--concurrent", "0"], 2, "vllm-gateway: --concurrent: expected 1 or more, found 0"),
+        (["new", "--id", "b", "--cost-per-day", "-1"], 2, "vllm-gateway: --cost-per-day: expected more than 0.0, found -1.0"),
+        (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
+        (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
+        (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: that is in the past, so the key would never be"),
+        (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: names no team"),
+        (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: that is beyond the year 9999"),
         (["revoke", "team-a", "--config", "other.yaml"], 1, "vllm-gateway: other.yaml cannot be read: No such file or directory"),
         (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
     ],
@@ -215,31 +238,54 @@ def test_the_list(folder: Path) -> None:
     assert [line.split()[0] for line in plain.out.splitlines()[1:]] == list(listed)
 
 
+def litellm(token: str, **more: Any) -> dict[str, Any]:
+    """One of LiteLLM's keys, as its list has it."""
+    return {"token": hash_of(token).removeprefix("sha256:"), **more}
+
+
 LITELLM = {
     "keys": [
-        {"token": hash_of("sk-l1").removeprefix("sha256:"), "key_alias": "lite", "models": ["Qwen/Q"], "expires": "2999-05-01T10:00:00Z",
-         "rpm_limit": 10, "tpm_limit": 1000, "max_parallel_requests": 2},
-        {"token": hash_of("sk-l2").removeprefix("sha256:"), "key_alias": None, "models": ["all-team-models"], "blocked": True},
+        litellm("sk-l1", key_alias="lite", models=["Qwen/Q"], expires="2999-05-01T10:00:00Z", rpm_limit=10, tpm_limit=1000,
+                max_parallel_requests=2),
+        litellm("sk-l2", key_alias=None, models=["all-proxy-models"], blocked=True),
     ],
     "total_count": 2,
 }  # fmt: skip
+FIRST, SECOND, THIRD, FOURTH = (f"sk-{word}-0123456789" for word in ("first", "second", "third", "fourth"))
 
 
 def test_keys_of_another_gateway_stay_good(folder: Path) -> None:
-    (folder / "keys.txt").write_text(f'# exported\nsk-first\nalice,sk-second\n\n{KEY}\nbob , "sk-third"\ncarol,{hash_of("sk-fourth")}\n')
+    (folder / "keys.txt").write_text(f'# exported\n{FIRST}\nalice,{SECOND}\n\n{KEY}\nbob , "{THIRD}"\ncarol,{hash_of(FOURTH)}\n')
     ran = gateway("keys", "import", "keys.txt", folder=folder)
     assert ran == Ran(0, "4 keys added to gateway.yaml; 1 was known already\n", "")
     text, config = (folder / "gateway.yaml").read_text(), load(folder / "gateway.yaml")
     assert "sk-" not in text and removed(FILE, text) == []
-    first = f"imported-{hash_of('sk-first').removeprefix('sha256:')[:8]}"
-    owners = {"sk-first": first, "sk-second": "alice", "sk-third": "bob", "sk-fourth": "carol", KEY: "team-a"}
+    first = f"imported-{hash_of(FIRST).removeprefix('sha256:')[:8]}"
+    owners = {FIRST: first, SECOND: "alice", THIRD: "bob", FOURTH: "carol", KEY: "team-a"}
     assert {token: answer(config, token) for token in owners} == owners
     assert gateway("keys", "import", "keys.txt", folder=folder).out == "0 keys added to gateway.yaml; 5 were known already\n"
 
 
+@pytest.mark.parametrize(
+    ("lines", "owners"),
+    [
+        (f"key,id\n{FIRST},alice\n", {FIRST: "alice"}),
+        (f"# exported\n\nName, API_Key\nalice,{FIRST}\n", {FIRST: "alice"}),
+        (f'"token","alias"\n"{FIRST}","alice"\n', {FIRST: "alice"}),
+        (f"key\n{FIRST}\n", {FIRST: f"imported-{hash_of(FIRST).removeprefix('sha256:')[:8]}"}),
+    ],
+)
+def test_a_header_says_which_column_is_the_key(folder: Path, lines: str, owners: dict[str, str]) -> None:
+    (folder / "keys.txt").write_text(lines)
+    assert gateway("keys", "import", "keys.txt", folder=folder).out == "1 key added to gateway.yaml\n"
+    config = load(folder / "gateway.yaml")
+    assert {token: answer(config, token) for token in owners} == owners
+    assert FIRST not in (folder / "gateway.yaml").read_text() and len(config.keys) == 4
+
+
 def test_litellms_hashes_are_ours(folder: Path) -> None:
     (folder / "keys.json").write_text(json.dumps(LITELLM))
-    assert gateway("keys", "import", "keys.json", folder=folder).out == "2 keys added to gateway.yaml\n"
+    assert gateway("keys", "import", "keys.json", folder=folder) == Ran(0, "2 keys added to gateway.yaml\n", "")
     config = load(folder / "gateway.yaml")
     assert answer(config, "sk-l1") == "lite"
     assert answer(config, "sk-l2").startswith("invalid_api_key: This API key has been revoked")
@@ -248,19 +294,62 @@ def test_litellms_hashes_are_ours(folder: Path) -> None:
     assert (lite.models, lite.limits.concurrent, lite.limits.tokens_per_minute, lite.expires.year) == (("Qwen/Q",), 2, 1000, 2999)
 
 
+def priced(folder: Path) -> None:
+    """A model with a price, and a team."""
+    text = FILE.replace("Qwen/Q, launch: {}", "Qwen/Q, launch: {}, price: {prompt: 1}") + "teams: [{id: research}]\n"
+    (folder / "gateway.yaml").write_text(text)
+
+
+def test_what_litellm_holds_a_key_back_by_comes_along_or_is_told(folder: Path) -> None:
+    priced(folder)
+    listed = [
+        litellm("1", key_alias="month", max_budget=5, budget_duration="30d", spend=1.5, team_id="research"),
+        litellm("2", key_alias="day", max_budget=0.5, budget_duration="24h", team_id="2f0c-4d"),
+        litellm("3", key_alias="ever", max_budget=5.0),
+        litellm("4", key_alias="the week", max_budget=5, budget_duration="7d", models=["all-team-models"]),
+        litellm("5", key_alias="none", max_budget=0, rpm_limit=0, metadata={"model_rpm_limit": {"m": 1}}, allowed_routes=["/embeddings"]),
+        litellm("6", key_alias="free"),
+    ]
+    (folder / "keys.json").write_text(json.dumps({"keys": listed}))
+    ran = gateway("keys", "import", "keys.json", folder=folder)
+    assert (ran.code, ran.out) == (0, "6 keys added to gateway.yaml\n")
+    made = {key.id: key for key in load(folder / "gateway.yaml").keys}
+    limits = {name: made[name].limits for name in ("month", "day", "ever", "the-week", "none", "free")}
+    assert {name: each.model_dump(exclude_defaults=True) for name, each in limits.items() if each is not None} == {
+        "month": {"cost_per_month": 5.0}, "day": {"cost_per_day": 0.5},
+    }  # fmt: skip
+    assert (made["month"].team, made["day"].team) == ("research", None)
+    week = "max_budget with a budget_duration that is no day and no month"
+    nothing = "max_budget 0 (a limit here is more), rpm_limit 0 (a limit here is 1 or more)"
+    assert [line.removeprefix("vllm-gateway: keys.json: ") for line in ran.err.splitlines()] == [
+        "key 1 (month): left out: spend (its budget begins anew)",
+        "key 2 (day): left out: team_id (the configuration has no such team)",
+        "key 3 (ever): left out: max_budget without budget_duration (a limit here is for a day or a month)",
+        f"key 4 (the week): left out: the spaces of its key_alias, {week}, all-team-models (it may use all models here)",
+        f"key 5 (none): left out: {nothing}, allowed_routes, model_rpm_limit",
+    ]  # fmt: skip
+
+
+def test_a_key_that_is_in_a_file_twice_is_told(folder: Path) -> None:
+    (folder / "keys.txt").write_text(f"alice,{FIRST}\nbob,{SECOND}\nalice,{FIRST}\n{KEY}\n")
+    said = "vllm-gateway: keys.txt: line 3 is line 1 again\n"
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(0, "2 keys added to gateway.yaml; 1 was known already\n", said)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("sk-good\nsk two words\n", "keys.txt: line 2 is no key: expected a key of 1 to 512 visible characters, or id,key"),
-        ("{oops", "keys.txt: the file begins like JSON and is none"),
-        ('{"data": []}', "keys.txt: the JSON has no list of keys"),
-        ('["sk-plain-in-json"]', "keys.txt: key 0 of the JSON has no `token` that is a SHA-256 in hexadecimal digits"),
-        ("a b,sk-hidden\n", "keys.txt: key 1, id: must not hold spaces or control characters"),
+        (f"a b,{FIRST}\n", "line 1, id: must not hold spaces or control characters"),
+        (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
+        (json.dumps([litellm("a"), litellm("b", key_alias="b", models=["gpt-4"])]), "key 2 (b), models[0]: matches no model"),
+        (json.dumps([litellm("a", key_alias="a", max_budget=1, budget_duration="1mo")]),
+         "key 1 (a), limits.cost_per_month: no model has a price, so nothing would cost anything; write models[].price"),
+        (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5"),
     ],
-)
-def test_a_file_that_is_no_list_of_keys_is_told_without_repeating_it(folder: Path, text: str, said: str) -> None:
+)  # fmt: skip
+def test_a_file_that_cannot_be_taken_over_is_told_and_nothing_is_written(folder: Path, text: str, said: str) -> None:
     (folder / "keys.txt").write_text(text)
-    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(1, "", f"vllm-gateway: {said}\n")
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(1, "", f"vllm-gateway: keys.txt: {said}\n")
     assert (folder / "gateway.yaml").read_text() == FILE
 
 

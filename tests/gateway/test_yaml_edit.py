@@ -100,6 +100,22 @@ def test_a_member_is_set_in_its_place(before: str, value: Any, after: str) -> No
     assert yaml.safe_load(made)[0] == yaml.safe_load(before)[0] | ({"revoked": True} if value is None else {"hash": value})
 
 
+@pytest.mark.parametrize("before", [FILE, "keys:\n- id: a\n  hash: x", "models: [m]\n", "keys: []\n"])
+def test_lines_end_as_the_others_of_the_file_do(before: str) -> None:
+    text = before.replace("\n", "\r\n")
+    added = appended(text, ("keys",), [ENTRY, {"id": "c"}])
+    for made in (added, with_member(added, ("keys", 0), "hash", [H1, {"hash": H2}]), with_member(added, ("keys", 0), "revoked", True)):
+        assert made.count("\n") == made.count("\r") == made.count("\r\n")
+    assert appended(before, ("keys",), [ENTRY, {"id": "c"}]) == added.replace("\r\n", "\n")
+
+
+def test_positions_are_of_characters() -> None:
+    text = f"\ufeff# é€😀\nkeys:\n  - {{id: 'é€😀', hash: {H1}}}   # 😀 ist da\n"
+    assert with_member(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
+    assert with_member(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
+    assert appended(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
+
+
 def test_the_stanza_is_for_pasting() -> None:
     assert stanza(ENTRY, 0) == WRITTEN.replace('{"requests_per_minute": 6}', "{requests_per_minute: 6}")
 

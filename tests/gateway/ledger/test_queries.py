@@ -81,6 +81,14 @@ def test_sums_are_by_whatever_is_asked_for(store: Store) -> None:
     assert told(asked(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 0.00002)
 
 
+def test_costs_of_any_size_add_up(url: str, tmp_path: Path) -> None:
+    """At prices that the configuration does not take any more; the ledger may have them."""
+    most = (2**63 - 1) / 1_000_000_000
+    with closing(Store(database(url, tmp_path))) as store:
+        store.write([row(number, price=(1e30, 0.0)) for number in range(1, 5)] + [row(5, price=(1.0, 2.0))])
+        assert told(asked(store, by="key"))["team-a",][-1] == pytest.approx(4 * most + 0.00002)
+
+
 def test_the_largest_come_first(store: Store) -> None:
     assert list(told(asked(store, by="model"))) == [("big",), ("tiny",), (None,)]
 
@@ -98,6 +106,14 @@ def test_one_key_or_model_may_be_looked_at_alone(store: Store) -> None:
     assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
                                                             ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
     assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
+    assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 0.00002)}
+
+
+def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
+    store.write([row(11, key="s_aff/alice"), row(12, key="s_aff/bob", team="t"), row(13, key="sxaff/eve"), row(14, key="s_affx")])
+    assert set(told(asked(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
+    assert set(told(asked(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
+    assert set(told(asked(store, by="key", key="s_aff/alice"))) == {("s_aff/alice",)}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +166,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["usage", "--config", str(file)]) == 0 and "nothing" in capsys.readouterr().out
+    assert run(["usage", "--config", str(file)]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway makes it with its first row" in told.err
     assert not (file.parent / "usage.db").exists()
     with closing(Store(database("sqlite:///usage.db", file.parent))) as made:
         made.write([row(1, started=datetime.now(UTC).timestamp() - 60)])
