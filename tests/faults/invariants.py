@@ -3,33 +3,58 @@
 1. Whatever was started was finished and recorded: requests begun = requests settled = records.
 2. Nothing is in flight: no ticket, gauge, server's slot, place in a queue or watched deadline.
 3. Nothing is left: no task, connection, or file descriptor more than before.
+
+``unharmed`` serves a relay in the test's own loop and sees all of it. ``whole`` looks at a gateway of several processes from
+outside: what its metrics and its access log say, and what the system says of its processes. A relay's tasks are not to be seen
+from there; what a task would hold, a request in flight or a connection, is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.metrics import PREFIX
 from gateway.routes import ENDPOINTS
 from gateway.state import Key, Model
+from tests.support.controlled import Controlled
+from tests.support.process import Gateway
 from tests.support.running import Served, serving, until
 
 _SETTLES_WITHIN = 15.0
 """Seconds that whatever is ending may take on a busy machine."""
+_WHOLE_SETTLES_WITHIN = 60.0
+"""The same for all the processes of a gateway, of which a launched server may have to be started again."""
+_LOOK = 0.05
+_IN_FLIGHT = ("inflight_requests", "queued_requests", "server_inflight")
 
 
 @asynccontextmanager
 async def unharmed(models: Sequence[Model], keys: Sequence[Key] = (), **more: Any) -> AsyncIterator[Served]:
     """Serve as ``serving`` does, through a fault that the block provokes; then check that everything is as it was."""
-    tasks, descriptors = len(asyncio.all_tasks()), _descriptors()
-    async with serving(models, keys, **more) as served:
+    async with nothing_left(), serving(models, keys, **more) as served:
         yield served
         await settled(served)
+
+
+@asynccontextmanager
+async def nothing_left() -> AsyncIterator[None]:
+    """Wait in the end until there is no task, descriptor or process of this process's that was not there before."""
+    tasks, descriptors, processes = len(asyncio.all_tasks()), _descriptors(), _children()
+    yield
     await until(lambda: len(asyncio.all_tasks()) <= tasks, _SETTLES_WITHIN)
     await until(lambda: _descriptors() <= descriptors, _SETTLES_WITHIN)
+    await until(lambda: _children() <= processes, _SETTLES_WITHIN)
 
 
 async def settled(served: Served) -> None:
@@ -43,5 +68,153 @@ async def settled(served: Served) -> None:
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+# A whole gateway
+
+
+def soon_idle(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, with launched servers that close idle connections after half a second and not after 75 s: what is there later has leaked."""
+    launch = {**model["launch"], "env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "0.5"}}
+    return {**model, "launch": launch}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A gateway from outside. ``processes``: control and its relays by name; ``totals``: the samples of each family that is asked
+    for; ``log``: the access log, None where there is none to be read."""
+
+    processes: Callable[[], Mapping[str, int]]
+    samples: Callable[[], Iterator[tuple[str, tuple[str, ...], float]]]
+    log: Callable[[], str] | None
+
+
+def _of_processes(one: Gateway) -> View:
+    def samples() -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for family in text_string_to_metric_families(one.get("/metrics").text):
+            for sample in family.samples:
+                yield sample.name.removeprefix(PREFIX), tuple(sample.labels.values()), sample.value
+
+    def processes() -> Mapping[str, int]:
+        return {"control": one.process.pid, **{f"relay {number}": pid for number, pid in one.relays().items()}}
+
+    return View(processes, samples, lambda: one.log)
+
+
+def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
+    def samples() -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for series, values in one.report.series().items():
+            yield series.family, series.labels, values[0]
+
+    def processes() -> Mapping[str, int]:
+        relays = {f"relay {number}": relay.pid for number, relay in enumerate(one.control.relays.statuses)}
+        return {"control": os.getpid(), **{name: pid for name, pid in relays.items() if pid}}
+
+    return View(processes, samples, log)
+
+
+class Whole:
+    """A gateway as a row found it, to be compared with what the row leaves.
+
+    ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``logged``: whether the log can be
+    written at all.
+    """
+
+    def __init__(self, view: View, lost: int = 0, logged: bool = True) -> None:
+        self._view = view
+        self._lost = lost
+        self._logged = logged and view.log is not None
+        self._control = view.processes()["control"]
+        self._descriptors = self._held()
+        self._processes = _children(self._control)
+
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            for _ in self._waiting():
+                time.sleep(_LOOK)
+
+    async def __aenter__(self) -> Whole:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """While the test's own loop goes on: its clients' connections end in it, and perhaps control runs in it."""
+        if error is None:
+            for _ in self._waiting():
+                await asyncio.sleep(_LOOK)
+
+    def _waiting(self) -> Iterator[None]:
+        """Come back for each look, until nothing is left. Raises AssertionError with what stays."""
+        for name, left in self._invariants():
+            deadline = time.monotonic() + _WHOLE_SETTLES_WITHIN
+            while found := left():
+                assert time.monotonic() < deadline, f"{name}: {found}"
+                yield
+
+    def _invariants(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Each by its name, with what is left of it: to be nothing, soon."""
+        yield "in flight", self._in_flight
+        if self._logged:
+            yield "requests that have ended, and are not in the log once", self._unrecorded
+        yield "more descriptors than before", self._more_descriptors
+        yield "more processes than before", lambda: max(_children(self._control) - self._processes, 0)
+
+    def _in_flight(self) -> dict[tuple[str, ...], float]:
+        return {(name, *labels): value for name, labels, value in self._view.samples() if name in _IN_FLIGHT and value}
+
+    def _ended(self) -> int:
+        return int(sum(value for name, _, value in self._view.samples() if name == "requests_total"))
+
+    def _unrecorded(self) -> int:
+        assert self._view.log is not None
+        ended, lines = self._ended(), request_ids(self._view.log())
+        assert len(set(lines)) == len(lines), "a request was recorded twice"
+        missing = ended - len(lines)
+        return 0 if 0 <= missing <= self._lost else missing
+
+    def _more_descriptors(self) -> dict[str, int]:
+        more = {name: count - self._descriptors.get(name, 0) for name, count in self._held().items()}
+        return {name: count for name, count in more.items() if count > 0}
+
+    def _held(self) -> dict[str, int]:
+        return {name: _descriptors(pid) for name, pid in self._view.processes().items()}
+
+
+def whole(one: Gateway | Controlled, *, log: Callable[[], str] | None = None, lost: int = 0, logged: bool = True) -> Whole:
+    """Check at the end of the block, whose clients are gone by then, that the gateway is as it was when the block began.
+
+    ``log`` reads the access log of a gateway whose control is in the test's own process. It is an asynchronous context manager too.
+    """
+    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, logged)
+
+
+@contextmanager
+def ended(one: Gateway) -> Iterator[None]:
+    """For a block in which the gateway itself ends: none of its processes outlives it, and no request is in its log twice."""
+    tree = one.tree()
+    yield
+    assert one.process.poll() is not None
+    deadline = time.monotonic() + _SETTLES_WITHIN
+    while left := [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    lines = request_ids(one.log)
+    assert len(set(lines)) == len(lines), "a request was recorded twice"
+
+
+def request_ids(log: str) -> list[str]:
+    """Those of an access log, in its order; the last line may be half written."""
+    return [str(json.loads(line)["request_id"]) for line in log.splitlines(keepends=True) if line.endswith("\n") and line.startswith("{")]
+
+
+def _descriptors(pid: int | str = "self") -> int:
+    """Of a process; of one that has just ended none."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except FileNotFoundError:
+        return 0
+
+
+def _children(pid: int | None = None) -> int:
+    """A process's descendants."""
+    return len(psutil.Process(pid).children(recursive=True))
