@@ -72,17 +72,18 @@ async def settled(served: Served) -> None:
 
 
 def soon_idle(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model, with launched servers that close idle connections after half a second and not after 75 s: what is there later has leaked."""
+    """The model, whose launched servers close idle connections after half a second, not after 75: what is there later has leaked."""
     launch = {**model["launch"], "env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "0.5"}}
     return {**model, "launch": launch}
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A gateway from outside. ``processes``: control and its relays by name; ``totals``: the samples of each family that is asked
-    for; ``log``: the access log, None where there is none to be read."""
+    """A gateway from outside. ``processes``: control and its relays by name; ``starting``: how many of these are not up yet; ``samples``:
+    family, labels and value of each series; ``log``: the access log, None where there is none to be read."""
 
     processes: Callable[[], Mapping[str, int]]
+    starting: Callable[[], int]
     samples: Callable[[], Iterator[tuple[str, tuple[str, ...], float]]]
     log: Callable[[], str] | None
 
@@ -96,7 +97,10 @@ def _of_processes(one: Gateway) -> View:
     def processes() -> Mapping[str, int]:
         return {"control": one.process.pid, **{f"relay {number}": pid for number, pid in one.relays().items()}}
 
-    return View(processes, samples, lambda: one.log)
+    def starting() -> int:
+        return sum(not relay["up"] for relay in one.get("/status").json()["relays"])
+
+    return View(processes, starting, samples, lambda: one.log)
 
 
 def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
@@ -108,56 +112,67 @@ def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
         relays = {f"relay {number}": relay.pid for number, relay in enumerate(one.control.relays.statuses)}
         return {"control": os.getpid(), **{name: pid for name, pid in relays.items() if pid}}
 
-    return View(processes, samples, log)
+    return View(processes, lambda: sum(not relay.up for relay in one.control.relays.statuses), samples, log)
 
 
 class Whole:
     """A gateway as a row found it, to be compared with what the row leaves.
 
     ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``logged``: whether the log can be
-    written at all.
+    written at all; ``within``: seconds.
     """
 
-    def __init__(self, view: View, lost: int = 0, logged: bool = True) -> None:
+    def __init__(self, view: View, lost: int, logged: bool, within: float) -> None:
         self._view = view
         self._lost = lost
         self._logged = logged and view.log is not None
+        self._within = within
         self._control = view.processes()["control"]
-        self._descriptors = self._held()
-        self._processes = _children(self._control)
+        self._descriptors: dict[str, int] = {}
+        self._processes = 0
 
     def __enter__(self) -> Whole:
+        for _ in self._beginning():
+            time.sleep(_LOOK)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            for _ in self._waiting():
+            for _ in self._end():
                 time.sleep(_LOOK)
 
     async def __aenter__(self) -> Whole:
+        for _ in self._beginning():
+            await asyncio.sleep(_LOOK)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """While the test's own loop goes on: its clients' connections end in it, and perhaps control runs in it."""
         if error is None:
-            for _ in self._waiting():
+            for _ in self._end():
                 await asyncio.sleep(_LOOK)
 
-    def _waiting(self) -> Iterator[None]:
-        """Come back for each look, until nothing is left. Raises AssertionError with what stays."""
-        for name, left in self._invariants():
-            deadline = time.monotonic() + _WHOLE_SETTLES_WITHIN
-            while found := left():
-                assert time.monotonic() < deadline, f"{name}: {found}"
-                yield
+    def _beginning(self) -> Iterator[None]:
+        """Note what there is once every relay is up and nothing is being opened any more; come back for each look."""
+        yield from self._until("relays that are not up", self._view.starting)
+        while self._descriptors != (held := self._held()):
+            self._descriptors = held
+            yield
+        self._processes = _children(self._control)
 
-    def _invariants(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Each by its name, with what is left of it: to be nothing, soon."""
-        yield "in flight", self._in_flight
+    def _end(self) -> Iterator[None]:
+        """Come back for each look, until nothing is left. Raises AssertionError with what stays."""
+        yield from self._until("in flight", self._in_flight)
         if self._logged:
-            yield "requests that have ended, and are not in the log once", self._unrecorded
-        yield "more descriptors than before", self._more_descriptors
-        yield "more processes than before", lambda: max(_children(self._control) - self._processes, 0)
+            yield from self._until("requests that have ended, and are not in the log once", self._unrecorded)
+        yield from self._until("more descriptors than before", self._more_descriptors)
+        yield from self._until("more processes than before", lambda: max(_children(self._control) - self._processes, 0))
+
+    def _until(self, name: str, left: Callable[[], object]) -> Iterator[None]:
+        deadline = time.monotonic() + self._within
+        while found := left():
+            assert time.monotonic() < deadline, f"{name}: {found}"
+            yield
 
     def _in_flight(self) -> dict[tuple[str, ...], float]:
         return {(name, *labels): value for name, labels, value in self._view.samples() if name in _IN_FLIGHT and value}
@@ -180,12 +195,19 @@ class Whole:
         return {name: _descriptors(pid) for name, pid in self._view.processes().items()}
 
 
-def whole(one: Gateway | Controlled, *, log: Callable[[], str] | None = None, lost: int = 0, logged: bool = True) -> Whole:
+def whole(
+    one: Gateway | Controlled,
+    *,
+    log: Callable[[], str] | None = None,
+    lost: int = 0,
+    logged: bool = True,
+    within: float = _WHOLE_SETTLES_WITHIN,
+) -> Whole:
     """Check at the end of the block, whose clients are gone by then, that the gateway is as it was when the block began.
 
     ``log`` reads the access log of a gateway whose control is in the test's own process. It is an asynchronous context manager too.
     """
-    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, logged)
+    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, logged, within)
 
 
 @contextmanager
