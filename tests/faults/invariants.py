@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -118,14 +119,14 @@ def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
 class Whole:
     """A gateway as a row found it, to be compared with what the row leaves.
 
-    ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``logged``: whether the log can be
+    ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``written``: whether the log can be
     written at all; ``within``: seconds.
     """
 
-    def __init__(self, view: View, lost: int, logged: bool, within: float) -> None:
+    def __init__(self, view: View, lost: int, written: bool, within: float) -> None:
         self._view = view
         self._lost = lost
-        self._logged = logged and view.log is not None
+        self._logged = written and view.log is not None
         self._within = within
         self._control = view.processes()["control"]
         self._descriptors: dict[str, int] = {}
@@ -200,14 +201,15 @@ def whole(
     *,
     log: Callable[[], str] | None = None,
     lost: int = 0,
-    logged: bool = True,
+    written: bool = True,
     within: float = _WHOLE_SETTLES_WITHIN,
 ) -> Whole:
     """Check at the end of the block, whose clients are gone by then, that the gateway is as it was when the block began.
 
-    ``log`` reads the access log of a gateway whose control is in the test's own process. It is an asynchronous context manager too.
+    ``log`` reads the access log of a gateway whose control is in the test's own process (see ``logged``). It is an
+    asynchronous context manager too.
     """
-    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, logged, within)
+    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, written, within)
 
 
 @contextmanager
@@ -222,6 +224,19 @@ def ended(one: Gateway) -> Iterator[None]:
         time.sleep(0.05)
     lines = request_ids(one.log)
     assert len(set(lines)) == len(lines), "a request was recorded twice"
+
+
+@contextmanager
+def logged(file: Path) -> Iterator[Callable[[], str]]:
+    """The access log of relays that are started in the block, where control is in the test's own process: its standard output."""
+    before = os.dup(1)
+    try:
+        with open(file, "ab") as output:
+            os.dup2(output.fileno(), 1)
+        yield file.read_text
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def request_ids(log: str) -> list[str]:

@@ -562,7 +562,7 @@ def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[
     """The log itself is what is broken, so records are those of the metrics alone."""
     (tmp_path / "stdout").symlink_to("/dev/full")
     with gateway(tmp_path, configuration(QUICK)) as running:
-        with whole(running, logged=False):
+        with whole(running, written=False):
             for _ in range(50):
                 assert running.ask().status_code == 200
             wait_for(lambda: in_flight(running) == 0)
