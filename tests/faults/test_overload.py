@@ -104,6 +104,11 @@ def late(times: list[float]) -> float:
     return 1000 * sorted(times)[int(0.99 * (len(times) - 1))]
 
 
+def assert_prompt(refusals: list[float]) -> None:
+    """The bar of a refusal; the smaller size shares its machine with others."""
+    assert late(refusals) < (50 if FULL else 5_000), refusals
+
+
 @pytest.mark.row(26)
 async def test_ten_times_the_load_leaves_the_capacity_as_it_is(measured: Callable[[str], None]) -> None:
     queue = Queue(SLOTS, 60.0)
@@ -118,7 +123,8 @@ async def test_ten_times_the_load_leaves_the_capacity_as_it_is(measured: Callabl
         f"{times:.0f} times what there is room for, {SECONDS:g} s: goodput {goodput:.0%} of capacity; never more than {SLOTS} at "
         f"the server; {len(many.refusals)} refusals, p99 {late(many.refusals):.0f} ms with clients, gateway and server in one process"
     )
-    assert goodput >= (0.75 if FULL else 0.4)
+    assert goodput >= (0.9 if FULL else 0.75)
+    assert_prompt(many.refusals)
 
 
 @pytest.mark.row(26)
@@ -129,6 +135,7 @@ async def test_beyond_the_bound_of_the_gateway_nothing_waits(measured: Callable[
         await asyncio.gather(*(_keep_asking(served, "a", tally, end, SERVICE) for _ in range(10 * SLOTS)))
     assert server.most == SLOTS and tally.answered.total() and tally.refusals
     measured(f"server.max_inflight: {len(tally.refusals)} refusals before the body was read, p99 {late(tally.refusals):.0f} ms")
+    assert_prompt(tally.refusals)
 
 
 @pytest.mark.row(27)
