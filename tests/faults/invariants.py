@@ -213,15 +213,15 @@ def whole(
 
 
 @contextmanager
-def ended(one: Gateway) -> Iterator[None]:
+def ended(one: Gateway, within: float = _SETTLES_WITHIN) -> Iterator[None]:
     """For a block in which the gateway itself ends: none of its processes outlives it, and no request is in its log twice."""
     tree = one.tree()
     yield
     assert one.process.poll() is not None
-    deadline = time.monotonic() + _SETTLES_WITHIN
+    deadline = time.monotonic() + within
     while left := [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, f"outlives the gateway: {left}"
+        time.sleep(_LOOK)
     lines = request_ids(one.log)
     assert len(set(lines)) == len(lines), "a request was recorded twice"
 
