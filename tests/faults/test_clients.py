@@ -455,7 +455,7 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
             f"a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
-        assert growth < 256, f"{growth:.0f} MiB"
+        assert growth < 256 * count / 1000 + (0 if FULL else 32), f"{growth:.0f} MiB"  # so few cannot be told from what else is kept
         assert is_not_held_up(client, alone), f"{client.p99} s, {alone} s alone"
         for one in readers:
             one.close()
