@@ -3,33 +3,59 @@
 1. Whatever was started was finished and recorded: requests begun = requests settled = records.
 2. Nothing is in flight: no ticket, gauge, server's slot, place in a queue or watched deadline.
 3. Nothing is left: no task, connection, or file descriptor more than before.
+
+``unharmed`` serves a relay in the test's own loop and sees all of it. ``whole`` looks at a gateway of several processes from
+outside: what its metrics and its access log say, and what the system says of its processes. A relay's tasks are not to be seen
+from there; what a task would hold, a request in flight or a connection, is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.metrics import PREFIX
 from gateway.routes import ENDPOINTS
 from gateway.state import Key, Model
+from tests.support.controlled import Controlled
+from tests.support.process import Gateway
 from tests.support.running import Served, serving, until
 
 _SETTLES_WITHIN = 15.0
 """Seconds that whatever is ending may take on a busy machine."""
+_WHOLE_SETTLES_WITHIN = 60.0
+"""The same for all the processes of a gateway, of which a launched server may have to be started again."""
+_LOOK = 0.05
+_IN_FLIGHT = ("inflight_requests", "queued_requests", "server_inflight")
 
 
 @asynccontextmanager
 async def unharmed(models: Sequence[Model], keys: Sequence[Key] = (), **more: Any) -> AsyncIterator[Served]:
     """Serve as ``serving`` does, through a fault that the block provokes; then check that everything is as it was."""
-    tasks, descriptors = len(asyncio.all_tasks()), _descriptors()
-    async with serving(models, keys, **more) as served:
+    async with nothing_left(), serving(models, keys, **more) as served:
         yield served
         await settled(served)
+
+
+@asynccontextmanager
+async def nothing_left() -> AsyncIterator[None]:
+    """Wait in the end until there is no task, descriptor or process of this process's that was not there before."""
+    tasks, descriptors, processes = len(asyncio.all_tasks()), _descriptors(), _children()
+    yield
     await until(lambda: len(asyncio.all_tasks()) <= tasks, _SETTLES_WITHIN)
     await until(lambda: _descriptors() <= descriptors, _SETTLES_WITHIN)
+    await until(lambda: _children() <= processes, _SETTLES_WITHIN)
 
 
 async def settled(served: Served) -> None:
@@ -43,5 +69,189 @@ async def settled(served: Served) -> None:
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+# A whole gateway
+
+
+def soon_idle(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, whose launched servers close idle connections after half a second, not after 75: what is there later has leaked."""
+    launch = {**model["launch"], "env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "0.5"}}
+    return {**model, "launch": launch}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A gateway from outside. ``processes``: control and its relays by name; ``starting``: how many of these are not up yet; ``samples``:
+    family, labels and value of each series; ``log``: the access log, None where there is none to be read."""
+
+    processes: Callable[[], Mapping[str, int]]
+    starting: Callable[[], int]
+    samples: Callable[[], Iterator[tuple[str, tuple[str, ...], float]]]
+    log: Callable[[], str] | None
+
+
+def _of_processes(one: Gateway) -> View:
+    def samples() -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for family in text_string_to_metric_families(one.get("/metrics").text):
+            for sample in family.samples:
+                yield sample.name.removeprefix(PREFIX), tuple(sample.labels.values()), sample.value
+
+    def processes() -> Mapping[str, int]:
+        return {"control": one.process.pid, **{f"relay {number}": pid for number, pid in one.relays().items()}}
+
+    def starting() -> int:
+        return sum(not relay["up"] for relay in one.get("/status").json()["relays"])
+
+    return View(processes, starting, samples, lambda: one.log)
+
+
+def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
+    def samples() -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for series, values in one.report.series().items():
+            yield series.family, series.labels, values[0]
+
+    def processes() -> Mapping[str, int]:
+        relays = {f"relay {number}": relay.pid for number, relay in enumerate(one.control.relays.statuses)}
+        return {"control": os.getpid(), **{name: pid for name, pid in relays.items() if pid}}
+
+    return View(processes, lambda: sum(not relay.up for relay in one.control.relays.statuses), samples, log)
+
+
+class Whole:
+    """A gateway as a row found it, to be compared with what the row leaves.
+
+    ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``written``: whether the log can be
+    written at all; ``within``: seconds.
+    """
+
+    def __init__(self, view: View, lost: int, written: bool, within: float) -> None:
+        self._view = view
+        self._lost = lost
+        self._logged = written and view.log is not None
+        self._within = within
+        self._control = view.processes()["control"]
+        self._descriptors: dict[str, int] = {}
+        self._processes = 0
+
+    def __enter__(self) -> Whole:
+        for _ in self._beginning():
+            time.sleep(_LOOK)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            for _ in self._end():
+                time.sleep(_LOOK)
+
+    async def __aenter__(self) -> Whole:
+        for _ in self._beginning():
+            await asyncio.sleep(_LOOK)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """While the test's own loop goes on: its clients' connections end in it, and perhaps control runs in it."""
+        if error is None:
+            for _ in self._end():
+                await asyncio.sleep(_LOOK)
+
+    def _beginning(self) -> Iterator[None]:
+        """Note what there is once every relay is up and nothing is being opened any more; come back for each look."""
+        yield from self._until("relays that are not up", self._view.starting)
+        while self._descriptors != (held := self._held()):
+            self._descriptors = held
+            yield
+        self._processes = _children(self._control)
+
+    def _end(self) -> Iterator[None]:
+        """Come back for each look, until nothing is left. Raises AssertionError with what stays."""
+        yield from self._until("in flight", self._in_flight)
+        if self._logged:
+            yield from self._until("requests that have ended, and are not in the log once", self._unrecorded)
+        yield from self._until("more descriptors than before", self._more_descriptors)
+        yield from self._until("more processes than before", lambda: max(_children(self._control) - self._processes, 0))
+
+    def _until(self, name: str, left: Callable[[], object]) -> Iterator[None]:
+        deadline = time.monotonic() + self._within
+        while found := left():
+            assert time.monotonic() < deadline, f"{name}: {found}"
+            yield
+
+    def _in_flight(self) -> dict[tuple[str, ...], float]:
+        return {(name, *labels): value for name, labels, value in self._view.samples() if name in _IN_FLIGHT and value}
+
+    def _ended(self) -> int:
+        return int(sum(value for name, _, value in self._view.samples() if name == "requests_total"))
+
+    def _unrecorded(self) -> int:
+        assert self._view.log is not None
+        ended, lines = self._ended(), request_ids(self._view.log())
+        assert len(set(lines)) == len(lines), "a request was recorded twice"
+        missing = ended - len(lines)
+        return 0 if 0 <= missing <= self._lost else missing
+
+    def _more_descriptors(self) -> dict[str, int]:
+        more = {name: count - self._descriptors.get(name, 0) for name, count in self._held().items()}
+        return {name: count for name, count in more.items() if count > 0}
+
+    def _held(self) -> dict[str, int]:
+        return {name: _descriptors(pid) for name, pid in self._view.processes().items()}
+
+
+def whole(
+    one: Gateway | Controlled,
+    *,
+    log: Callable[[], str] | None = None,
+    lost: int = 0,
+    written: bool = True,
+    within: float = _WHOLE_SETTLES_WITHIN,
+) -> Whole:
+    """Check at the end of the block, whose clients are gone by then, that the gateway is as it was when the block began.
+
+    ``log`` reads the access log of a gateway whose control is in the test's own process (see ``logged``). It is an
+    asynchronous context manager too.
+    """
+    return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, written, within)
+
+
+@contextmanager
+def ended(one: Gateway, within: float = _SETTLES_WITHIN) -> Iterator[None]:
+    """For a block in which the gateway itself ends: none of its processes outlives it, and no request is in its log twice."""
+    tree = one.tree()
+    yield
+    assert one.process.poll() is not None
+    deadline = time.monotonic() + within
+    while left := [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"outlives the gateway: {left}"
+        time.sleep(_LOOK)
+    lines = request_ids(one.log)
+    assert len(set(lines)) == len(lines), "a request was recorded twice"
+
+
+@contextmanager
+def logged(file: Path) -> Iterator[Callable[[], str]]:
+    """The access log of relays that are started in the block, where control is in the test's own process: its standard output."""
+    before = os.dup(1)
+    try:
+        with open(file, "ab") as output:
+            os.dup2(output.fileno(), 1)
+        yield file.read_text
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def request_ids(log: str) -> list[str]:
+    """Those of an access log, in its order; the last line may be half written."""
+    return [str(json.loads(line)["request_id"]) for line in log.splitlines(keepends=True) if line.endswith("\n") and line.startswith("{")]
+
+
+def _descriptors(pid: int | str = "self") -> int:
+    """Of a process; of one that has just ended none."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except FileNotFoundError:
+        return 0
+
+
+def _children(pid: int | None = None) -> int:
+    """A process's descendants."""
+    return len(psutil.Process(pid).children(recursive=True))

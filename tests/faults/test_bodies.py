@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 
 from gateway.policy import FORBIDDEN, MOST, REFUSED, STRIPPED
 from gateway.routes import ROUTES, Body
+from gateway.state import BodyRules
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
+from tests.gateway.test_form import BOUNDARY, FILE, MODEL, form
 from tests.support.running import Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request
@@ -215,23 +218,121 @@ async def test_numbers_beyond_the_bounds_are_refused_wherever_they_stand() -> No
         assert server.requests == []
 
 
+# Forms, of which nothing is stripped
+
+_SPELLED: dict[str, str] = {
+    "quoted": '; name="{name}"',
+    "unquoted": "; name={name}",
+    "a file": '; name="{name}"; filename="a"',
+    "in capitals": '; NAME="{name}"',
+}
+"""How a part may be named."""
+_FORMS = [route.path for route in ROUTES.values() if route.body is Body.FORM]
+_ORDERS: dict[str, Callable[[bytes], tuple[bytes, ...]]] = {
+    "before the model": lambda named: (named, MODEL, FILE),
+    "behind the model": lambda named: (MODEL, named, FILE),
+    "at the end": lambda named: (MODEL, FILE, named),
+    "twice": lambda named: (named, MODEL, FILE, named),
+}
+_CUTS = (0, 11)
+"""Bytes of the chunks in which it comes; 0: with its length."""
+
+
 @pytest.mark.row(16)
-async def test_no_url_of_the_inside_reaches_a_server() -> None:
-    part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
-    message = {"role": "user", "content": [{"type": "text", "text": "x"}, part]}
-    bodies: list[dict[str, Any]] = [
-        {"messages": [message]},
-        {"messages": [], "extra_body": {"messages": [message]}},
-        {"input": [message]},
-        {"input": [[message]]},
-        {"query": {"content": [part]}, "documents": ["x"]},
-        {"query": "x", "documents": [{"content": [part]}]},
-        {"text_1": [part], "text_2": "x"},
-        {"system": [part], "messages": []},
-    ]
-    async with _served() as (served, server), client(served.port) as one:
-        for route in [route for route in ROUTES.values() if route.body is Body.JSON]:
-            for body in bodies:
-                reply = await one.ask(request({"model": "tiny", **body}, route.path))
-                assert reply.status == 400
+async def test_no_forbidden_field_of_a_form_reaches_a_server(measured: Callable[[str], None]) -> None:
+    """A server may have the beginning of a form that is refused, never the whole of it."""
+    tried = 0
+    async with _served() as (served, server):
+        for path, order, name in itertools.product(_FORMS, _ORDERS, sorted(FORBIDDEN)):
+            for spelling, cut in itertools.product(_SPELLED, _CUTS):
+                named = _spelled(_SPELLED[spelling].format(name=name))
+                reply = await ask(served.port, form(*_ORDERS[order](named), path=path, chunks=cut))
+                assert (reply.status, reply.error["param"]) == (400, name), (path, order, name, spelling, cut)
+                tried += 1
         assert server.requests == []
+        for path, cut in itertools.product(_FORMS, _CUTS):
+            reply = await ask(served.port, form(MODEL, _spelled('; name="prompt"'), FILE, path=path, chunks=cut))
+            assert reply.status == 200, "a field that anybody may send"
+        assert len(server.requests) == len(_FORMS) * len(_CUTS)
+    measured(f"{tried} forms with one of these fields, at {len(_ORDERS)} places, spelled in {len(_SPELLED)} ways: 400, none whole upstream")
+
+
+def _spelled(words: str) -> bytes:
+    return b"--%b\r\nContent-Disposition: form-data%b\r\n\r\n%b\r\n" % (BOUNDARY.encode(), words.encode(), _CANARY.encode())
+
+
+# URLs that a server would fetch
+
+_INSIDE = "http://169.254.169.254/latest"
+_SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "image_url": lambda url: {"type": "image_url", "image_url": {"url": url}},
+    "image_url, a text": lambda url: {"type": "image_url", "image_url": url},
+    "image_url, no type": lambda url: {"image_url": {"url": url}},
+    "image_url, another type": lambda url: {"type": "text", "text": "x", "image_url": {"url": url}},
+    "video_url": lambda url: {"type": "video_url", "video_url": {"url": url}},
+    "video_url, a text": lambda url: {"type": "video_url", "video_url": url},
+    "audio_url": lambda url: {"type": "audio_url", "audio_url": {"url": url}},
+    "audio_url, a text": lambda url: {"type": "audio_url", "audio_url": url},
+    "input_audio": lambda url: {"type": "input_audio", "input_audio": {"url": url}},
+    "input_video": lambda url: {"type": "input_video", "input_video": {"url": url}},
+    "Anthropic's image": lambda url: {"type": "image", "source": {"type": "url", "url": url}},
+    "Anthropic's document": lambda url: {"type": "document", "source": {"type": "url", "url": url}},
+    "Responses' image": lambda url: {"type": "input_image", "image_url": url, "detail": "auto"},
+    "Responses' file": lambda url: {"type": "input_file", "file_url": url},
+    "Responses' screenshot": lambda url: {"type": "computer_screenshot", "image_url": url},
+}
+"""Parts of messages that name a URL."""
+_PLACES_OF_PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a message": lambda part: {"messages": [_said(part)]},
+    "a later message": lambda part: {"messages": [{"role": "user", "content": "x"}] * 40 + [_said(part)]},
+    "in extra_body": lambda part: {"messages": [], "extra_body": {"messages": [_said(part)]}},
+    "a tool's message": lambda part: {"messages": [{"role": "tool", "tool_call_id": "1", "content": [part]}]},
+    "Anthropic's tool result": lambda part: {
+        "messages": [_said({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, part]})]
+    },
+    "Responses' tool result": lambda part: {"input": [{"type": "function_call_output", "call_id": "1", "output": [part]}]},
+    "Responses' computer": lambda part: {"input": [{"type": "computer_call_output", "call_id": "1", "output": part}]},
+    "Responses' message": lambda part: {"input": [{"type": "message", **_said(part)}]},
+    "an item itself": lambda part: {"input": [part]},
+    "a batch": lambda part: {"input": [[_said(part)]]},
+    "a query": lambda part: {"query": {"content": [part]}, "documents": ["x"]},
+    "a document": lambda part: {"query": "x", "documents": [{"content": [part]}]},
+    "a text to compare": lambda part: {"text_1": [part], "text_2": "x"},
+    "a system prompt": lambda part: {"system": [part], "messages": []},
+}
+
+
+def _said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": "x"}, part]}
+
+
+def _with_urls(url: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Route, place, shape and body: every shape at every place, and each of both on every route."""
+    paths = [route.path for route in ROUTES.values() if route.body is Body.JSON]
+    first = "/v1/chat/completions", "a message", "image_url"
+    for path, place, shape in itertools.product(paths, _PLACES_OF_PARTS, _SHAPES):
+        if first[0] == path or first[1] == place or first[2] == shape:
+            yield path, place, shape, {"model": "tiny", "messages": [], "input": "x", **_PLACES_OF_PARTS[place](_SHAPES[shape](url))}
+
+
+@pytest.mark.row(16)
+async def test_no_url_of_the_inside_reaches_a_server(measured: Callable[[str], None]) -> None:
+    tried = 0
+    async with _served() as (served, server), client(served.port) as one:
+        for path, place, shape, body in _with_urls(_INSIDE):
+            reply = await one.ask(request(body, path))
+            assert reply.status == 400 and b"The URL in '" in reply.body, (path, place, shape)
+            tried += 1
+        assert server.requests == []
+    measured(
+        f"{tried} requests with a URL of the inside, in {len(_SHAPES)} shapes at {len(_PLACES_OF_PARTS)} places: 400, none reached a server"
+    )
+
+
+@pytest.mark.row(16)
+async def test_it_is_the_url_for_which_they_are_refused() -> None:
+    """The same requests, where the place is one that media may come from."""
+    allowing = BodyRules(media_hosts=("169.254.169.254",))
+    async with _served(lambda port: model(port, body=allowing)) as (served, _), client(served.port) as one:
+        for path, place, shape, body in _with_urls(_INSIDE):
+            assert (await one.ask(request(body, path))).status == 200, (path, place, shape)

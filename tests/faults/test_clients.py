@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.faults.conftest import FULL
+from tests.faults.invariants import soon_idle, whole
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 from tests.support.scripted import Conversation, Script, scripted
@@ -28,6 +29,11 @@ from tests.support.wire import COMPLETION, DONE, HELLO, chat, request
 
 MODEL = "sim/one"
 MiB = 1 << 20
+WINDOW = 500 if FULL else 40
+WINDOWS = 5
+"""Requests of which a 99th percentile is taken, and how many of them a figure is the median of, at least."""
+FLOOR = 0.005
+"""Seconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +45,20 @@ def descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-QUICK = launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0})
+SERVED = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",model="{MODEL}"}}'
+QUICK = soon_idle(launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0}))
 """A simulator that answers at once."""
 
 
-def started(folder: Path, **server: Any) -> Any:
-    return gateway(folder, configuration(QUICK, **server))
+@contextmanager
+def serving(folder: Path, *models: dict[str, Any], **server: Any) -> Iterator[Gateway]:
+    """A gateway, which is in the end as it was at first."""
+    with gateway(folder, configuration(*models, **server)) as running, whole(running):
+        yield running
+
+
+def started(folder: Path, **server: Any) -> AbstractContextManager[Gateway]:
+    return serving(folder, QUICK, **server)
 
 
 def relay(running: Gateway) -> psutil.Process:
@@ -126,16 +140,31 @@ class Healthy:
                 time.sleep(0.005)
 
     @property
+    def enough(self) -> bool:
+        """There are as many times as a figure is made of."""
+        return len(self.times) >= WINDOWS * WINDOW
+
+    @property
     def p99(self) -> float:
-        return statistics.quantiles(self.times, n=100)[98]
+        """The median of the 99th percentiles of windows of one size, so that one bad moment of the machine does not decide."""
+        windows = [self.times[at : at + WINDOW] for at in range(0, len(self.times) - WINDOW + 1, WINDOW)]
+        return statistics.median(statistics.quantiles(window, n=100)[98] for window in windows or [self.times])
 
 
 def healthy_alone(running: Gateway) -> float:
     """The 99th percentile of a client's times when nobody else is there."""
     with Healthy(running) as client:
-        wait_for(lambda: len(client.times) >= 200, 60)
+        wait_for(lambda: client.enough, 120)
     assert client.failures == []
     return client.p99
+
+
+def is_not_held_up(client: Healthy, alone: float) -> bool:
+    """The bar of a client beside a fault, where the machine has nothing else to do: less than twice its time without it.
+
+    What is below the floor is the machine's doing.
+    """
+    return not FULL or (client.enough and client.p99 < 2 * max(alone, FLOOR))
 
 
 def in_flight(running: Gateway, name: str = MODEL) -> float:
@@ -175,16 +204,17 @@ def test_slow_and_silent_clients_are_ended_and_others_do_not_notice(tmp_path: Pa
         with Healthy(running) as client:
             told = ended([*silent, *heads, *bodies], 3 * longest + 60, trickle)
         took = time.monotonic() - since
+        measured(
+            f"{count} silent connections, {count} slow heads, {len(bodies)} slow bodies: all ended after {took:.0f} s; "
+            f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
+        )
         assert client.failures == [] and len(client.times) > 10
+        assert is_not_held_up(client, alone), f"{client.p99} s, {alone} s alone"
         assert told[: len(silent)] == [b""] * len(silent)
         assert {each[:12] for each in told[len(silent) :]} == {b"HTTP/1.1 408"}
         counted = {reason: faults(running, reason) for reason in ("silent", "slow_head", "slow_body")}
         assert counted == {"silent": len(silent), "slow_head": len(heads), "slow_body": len(bodies)}
         wait_for(lambda: in_flight(running) == 0)
-    measured(
-        f"{count} silent connections, {count} slow heads, {len(bodies)} slow bodies: all ended after {took:.0f} s; "
-        f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
-    )
 
 
 # The admin port
@@ -360,9 +390,13 @@ def _flood(count: int) -> Script:
 
 
 async def _steady(talk: Conversation) -> None:
-    """A stream of five seconds; everything else at once."""
-    if talk.request.head.startswith(b"GET") or not talk.request.json.get("stream"):
-        await talk.respond(COMPLETION)
+    """A stream of five seconds; everything else at once, on a connection that is not kept."""
+    if talk.request.head.startswith(b"GET"):
+        await talk.respond(b"{}")
+        return
+    if not talk.request.json.get("stream"):
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(COMPLETION), COMPLETION))
+        talk.writer.close()
         return
     await talk.begin_stream()
     for _ in range(50):
@@ -401,7 +435,7 @@ def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
 def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 1000 if FULL else 60
     with serving_beside(_flood(count)) as flood, ExitStack() as stack:
-        running = stack.enter_context(gateway(tmp_path, configuration(QUICK, flood)))
+        running = stack.enter_context(serving(tmp_path, QUICK, flood))
         alone, process = healthy_alone(running), relay(running)
         before = process.memory_info().rss
         readers = connected(stack, running, count, receive=16384)
@@ -410,7 +444,7 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
         wait_for(lambda: in_flight(running, "beside") == count, 120)
         with Healthy(running) as client:
             most, stop = 0, time.monotonic() + (20 if FULL else 4)
-            while time.monotonic() < stop:
+            while time.monotonic() < stop or (FULL and not client.enough):
                 most = max(most, process.memory_info().rss)
                 for one in readers[::10]:
                     one.recv(1024)
@@ -421,7 +455,8 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
             f"a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
-        assert growth < 256, f"{growth:.0f} MiB"
+        assert growth < 256 * count / 1000 + (0 if FULL else 32), f"{growth:.0f} MiB"  # so few cannot be told from what else is kept
+        assert is_not_held_up(client, alone), f"{client.p99} s, {alone} s alone"
         for one in readers:
             one.close()
         wait_for(lambda: in_flight(running, "beside") == 0, 60)
@@ -460,7 +495,7 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
         lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
         data = b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", b""]) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with serving_beside(_steady) as beside, ExitStack() as stack:
-        running = stack.enter_context(gateway(tmp_path, configuration(beside, body_limit=f"{limit}B", body_memory=f"{budget}B")))
+        running = stack.enter_context(serving(tmp_path, beside, body_limit=f"{limit}B", body_memory=f"{budget}B"))
         process = relay(running)
         before = most = process.memory_info().rss
         with _at_once(running, [data] * count) as answers:
@@ -524,14 +559,17 @@ def _answered(running: Gateway) -> bool:
 
 @pytest.mark.row(28)
 def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    """The log itself is what is broken, so records are those of the metrics alone."""
     (tmp_path / "stdout").symlink_to("/dev/full")
-    with started(tmp_path) as running:
-        for _ in range(50):
-            assert running.ask().status_code == 200
-        wait_for(lambda: in_flight(running) == 0)
-        pids = running.relays()
-        time.sleep(1)  # a few ticks, in which lines are written
-        assert running.ask().status_code == 200 and running.relays() == pids
+    with gateway(tmp_path, configuration(QUICK)) as running:
+        with whole(running, written=False):
+            for _ in range(50):
+                assert running.ask().status_code == 200
+            wait_for(lambda: in_flight(running) == 0)
+            pids = running.relays()
+            time.sleep(1)  # a few ticks, in which lines are written
+            assert running.ask().status_code == 200 and running.relays() == pids
+            assert running.metric(SERVED) == 51
         assert running.stop() == 0
         assert "Traceback" not in running.said
     measured("standard output is /dev/full: every request served, an orderly stop")
@@ -555,7 +593,7 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
         with monkeypatch.context() as environ:
             for name, value in faked.items():
                 environ.setenv(name, str(value))
-            running = stack.enter_context(gateway(tmp_path, configuration(beside)))
+            running = stack.enter_context(serving(tmp_path, beside))
         streams = connected(stack, running, 10)
         for one in streams:
             one.sendall(request(chat(model="beside", stream=True), extra=("connection: close",)))

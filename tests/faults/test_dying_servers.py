@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from tests.faults.conftest import FULL
-from tests.faults.invariants import unharmed
+from tests.faults.invariants import request_ids, soon_idle, unharmed, whole
 from tests.support.ports import refusing, silent
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, until
@@ -76,29 +76,27 @@ def _valid(reply: Reply) -> bool:
 @pytest.mark.row(1)
 @pytest.mark.timeout(300)
 async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with gateway(tmp_path, configuration(launched("tiny"))) as one:
-        server = one.get("/status").json()["models"][0]["servers"][0]["pid"]
-        streams = [Stream(one.data, simulate=SIMULATED) for _ in range(STREAMS)]
-        tasks = [asyncio.create_task(stream.run()) for stream in streams]
-        begun = [asyncio.Event() for _ in range(4)]
-        sdk = [asyncio.create_task(_with_the_sdk(one, each)) for each in begun]
-        async with asyncio.timeout(PATIENCE):
-            await asyncio.gather(*(each.wait() for each in (*begun, *(stream.first for stream in streams))))
-        await until(lambda: one.metric('vllm_gateway_inflight_requests{model="tiny"}') == STREAMS + len(sdk), PATIENCE)
-        since = time.monotonic()
-        os.kill(server, signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE):
-            replies, errors = await asyncio.gather(*tasks), await asyncio.gather(*sdk)
-        took = sorted(stream.ended - since for stream in streams)
-        assert took[-1] < WITHIN
-        assert all(reply.status == 200 and _valid(reply) for reply in replies)
-        assert [type(error) for error in errors] == [openai.APIError] * len(sdk), "the SDK takes the end for an error"
-        wait_for(lambda: one.log.count('"incomplete":"upstream"') == STREAMS + len(sdk))
-        wait_for(lambda: one.metric('vllm_gateway_incomplete_total{model="tiny",reason="upstream"}') == STREAMS + len(sdk))
-        assert one.metric('vllm_gateway_inflight_requests{model="tiny"}') == 0
-        assert one.metric('vllm_gateway_server_inflight{model="tiny",server="tiny#0"}') == 0
-        identities = [orjson.loads(line)["request_id"] for line in one.log.splitlines() if '"incomplete"' in line]
-        assert len(set(identities)) == len(identities)
+    with gateway(tmp_path, configuration(soon_idle(launched("tiny")))) as one:
+        async with whole(one):
+            server = one.get("/status").json()["models"][0]["servers"][0]["pid"]
+            streams = [Stream(one.data, simulate=SIMULATED) for _ in range(STREAMS)]
+            tasks = [asyncio.create_task(stream.run()) for stream in streams]
+            begun = [asyncio.Event() for _ in range(4)]
+            sdk = [asyncio.create_task(_with_the_sdk(one, each)) for each in begun]
+            async with asyncio.timeout(PATIENCE):
+                await asyncio.gather(*(each.wait() for each in (*begun, *(stream.first for stream in streams))))
+            await until(lambda: one.metric('vllm_gateway_inflight_requests{model="tiny"}') == STREAMS + len(sdk), PATIENCE)
+            since = time.monotonic()
+            os.kill(server, signal.SIGKILL)
+            async with asyncio.timeout(PATIENCE):
+                replies, errors = await asyncio.gather(*tasks), await asyncio.gather(*sdk)
+            took = sorted(stream.ended - since for stream in streams)
+            assert took[-1] < WITHIN
+            assert all(reply.status == 200 and _valid(reply) for reply in replies)
+            assert [type(error) for error in errors] == [openai.APIError] * len(sdk), "the SDK takes the end for an error"
+            wait_for(lambda: one.log.count('"incomplete":"upstream"') == STREAMS + len(sdk))
+            wait_for(lambda: one.metric('vllm_gateway_incomplete_total{model="tiny",reason="upstream"}') == STREAMS + len(sdk))
+        assert len(request_ids(one.log)) == STREAMS + len(sdk), "one record for each"
     measured(f"{STREAMS:,} streams: the last ended {took[-1]:.2f} s after the kill (median {statistics.median(took):.2f} s), "
              f"0 hung, {STREAMS:,} valid endings, {STREAMS + len(sdk):,} of {STREAMS + len(sdk):,} records")  # fmt: skip
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import orjson
 import pytest
 
+from gateway.link import Health
+from gateway.state import Queue
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
+from tests.gateway.test_form import AUDIO, form, part
 from tests.support.ports import silent
 from tests.support.running import model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
 from upstream.deadlines import Timeouts
+from upstream.server import Condition
 
 LEAVING = 10_000 if FULL else 600
 AT_ONCE = 16
@@ -30,8 +36,13 @@ STATES: dict[str, bytes] = {
     "in a plain answer": b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{",
 }
 """What the server has said when the client leaves."""
-UNSENT = ("in its head", "in its body", "while connecting")
+UNSENT = ("in its head", "in its body", "while connecting", "in the queue", "while a fallback is tried")
 """States in which the server has not heard of the request."""
+UPLOADING = "in the upload of a form"
+"""The server has the beginning of it."""
+EVERY = (*STATES, *UNSENT, UPLOADING)
+HOLDER = -2
+"""The request that has the one slot of a model, so that others wait for it."""
 
 
 class Server:
@@ -53,6 +64,25 @@ class Server:
         await talk.closed_by_peer()
         self.ended[number] = time.monotonic()
 
+    async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A form that never ends: which one it is stands in its beginning."""
+        heard = b""
+        while (found := re.search(rb"number-(\d+)-", heard)) is None:
+            heard += await reader.read(65536)
+        self.asked[int(found[1])].set()
+        while await reader.read(65536):
+            pass
+        self.ended[int(found[1])] = time.monotonic()
+        writer.close()
+
+
+@asynccontextmanager
+async def _listening(server: Server) -> AsyncIterator[int]:
+    """A port on which the server takes forms."""
+    listener = await asyncio.start_server(server.hear, "127.0.0.1", 0)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
+
 
 def _leave(one: Client, dice: random.Random) -> None:
     if dice.random() < 0.5:
@@ -69,12 +99,26 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
     with silent() as full:
         async with (
             scripted(server) as upstream,
-            unharmed([model(upstream.port), model(full, identity="full", timeouts=Timeouts(connect=60.0))]) as served,
+            _listening(server) as forms,
+            unharmed(
+                [
+                    model(upstream.port),
+                    model(full, identity="full", timeouts=Timeouts(connect=60.0)),
+                    model(forms, identity="forms"),
+                    model(upstream.port, identity="busy", max_inflight=1, queue=Queue(LEAVING, 600.0)),
+                    model(full, identity="down", fallbacks=("full",)),
+                ]
+            ) as served,
+            client(served.port) as holder,
         ):
+            served.relay.learn(Health({"down#0": Condition.DOWN}, {}))
+            server.asked[HOLDER] = asyncio.Event()
+            holder.send(request(chat(seed=HOLDER, top_k="before the head", model="busy")))
+            await server.asked[HOLDER].wait()
             baseline = sum(len(each._parking) for each in served.relay.fleet)
 
             async def leave(number: int) -> None:
-                state = dice.choice((*STATES, *UNSENT))
+                state = dice.choice(EVERY)
                 seen[state] += 1
                 async with client(served.port) as one:
                     await begun[state](one, number, state)
@@ -100,17 +144,35 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
                 one.send(request(chat(seed=number, model="full")))
                 await asyncio.sleep(0.002)
 
+            async def in_the_queue(one: Client, number: int, _: str) -> None:
+                one.send(request(chat(seed=number, model="busy")))
+                await until(lambda: served.value("queued_requests", "busy"))
+
+            async def elsewhere(one: Client, number: int, _: str) -> None:
+                one.send(request(chat(seed=number, model="down")))
+                await asyncio.sleep(0.002)
+
+            async def uploading(one: Client, number: int, _: str) -> None:
+                event = server.asked[number] = asyncio.Event()
+                whole = form(part("model", b"forms"), part("prompt", b"number-%d-" % number), part("file", AUDIO, '; filename="a.wav"'))
+                one.send(whole[: -dice.randrange(100, 5000)])
+                await event.wait()
+
             begun: dict[str, Callable[[Client, int, str], Awaitable[None]]] = dict.fromkeys(STATES, to_the_server)
-            begun |= {"in its head": in_head, "in its body": in_body, "while connecting": connecting}
+            begun |= dict(zip(UNSENT, (in_head, in_body, connecting, in_the_queue, elsewhere), strict=True)) | {UPLOADING: uploading}
 
             async def many() -> None:
                 for number in numbers:
                     await leave(number)
 
             await asyncio.gather(*(many() for _ in range(AT_ONCE)))
+            left[HOLDER] = time.monotonic()
+            holder.leave()
             await until(lambda: len(server.ended) == len(server.asked), 30)
             await until(lambda: served.in_flight == 0, 30)
-            assert set(seen) == {*STATES, *UNSENT}
+            assert set(seen) == set(EVERY)
+            assert sum(record.queued > 0 for record in served.relay.records) > seen["in the queue"] / 2
+            assert sum(record.asked == "down" for record in served.relay.records) > seen["while a fallback is tried"] / 2
             assert {record.status for record in served.relay.records} == {499}
             assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
             assert served.total("server_ejected") == 0

@@ -104,8 +104,29 @@ def late(times: list[float]) -> float:
     return 1000 * sorted(times)[int(0.99 * (len(times) - 1))]
 
 
+def assert_prompt(refusals: list[float]) -> None:
+    """The bar of a refusal; the smaller size shares its machine with others."""
+    assert late(refusals) < (50 if FULL else 5_000), f"{late(refusals):.0f} ms"
+
+
+TRIES = 1 if FULL else 4
+"""Of several tries the best counts where others share the machine: they make any of them worse, and none better."""
+GOODPUT = 0.9 if FULL else 0.75
+
+
 @pytest.mark.row(26)
 async def test_ten_times_the_load_leaves_the_capacity_as_it_is(measured: Callable[[str], None]) -> None:
+    for _ in range(TRIES):
+        goodput, refusals, said = await _under_overload()
+        if goodput >= GOODPUT:
+            break
+    measured(said)
+    assert goodput >= GOODPUT, said
+    assert_prompt(refusals)
+
+
+async def _under_overload() -> tuple[float, list[float], str]:
+    """The share of the answers that there are without the overload, the seconds of each refusal, and what was seen, in words."""
     queue = Queue(SLOTS, 60.0)
     enough, _ = await load({"a": 2 * SLOTS}, of("a"), queue)
     # Those beyond slots and queue come back ten times in the time of one answer each.
@@ -114,11 +135,14 @@ async def test_ten_times_the_load_leaves_the_capacity_as_it_is(measured: Callabl
     assert len(many.refusals) > many.answered.total(), "it was an overload"
     goodput = many.answered.total() / enough.answered.total()
     times = (many.answered.total() + len(many.refusals)) / enough.answered.total()
-    measured(
-        f"{times:.0f} times what there is room for, {SECONDS:g} s: goodput {goodput:.0%} of capacity; never more than {SLOTS} at "
-        f"the server; {len(many.refusals)} refusals, p99 {late(many.refusals):.0f} ms with clients, gateway and server in one process"
+    return (
+        goodput,
+        many.refusals,
+        (
+            f"{times:.0f} times what there is room for, {SECONDS:g} s: goodput {goodput:.0%} of capacity; never more than {SLOTS} at "
+            f"the server; {len(many.refusals)} refusals, p99 {late(many.refusals):.0f} ms with clients, gateway and server in one process"
+        ),
     )
-    assert goodput >= (0.75 if FULL else 0.4)
 
 
 @pytest.mark.row(26)
@@ -129,6 +153,7 @@ async def test_beyond_the_bound_of_the_gateway_nothing_waits(measured: Callable[
         await asyncio.gather(*(_keep_asking(served, "a", tally, end, SERVICE) for _ in range(10 * SLOTS)))
     assert server.most == SLOTS and tally.answered.total() and tally.refusals
     measured(f"server.max_inflight: {len(tally.refusals)} refusals before the body was read, p99 {late(tally.refusals):.0f} ms")
+    assert_prompt(tally.refusals)
 
 
 @pytest.mark.row(27)

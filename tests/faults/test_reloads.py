@@ -20,6 +20,7 @@ import yaml
 from gateway import keys
 from gateway.keybook import Keybook
 from tests.faults.conftest import FULL
+from tests.faults.invariants import logged, whole
 from tests.support.controlled import Controlled, controlled
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, MODEL, until
@@ -72,6 +73,15 @@ class Source:
 
 def far(server: Scripted, **more: Any) -> dict[str, Any]:
     return {"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}], **more}
+
+
+@asynccontextmanager
+async def harmless(folder: Path, server: Scripted, **more: Any) -> AsyncIterator[Controlled]:
+    """A gateway before this server, which is in the end as it was at first."""
+    with logged(folder / "access-log") as log:
+        async with controlled(folder, far(server), **more) as one, whole(one, log=log):
+            yield one
+            server.hang_up()
 
 
 @asynccontextmanager
@@ -151,7 +161,7 @@ def relays_memory(one: Controlled) -> float:
 @pytest.mark.timeout(1200 if FULL else 120)
 async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
-    async with scripted(source) as server, controlled(tmp_path, far(server), relays=2) as one:
+    async with scripted(source) as server, harmless(tmp_path, server, relays=2) as one:
         pids = [relay.pid for relay in one.control.relays.statuses]
         async with asking(one, [KEY]) as seen, streaming(one, source, STREAMS) as streams:
             outcomes, grown = {True: 0, False: 0}, 0.0
@@ -176,15 +186,11 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
             assert reply.body == source.sent[f"s{number}"]
         assert set(seen[KEY].statuses) == {200}
         assert [relay.pid for relay in one.control.relays.statuses] == pids, "no relay was replaced"
-        await until(lambda: one.value("inflight_requests", MODEL) == 0)
-        assert one.value("server_inflight", MODEL, f"http://127.0.0.1:{server.port}") == 0
-        assert one.value("server_inflight", MODEL, f"http://127.0.0.1:{server.port}#{MODEL}") == 0
-        if FULL:
-            assert grown < 32, f"the relays have grown by {grown:.0f} MiB"
     measured(
         f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {seen[KEY].statuses[200]} requests: "
         f"0 dropped, bytes equal; the relays grew by {grown:.1f} MiB in the second half"
     )
+    assert not FULL or grown < 32, f"the relays have grown by {grown:.0f} MiB"
 
 
 @asynccontextmanager
@@ -201,7 +207,7 @@ async def watched(one: Controlled) -> AsyncIterator[None]:
 @pytest.mark.row(21)
 async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[str], None]) -> None:
     rounds, source, times = (20 if FULL else 4), Source(), list[float]()
-    async with scripted(source) as server, controlled(tmp_path, far(server), relays=2) as one, watched(one):
+    async with scripted(source) as server, harmless(tmp_path, server, relays=2) as one, watched(one):
         for number in range(rounds):
             former, latter = f"sk-former-{number}", f"sk-latter-{number}"
             book = Keybook(one.file)
@@ -215,8 +221,8 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
                     times.append(await _taken_away(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
                     times.append(await _taken_away(one, f"team-{number}", "revoked", True, latter, fresh))
             assert set(seen[KEY].statuses) == {200}, "a key that nobody touched was refused"
-    assert max(times) < 5.0, "seconds; the bar is one, on a machine that has nothing else to do"
     measured(f"{len(times)} keys taken away under load: served for {max(times):.2f} s at most from then on; 0 false 401s")
+    assert max(times) < (1.0 if FULL else 5.0), times
 
 
 async def _taken_away(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
@@ -242,7 +248,7 @@ async def _until_all(one: Controlled, token: str, status: int) -> None:
 @pytest.mark.row(21)
 async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
-    async with scripted(source) as server, controlled(tmp_path, far(server)) as one:
+    async with scripted(source) as server, harmless(tmp_path, server) as one:
         end = time.time() + 3.0
         soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
         Keybook(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.conftest import FULL
+from tests.faults.invariants import nothing_left
 from tests.gateway.test_fidelity import chunked, cut
 from tests.support.way import unchunked, way
 from tests.support.wire import COUNT, DONE, HELLO, ROLE, STOP, STREAM_HEAD
@@ -25,17 +26,22 @@ MIDDLE = (HELLO, STOP, LONG % b"x", LONG % (b"y" * 300), LONG % (b"error" * 9), 
 @pytest.mark.timeout(1200)
 async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> None:
     dice = random.Random(31)
-    with way() as one:
-        for _ in range(STREAMS):
-            events = [ROLE, *dice.choices(MIDDLE, k=dice.randrange(12)), COUNT, DONE]
-            body = b"".join(events)
-            chunks = events if dice.random() < 0.5 else cut(body, [dice.randrange(len(body)) for _ in range(dice.randrange(12))])
-            wire = STREAM_HEAD + chunked(chunks)
-            framed = [STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks), b"0\r\n\r\n"]
-            reads = framed if dice.random() < 0.5 else cut(wire, [dice.randrange(len(wire)) for _ in range(dice.randrange(30))])
-            asks = dice.random() < 0.5
-            wanted = b"".join(event for event in events if asks or event is not COUNT)
-            assert unchunked(one.streamed(reads, asks)) == wanted
+    async with nothing_left():
+        with way() as one:
+            for _ in range(STREAMS):
+                events = [ROLE, *dice.choices(MIDDLE, k=dice.randrange(12)), COUNT, DONE]
+                body = b"".join(events)
+                chunks = events if dice.random() < 0.5 else cut(body, [dice.randrange(len(body)) for _ in range(dice.randrange(12))])
+                wire = STREAM_HEAD + chunked(chunks)
+                framed = [STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks), b"0\r\n\r\n"]
+                reads = framed if dice.random() < 0.5 else cut(wire, [dice.randrange(len(wire)) for _ in range(dice.randrange(30))])
+                asks = dice.random() < 0.5
+                wanted = b"".join(event for event in events if asks or event is not COUNT)
+                assert unchunked(one.streamed(reads, asks)) == wanted
+                assert one.relay.records.pop().incomplete is None and not one.relay.records, "each is recorded once"
+            assert one.relay.started == STREAMS
+            assert one.relay.admission.in_flight == 0 and not one.relay.deadlines
+            assert [server.in_flight for server in one.relay.fleet] == [0]
     measured(f"{STREAMS:,} streams, cut at random by server and network: equal, and never half an event")
 
 

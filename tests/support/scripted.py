@@ -87,19 +87,25 @@ class Scripted:
     requests: list[Request] = field(default_factory=list)
     open: int = 0
     accepted: int = 0
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    """Of every connection that there has been."""
+
+    def hang_up(self) -> None:
+        """Close every connection, as a server does with those that are idle."""
+        for writer in self.writers:
+            writer.close()
 
 
 @asynccontextmanager
 async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
     """Answer every request by the script, on keep-alive connections. ``more``: other loopback addresses with the same port."""
     tasks: set[asyncio.Task[None]] = set()
-    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        writers.append(writer)
+        state.writers.append(writer)
         state.open += 1
         state.accepted += 1
         try:
@@ -126,7 +132,7 @@ async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
         for task in tuple(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for writer in writers:
+        for writer in state.writers:
             writer.transport.abort()  # one that nobody reads to the end would stay
         await asyncio.sleep(0)
         await server.wait_closed()

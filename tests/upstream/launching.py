@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.faults.invariants import nothing_left
 from upstream.keeper import processes
 from upstream.launcher import Backoff, Launcher, LaunchSpec, Snapshot, State
 from upstream.vllm import LaunchSettings, Value
@@ -40,9 +41,12 @@ class Case:
     @asynccontextmanager
     async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
         parent = str(self.runtime)
-        async with Launcher(
-            on_change=self.told.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
-        ) as launcher:
+        async with (
+            nothing_left(),
+            Launcher(
+                on_change=self.told.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
+            ) as launcher,
+        ):
             yield launcher
         assert list(self.runtime.iterdir()) == []
 

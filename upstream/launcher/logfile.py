@@ -56,9 +56,9 @@ class LogFile:
         """
         if self.path.lstat().st_size > self._limit:
             end = self._end(min(KEPT, self._limit))
-            with open(os.open(self.path.with_suffix(".log.1"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OWN, 0o600), "wb") as older:
+            with open(self.path.with_suffix(".log.1"), "wb", opener=_own) as older:
                 older.write(end)
-            with open(os.open(self.path, os.O_WRONLY | _OWN), "wb") as present:
+            with open(self.path, "r+b", opener=_own) as present:
                 present.truncate(0)
             self._begin = 0
 
@@ -69,10 +69,15 @@ class LogFile:
             return ""
 
     def _end(self, most: int) -> bytes:
-        with open(os.open(self.path, os.O_RDONLY | _OWN), "rb") as file:
+        with open(self.path, "rb", opener=_own) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begin, size - most))
             return file.read(most)
+
+
+def _own(path: str, flags: int) -> int:
+    """Opens our own file. As an opener, because ``open`` closes what it got from one even where it is a folder."""
+    return os.open(path, flags | _OWN, 0o600)
 
 
 def _printable(text: str) -> str:
