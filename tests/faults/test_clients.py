@@ -303,24 +303,25 @@ def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: byte
     count = 2000
     with ExitStack() as stack:
         with few_descriptors():
-            running = stack.enter_context(started(tmp_path))
-        process = control(running)
-        before = process.num_fds()
-        assert process.rlimit(resource.RLIMIT_NOFILE)[0] > 1024
-        held = []
-        for _ in range(20):
-            held += connected(stack, running, count // 20, port=running.admin)
-            for one in held[-count // 20 :] if head else ():
-                one.sendall(head)
-            _assert_alive(running)
-        most = process.num_fds()
-        for _ in range(50):
-            _assert_alive(running)
-        assert most < before + 600 and running.ask().status_code == 200
-        for one in held:
-            one.close()
-        wait_for(lambda: process.num_fds() <= before)
-        assert alive(running) and running.metric("process_open_fds") > 0
+            running = stack.enter_context(gateway(tmp_path, configuration(QUICK)))
+        with whole(running):
+            process = control(running)
+            before = process.num_fds()
+            assert process.rlimit(resource.RLIMIT_NOFILE)[0] > 1024
+            held = []
+            for _ in range(20):
+                held += connected(stack, running, count // 20, port=running.admin)
+                for one in held[-count // 20 :] if head else ():
+                    one.sendall(head)
+                _assert_alive(running)
+            most = process.num_fds()
+            for _ in range(50):
+                _assert_alive(running)
+            assert most < before + 600 and running.ask().status_code == 200
+            for one in held:
+                one.close()
+            wait_for(lambda: process.num_fds() <= before)
+            assert alive(running) and running.metric("process_open_fds") > 0
         assert "nobody caught" not in running.said and "Too many open files" not in running.said
         assert running.stop() == 0
     measured(
