@@ -532,6 +532,7 @@ def test_a_body_beyond_the_limit(tmp_path: Path, measured: Callable[[str], None]
 
 
 @pytest.mark.row(28)
+@pytest.mark.timeout(400)
 def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path) as running:
         process = relay(running)
@@ -540,13 +541,13 @@ def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) 
         process.rlimit(resource.RLIMIT_NOFILE, (most, most))
         with ExitStack() as stack:
             held = connected(stack, running, 50)
-            wait_for(lambda: process.num_fds() == most)
+            wait_for(lambda: process.num_fds() == most, 120)
             turned_away = held[11:]
-            ended(turned_away, 30)
+            ended(turned_away, 120)
             held[0].sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
             assert held[0].recv(12) == b"HTTP/1.1 200", "those who are there go on"
-        wait_for(lambda: process.num_fds() < most)
-        wait_for(lambda: _answered(running))
+        wait_for(lambda: process.num_fds() < most, 120)
+        wait_for(lambda: _answered(running), 120)
         assert running.relays() == {0: process.pid}, "the relay has not been replaced"
     measured("descriptors used up: new connections closed, those that are there served, and all again when some are free")
 
