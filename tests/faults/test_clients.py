@@ -303,24 +303,25 @@ def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: byte
     count = 2000
     with ExitStack() as stack:
         with few_descriptors():
-            running = stack.enter_context(started(tmp_path))
-        process = control(running)
-        before = process.num_fds()
-        assert process.rlimit(resource.RLIMIT_NOFILE)[0] > 1024
-        held = []
-        for _ in range(20):
-            held += connected(stack, running, count // 20, port=running.admin)
-            for one in held[-count // 20 :] if head else ():
-                one.sendall(head)
-            _assert_alive(running)
-        most = process.num_fds()
-        for _ in range(50):
-            _assert_alive(running)
-        assert most < before + 600 and running.ask().status_code == 200
-        for one in held:
-            one.close()
-        wait_for(lambda: process.num_fds() <= before)
-        assert alive(running) and running.metric("process_open_fds") > 0
+            running = stack.enter_context(gateway(tmp_path, configuration(QUICK)))
+        with whole(running):
+            process = control(running)
+            before = process.num_fds()
+            assert process.rlimit(resource.RLIMIT_NOFILE)[0] > 1024
+            held = []
+            for _ in range(20):
+                held += connected(stack, running, count // 20, port=running.admin)
+                for one in held[-count // 20 :] if head else ():
+                    one.sendall(head)
+                _assert_alive(running)
+            most = process.num_fds()
+            for _ in range(50):
+                _assert_alive(running)
+            assert most < before + 600 and running.ask().status_code == 200
+            for one in held:
+                one.close()
+            wait_for(lambda: process.num_fds() <= before)
+            assert alive(running) and running.metric("process_open_fds") > 0
         assert "nobody caught" not in running.said and "Too many open files" not in running.said
         assert running.stop() == 0
     measured(
@@ -531,6 +532,7 @@ def test_a_body_beyond_the_limit(tmp_path: Path, measured: Callable[[str], None]
 
 
 @pytest.mark.row(28)
+@pytest.mark.timeout(400)
 def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path) as running:
         process = relay(running)
@@ -539,13 +541,13 @@ def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) 
         process.rlimit(resource.RLIMIT_NOFILE, (most, most))
         with ExitStack() as stack:
             held = connected(stack, running, 50)
-            wait_for(lambda: process.num_fds() == most)
+            wait_for(lambda: process.num_fds() == most, 120)
             turned_away = held[11:]
-            ended(turned_away, 30)
+            ended(turned_away, 120)
             held[0].sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
             assert held[0].recv(12) == b"HTTP/1.1 200", "those who are there go on"
-        wait_for(lambda: process.num_fds() < most)
-        wait_for(lambda: _answered(running))
+        wait_for(lambda: process.num_fds() < most, 120)
+        wait_for(lambda: _answered(running), 120)
         assert running.relays() == {0: process.pid}, "the relay has not been replaced"
     measured("descriptors used up: new connections closed, those that are there served, and all again when some are free")
 
