@@ -116,11 +116,11 @@ class Meters:
 
     # Counts
 
-    def read(self, place: int) -> Meter:
-        """The meter at a place."""
+    def read(self, place: int, *, calendar: bool = True) -> Meter:
+        """The meter at a place; without days and months where nobody is to look at them."""
         cells = self._cells
         in_flight = cells[place + _SLOTS] if self._is_alone else sum(cells[place + _SLOTS : place + _SLOTS + self._relays])
-        if not cells[place + 4]:  # the period of its day, which has one if its month has
+        if not calendar or not cells[place + 4]:  # the period of its day, which has one if its month has
             return Meter(cells[place], cells[place + 1], cells[place + 2], cells[place + 3], _NEVER, _NEVER, in_flight)
         values = _METER.unpack_from(self._map, place * _CELL)
         return Meter(values[0], values[1], values[2], values[3], Window(*values[4:10]), Window(*values[10:]), in_flight)
@@ -150,7 +150,8 @@ class Meters:
         changes = []
         with self._lock:
             for holder, ask in wanted:
-                after, refused = admitted(holder.limits, self.read(holder.meter), ask, at)
+                before = self.read(holder.meter, calendar=bool(ask.tokens or ask.cost))
+                after, refused = admitted(holder.limits, before, ask, at)
                 if refused is None:
                     changes.append((holder.meter, after, ask))
                 elif worst is None or outlasts(refused, worst[1]):
