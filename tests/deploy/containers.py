@@ -127,7 +127,10 @@ def container(image: Image, net: Network, settings: Settings, folder: Path) -> I
         assert process.poll() is None, (folder / "stderr").read_text()
         yield Container(first[0].pid, process, settings, folder)
     finally:
-        process.kill()  # and with it, by the kernel, the first process inside and all others
+        if process.poll() is None:
+            for each in psutil.Process(process.pid).children():
+                each.kill()  # the first one inside, and with it, by the kernel, all others; --kill-child is lost when it changes its user
+        process.kill()
         process.wait(60)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -81,6 +82,7 @@ def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Networ
         wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)  # a server that is away keeps nobody from service
         with container(of, net, simulator, tmp_path / "simulator") as server:
             wait_for(lambda: answers(net) == 200, 60, why=lambda: gateway.said + server.said)
+        wait_for(lambda: not psutil.pid_exists(server.pid))
         assert answers(net, "sk-another") == 401
         status = gateway.run("vllm-gateway", "status", "--config", "/etc/vllm-gateway/config/gateway.yaml")
         assert MODEL in status.stdout, status
