@@ -352,21 +352,28 @@ def _only(request: Request, method: str) -> None:
         raise Refusal("method_not_allowed", f"This route takes {method} only.", headers={"allow": method})
 
 
-def _refused(request: Request, refusal: Refusal) -> Response:
+# They are coroutines because Starlette gives a plain function a thread, for each error.
+
+
+async def _refused(request: Request, refusal: Refusal) -> Response:
+    return _told(request, refusal)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Starlette's own 404 and 405."""
+    if error.status_code == 405:
+        return _told(request, Refusal("method_not_allowed", "The method is not allowed here.", headers=error.headers))
+    return _told(request, Refusal("not_found", "There is no such route."))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    identity = request.state.request_id
+    _log.error("request %s failed inside the gateway", identity, exc_info=error, extra={"request_id": identity})
+    return _told(request, internal_error())
+
+
+def _told(request: Request, refusal: Refusal) -> Response:
     request.state.code = refusal.code
     anthropic = request.scope["path"].endswith(("/v1/messages", "/v1/messages/count_tokens"))  # request.url is made of the Host header
     body = render(refusal, anthropic=anthropic)
     return Response(body, refusal.row.status, refusal.headers, media_type="application/json")
-
-
-def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own 404 and 405."""
-    if error.status_code == 405:
-        return _refused(request, Refusal("method_not_allowed", "The method is not allowed here.", headers=error.headers))
-    return _refused(request, Refusal("not_found", "There is no such route."))
-
-
-def _internal_error(request: Request, error: Exception) -> Response:
-    identity = request.state.request_id
-    _log.error("request %s failed inside the gateway", identity, exc_info=error, extra={"request_id": identity})
-    return _refused(request, internal_error())

@@ -229,6 +229,8 @@ class EdgeProtocol(HttpToolsProtocol):
             self._look_at_host(unique, http10)
         target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
+            if not self.url.startswith((b"/", b"*")):
+                raise Refusal("invalid_request", "The target of a request is a path.")  # in absolute form two could read two hosts
             self._leave_to_starlette()
             self._reading = _BODY
             return
