@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Set
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from gateway.errors import Refusal
 from gateway.policy import NUMBERS, Policy, check_number
@@ -87,6 +87,7 @@ class Form:
         while not self._model_read:
             data = await next_bytes()
             if not data:
+                self._check_end()
                 return None
             self._held += data
             self._check_beginning()
@@ -100,6 +101,11 @@ class Form:
         """What stands before the first boundary is read by the parser in a way that depends on how the bytes were cut."""
         if not self._first.startswith(self._held[: len(self._first)]):
             raise Refusal("invalid_value", "The form does not begin with its boundary.")
+
+    def _check_end(self) -> None:
+        """What stands behind the last boundary of a form without its end is read in a way that depends on how the bytes were cut."""
+        if self._parser.state != MultipartState.END:
+            raise Refusal("invalid_value", "The form does not end with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
         """The bytes read so far, with the model's name at the server in place of the client's."""
@@ -125,6 +131,7 @@ class Form:
                 send(_chunk(data) if chunked else data, True)
                 if not await drained():
                     return
+            self._check_end()
             send(b"0\r\n\r\n" if chunked else b"", False)
 
         return stream

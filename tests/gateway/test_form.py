@@ -123,6 +123,16 @@ async def test_what_comes_late_ends_the_request(late: bytes) -> None:
         assert server.requests == []
 
 
+@pytest.mark.parametrize("parts", [(MODEL, FILE), (FILE,)], ids=["a model", "none"])
+async def test_a_form_without_its_end_is_none(parts: tuple[bytes, ...]) -> None:
+    head, _, body = form(*parts, path="/i-1/1" + PATH).partition(b"\r\n\r\n")
+    cut = body.removesuffix(END)
+    async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
+        reply = await ask(served.port, head.replace(b"%d" % len(body), b"%d" % len(cut)) + b"\r\n\r\n" + cut)
+        assert (reply.status, reply.error["code"]) == (400, "invalid_value")
+        assert server.requests == []
+
+
 async def test_field_names_are_read_in_one_charset() -> None:
     """In UTF-7 the second field is another ``model``: the server must not be told to read it so."""
     smuggled = part("+AG0AbwBkAGUAbA-", b"secret")
