@@ -136,6 +136,8 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     asked = monotonic()
     name = await form.read_model(call.next_bytes)
     account.waited += monotonic() - asked
+    if not call.more_body:
+        form.check_end()
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
     form.obey(entry.policy)

@@ -87,7 +87,7 @@ class Form:
         while not self._model_read:
             data = await next_bytes()
             if not data:
-                self._check_end()
+                self.check_end()
                 return None
             self._held += data
             self._check_beginning()
@@ -102,8 +102,9 @@ class Form:
         if not self._first.startswith(self._held[: len(self._first)]):
             raise Refusal("invalid_value", "The form does not begin with its boundary.")
 
-    def _check_end(self) -> None:
-        """What stands behind the last boundary of a form without its end is read in a way that depends on how the bytes were cut."""
+    def check_end(self) -> None:
+        """All has been read. Raises Refusal where that is no whole form: what stands behind its last boundary would then be read in a way
+        that depends on how the bytes were cut."""
         if self._parser.state != MultipartState.END:
             raise Refusal("invalid_value", "The form does not end with its boundary.")
 
@@ -126,13 +127,16 @@ class Form:
         """Streams what comes behind the opening."""
 
         async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+            last = b""  # is kept back, so that the server has no whole form before it was seen to be one
             while data := await next_bytes():
                 self._feed(data)
-                send(_chunk(data) if chunked else data, True)
+                data = last + data
+                data, last = data[:-1], data[-1:]
+                send(_chunk(data) if chunked and data else data, True)
                 if not await drained():
                     return
-            self._check_end()
-            send(b"0\r\n\r\n" if chunked else b"", False)
+            self.check_end()
+            send((_chunk(last) if last else b"") + b"0\r\n\r\n" if chunked else last, False)
 
         return stream
 
