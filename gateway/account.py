@@ -25,14 +25,13 @@ from gateway.gate import Gate
 from gateway.keepalive import Keepalive
 from gateway.metrics import OTHER
 from gateway.outbound import Outbound
-from gateway.record import Record
+from gateway.record import USER_LIMIT, Record
 from gateway.relay import Passing, break_off
 from gateway.state import Key
 from upstream.attempt import Answer, Attempt
 from upstream.errors import ConnectFailed, UpstreamError
 from upstream.pool import NoServerError
 
-_USER_LIMIT = 256  # characters of `user` that are logged
 _VISIBLE = string.punctuation.replace("%", "")  # what a header's value takes as it is, beside letters and digits
 _log = logging.getLogger("vllm_gateway.exchange")
 
@@ -188,7 +187,7 @@ class Account(msgspec.Struct, eq=False):
             first_byte=None if first_byte is None else first_byte - began,
             first_token=None if first_token is None else first_token - began,
             gaps=passing.gaps,
-            user=self.user[:_USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
+            user=self.user[:USER_LIMIT] if self.gate.state.log_user and isinstance(self.user, str) else None,
             failures=tuple(self.failures) if self.failures else (),
             detail=self.detail,
             trace=call.trace,

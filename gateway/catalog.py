@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from gateway.errors import Refusal, unknown_model
@@ -98,9 +97,7 @@ class Catalog:
         """The ids that a key's globs cover, by id or alias; worked out once for each set of globs in use."""
         scope = self._scopes.get(globs)
         if scope is None:
-            names = ((entry.model.id, (entry.model.id, *entry.model.aliases)) for entry in self.entries)
-            scope = frozenset(model for model, known in names if any(fnmatchcase(name, glob) for name in known for glob in globs))
-            self._scopes[globs] = scope
+            scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))
         return scope
 
 

@@ -17,6 +17,8 @@ from gateway.state import State
 from upstream.server import Condition
 
 MAX_FRAME = 256 * 1024 * 1024
+AHEAD = 1024 * 1024
+"""Bytes that each end reads ahead of what is asked of it."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -11,6 +11,9 @@ from gateway.state import Key
 from gateway.tracing import Trace
 from gateway.usage import Usage
 
+USER_LIMIT = 256
+"""Characters of a client's word for its end user that are logged and kept."""
+
 
 class GapCounts(Protocol):
     """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds."""

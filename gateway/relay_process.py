@@ -33,7 +33,7 @@ from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken, Unknown
+from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken, Unknown
 from gateway.logs import LogSettings
 from gateway.metrics import RelayMetrics
 from gateway.parting import HANDSHAKE, is_awaited
@@ -46,7 +46,6 @@ from upstream.pool import fleet
 _FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
 _TELL_EVERY = 4  # ticks
-_FRAME_BUFFER = 1024 * 1024
 _UNSENT = 128 * 1024
 """Bytes of answers that the kernel takes for a client beyond what is on its way. More would hide from the gateway that a
 client has stopped reading, and would be memory that nobody counts."""
@@ -89,7 +88,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
     """Serve; returns whether control was gone before the end."""
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
-    link = Link(*await asyncio.open_connection(sock=control, limit=_FRAME_BUFFER))
+    link = Link(*await asyncio.open_connection(sock=control, limit=AHEAD))
     with fleet() as servers:
         process = _Process(arguments.number, link, RelayMetrics(Board(arguments.board_fd)))
         messages = link.messages()

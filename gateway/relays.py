@@ -21,7 +21,7 @@ import msgspec
 
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
-from gateway.link import Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken, Unknown
+from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken, Unknown
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -36,7 +36,6 @@ LOOK = 5.0
 _PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
 _PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
 _WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
-_FRAME_BUFFER = 1024 * 1024
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -184,7 +183,7 @@ class _Relay:
             fds["--journal-fd"] = self._ledger.journals[self.number].fd
         words += [word for flag, fd in fds.items() for word in (flag, str(fd))]
         with theirs:
-            link = Link(*await asyncio.open_connection(sock=ours, limit=_FRAME_BUFFER))
+            link = Link(*await asyncio.open_connection(sock=ours, limit=AHEAD))
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gateway.logs import LogSettings
@@ -180,6 +181,10 @@ class Model:
     def base(self) -> str:
         """The id of the model whose servers these are: its own, or its parent's."""
         return self.parent or self.id
+
+    def is_in(self, globs: Iterable[str]) -> bool:
+        """Whether one of these covers its id or an alias; in them ``*`` stands for anything, slashes too."""
+        return any(fnmatchcase(name, glob) for name in (self.id, *self.aliases) for glob in globs)
 
 
 @dataclass(frozen=True, slots=True)

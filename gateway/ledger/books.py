@@ -15,12 +15,11 @@ import msgspec
 from gateway.ledger.journal import Journal
 from gateway.ledger.row import LOST, Row, encode
 from gateway.ledger.spool import save
-from gateway.record import Record
+from gateway.record import USER_LIMIT, Record
 from gateway.routes import ENDPOINTS
 from gateway.state import Key, Model, State
 from gateway.usage import Usage
 
-_USER_LIMIT = 256  # characters of `user` that are kept
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
@@ -101,7 +100,7 @@ class Books:
 
 
 def _user(value: object) -> str | None:
-    return value[:_USER_LIMIT].replace("\0", "") if isinstance(value, str) else None
+    return value[:USER_LIMIT].replace("\0", "") if isinstance(value, str) else None
 
 
 def _metadata(value: object) -> dict[str, Any] | None:

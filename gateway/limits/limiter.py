@@ -6,7 +6,6 @@ The rule: what a request of a key without limits pays is one look at the key.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from gateway.limits import estimate
 from gateway.limits.meters import Holder, Meters, MetersFullError
@@ -55,9 +54,7 @@ def _named(limits: Limits) -> tuple[str, ...]:
 
 
 def _covers(allowance: Allowance, model: Model) -> bool:
-    if allowance.models is None:
-        return True
-    return any(fnmatchcase(name, glob) for name in (model.id, *model.aliases) for glob in allowance.models)
+    return allowance.models is None or model.is_in(allowance.models)
 
 
 class Limiter:
