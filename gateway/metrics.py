@@ -88,7 +88,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
         "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
         "config_last_reload_successful": Family("gauge", "1 when the last reading of the configuration was taken."),
-        "series_dropped_total": Family("counter", "Series that a relay's board had no room for, and that nobody sees."),
+        "series_dropped_total": Family("counter", "Series that a relay's board had no room for."),
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),

@@ -195,8 +195,9 @@ class Policy:
 
 
 def _check_echo(document: Document) -> None:
-    """Raises Refusal where it would bring the probabilities of the prompt's tokens. On chat it would without a word of them."""
-    if not document[ECHO]:
+    """Raises Refusal where it would bring the probabilities of a chat's tokens, which it would without a word of them. For a prompt it is
+    OpenAI's own API, and passes."""
+    if not document[ECHO] or "messages" not in document:
         return
     for name in ("logprobs", "top_logprobs"):
         if document.get(name) is not None and document[name] is not False:

@@ -152,10 +152,12 @@ def test_answers_to_a_batch(name: str) -> None:
 
 def test_an_echo_brings_no_probabilities_of_the_prompt() -> None:
     for name, value in (("logprobs", True), ("logprobs", 0), ("logprobs", 5), ("top_logprobs", 0), ("top_logprobs", 20)):
-        assert refused({"echo": True, name: value}) == "echo"
-        assert applied({"echo": True, name: value}, allow=("prompt_logprobs",)) == {"echo": True, name: value}
-        assert applied({"echo": False, name: value}) == {"echo": False, name: value}
-    assert applied({"echo": True, "logprobs": False}) == {"echo": True, "logprobs": False, "top_logprobs": None}, "vLLM's default is 0"
+        assert refused(MESSAGE | {"echo": True, name: value}) == "echo"
+        assert applied(MESSAGE | {"echo": True, name: value}, allow=("prompt_logprobs",)) == MESSAGE | {"echo": True, name: value}
+        assert applied(MESSAGE | {"echo": False, name: value}) == MESSAGE | {"echo": False, name: value}
+        assert applied({"prompt": "x", "echo": True, name: value}) == {"prompt": "x", "echo": True, name: value}, "as OpenAI has it"
+    asked = MESSAGE | {"echo": True, "logprobs": False}
+    assert applied(dict(asked)) == asked | {"top_logprobs": None}, "vLLM's default is 0"
     assert refused({"echo": True}, refuse=("echo",)) == "echo"
 
 

@@ -55,7 +55,7 @@ def test_it_serves_counts_and_logs(running: Gateway) -> None:
     used = running.ask(stream=True, stream_options={"include_usage": True})
     usage = orjson.loads(used.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
     prompt = plain.json()["usage"]["prompt_tokens"] + 2 * usage["prompt_tokens"]
-    assert (running.metric(tokens), running.metric(requests)) == (before[0] + prompt, before[1] + 3)
+    wait_for(lambda: (running.metric(tokens), running.metric(requests)) == (before[0] + prompt, before[1] + 3))
     ids = {each.headers["x-request-id"] for each in (plain, streamed, used)}
     wait_for(lambda: all(identity in running.log for identity in ids))
     lines = [line for line in map(orjson.loads, running.log.splitlines()) if line["request_id"] in ids]
