@@ -60,10 +60,9 @@ pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debi
 	.venv-pictures/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/pictures.lock
 	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
 
-SECONDS ?= 60
 fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=60; TARGETS="config sse" for some of them
 	$(BIN)/python -m fuzz.install
-	$(BIN)/python -m fuzz $(SECONDS) $(TARGETS)
+	$(BIN)/python -m fuzz $(or $(SECONDS),60) $(TARGETS)
 
 audit: $(READY)  ## the locked packages against the known advisories; needs the network
 	$(BIN)/python -m tests.audit
