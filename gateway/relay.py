@@ -202,7 +202,8 @@ class EventRelay(Passing):
             self.gaps = Gaps(now)
         else:
             self.gaps.mark(now)
-        self._last = whole
+        if not whole.isspace():  # blank lines behind the last event are none
+            self._last = whole
         if self._translation is not None or _tells(whole):
             events = split(whole)
             first = self._seen(events[0])
