@@ -151,7 +151,7 @@ class Soak:
 
     def _kill_launched(self) -> None:
         (shown,) = (model for model in self._one.get("/status").json()["models"] if model["id"] == "sim/launched")
-        with suppress(psutil.NoSuchProcess, TypeError):
+        with suppress(psutil.NoSuchProcess):
             if (pid := shown["servers"][0].get("pid")) is not None:  # without one psutil would take this very process
                 psutil.Process(pid).kill()
 
