@@ -87,7 +87,6 @@ class Form:
         while not self._model_read:
             data = await next_bytes()
             if not data:
-                self.check_end()
                 return None
             self._held += data
             self._check_beginning()

@@ -94,7 +94,7 @@ class Report:
 
     def status(self) -> dict[str, Any]:
         control = self._control
-        known, series = control.known, summed(control.relays.boards)
+        known, series, reason = control.known, summed(control.relays.boards), control.not_ready()
         places: dict[str, list[plan.Place]] = defaultdict(list)
         for place in plan.places(control.config):
             places[place.model.id].append(place)
@@ -102,8 +102,8 @@ class Report:
             "version": __version__,
             "time": time.time(),
             "started": control.started,
-            "ready": control.not_ready() is None,
-            "reason": control.not_ready(),
+            "ready": reason is None,
+            "reason": reason,
             "generation": control.generation,
             "configuration": control.history.last.shown(),
             "ledger": None if control.ledger is None else control.ledger.status(),
