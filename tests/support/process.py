@@ -152,11 +152,16 @@ def write(file: Path, config: Any) -> None:
     fresh.replace(file)
 
 
+def _appending(path: str, flags: int) -> int:
+    """Open so that what a test writes itself is kept: each write goes to the file's end."""
+    return os.open(path, flags | os.O_APPEND, 0o666)
+
+
 def _running(
     line: Sequence[str | Path], folder: Path, runtime: Path, ready: bool, seconds: float, stdin: int, variables: Mapping[str, str]
 ) -> Iterator[Gateway]:
     environ = {**os.environ, "XDG_STATE_HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime), "PYTHONUNBUFFERED": "1", **variables}
-    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
+    with open(folder / "stdout", "wb", opener=_appending) as out, open(folder / "stderr", "wb", opener=_appending) as err:
         process = subprocess.Popen(line, stdin=stdin, stdout=out, stderr=err, env=environ, start_new_session=True)
     running = Gateway(process, folder, runtime, Path(line[0]))
     tree: list[psutil.Process] = []
