@@ -49,36 +49,36 @@ USAGE = Table(
 )
 
 
-def values(row: Row) -> dict[str, Any]:
-    """The columns of a row."""
+def values(row: Row) -> list[Any]:
+    """What a row is in the table, in the order of its columns."""
     time = datetime.fromtimestamp(row.started, UTC)
     completion, estimated = row.generated
-    return {
-        "request_id": row.id,
-        "time": time,
-        "day": time.date(),
-        "key": row.key,
-        "team": row.team,
-        "model": row.model,
-        "server": row.server,
-        "endpoint": row.endpoint,
-        "stream": row.stream,
-        "status": row.status,
-        "code": row.code,
-        "incomplete": row.incomplete,
-        "prompt_tokens": row.prompt,
-        "completion_tokens": completion,
-        "cached_tokens": row.cached,
-        "reasoning_tokens": row.reasoning,
-        "estimated": estimated,
-        "total_ms": _ms(row.duration),
-        "first_token_ms": _ms(row.first_token),
-        "queued_ms": _ms(row.queued),
-        "cost_nano": row.cost,
-        "labels": row.labels,
-        "end_user": row.user,
-        "metadata": row.metadata,
-    }
+    return [
+        row.id,
+        time,
+        time.date(),
+        row.key,
+        row.team,
+        row.model,
+        row.server,
+        row.endpoint,
+        row.stream,
+        row.status,
+        row.code,
+        row.incomplete,
+        row.prompt,
+        completion,
+        row.cached,
+        row.reasoning,
+        estimated,
+        _ms(row.duration),
+        _ms(row.first_token),
+        _ms(row.queued),
+        row.cost,
+        row.labels,
+        row.user,
+        row.metadata,
+    ]
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, Insert, create_engine, delete, event, select
+from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
@@ -41,7 +41,8 @@ _CONNECT: dict[str, dict[str, int | str]] = {
     },
     "sqlite": {"timeout": 10},
 }
-_BATCH = 500
+_BY_PLACE: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
+_BATCH, _PRUNED = 2000, 500  # rows of a transaction
 _STATE = (SQLAlchemyError, CommandError, OSError)  # alembic's is for a table that is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -58,15 +59,29 @@ def engine(url: URL) -> Engine:
     """A way to the database; nothing is opened yet."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
-    made = create_engine(url, connect_args=given, pool_pre_ping=backend == "postgresql")
+    made = create_engine(url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_BY_PLACE[backend])
     if backend == "sqlite":
         event.listen(made, "connect", _prepare_sqlite)
     return made
 
 
-def _insertion(backend: str) -> Insert:
-    insert = sqlite.insert if backend == "sqlite" else postgresql.insert
-    return insert(USAGE).on_conflict_do_nothing()
+class _Insertion:
+    """The statement as the driver takes it, and what SQLAlchemy would do to the values; prepared once, since it costs as much for
+    each row as SQLite does (docs/performance.md)."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
+        self.statement = str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect))
+        types = (column.type.dialect_impl(dialect) for column in USAGE.columns)
+        processors = ((place, each.bind_processor(dialect)) for place, each in enumerate(types))
+        self._processors = [(place, processor) for place, processor in processors if processor is not None]
+
+    def parameters(self, row: Row) -> tuple[Any, ...]:
+        """A row's values. Raises ValueError where one cannot be brought into the database's form."""
+        made = values(row)
+        for place, processor in self._processors:
+            made[place] = processor(made[place])
+        return tuple(made)
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
@@ -81,7 +96,7 @@ class Store:
     def __init__(self, url: URL) -> None:
         self._url = url
         self.engine = engine(url)
-        self._insert = _insertion(self.engine.dialect.name)
+        self._insertion = _Insertion(self.engine.dialect)
         self._ready = False
         self._preparing = threading.Lock()
 
@@ -98,11 +113,11 @@ class Store:
 
     def prune(self, before: datetime) -> bool:
         """Delete some of the rows that are older; True when there may be more. Raises AwayError."""
-        old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_BATCH)
+        old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
         try:
             self._prepare()
             with self.engine.begin() as connection:
-                return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _BATCH
+                return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
         except _STATE as error:
             raise AwayError(reason(error)) from error
 
@@ -113,14 +128,15 @@ class Store:
             if not _is_of_a_row(error):
                 raise
             if len(rows) > 1:
-                return sum(self._write([row]) for row in rows)
+                half = len(rows) // 2
+                return self._write(rows[:half]) + self._write(rows[half:])
             _log.error("the ledger cannot hold the row of request %s: %s", rows[0].id, reason(error))
             return 1
         return 0
 
     def _commit(self, rows: Sequence[Row]) -> None:
         with self.engine.begin() as connection:
-            connection.execute(self._insert, [values(row) for row in rows])
+            connection.exec_driver_sql(self._insertion.statement, [self._insertion.parameters(row) for row in rows])
 
     def _prepare(self) -> None:
         """Bring the table to this version's shape, once."""

@@ -5,8 +5,8 @@ whoever reads in order to write holds the file's lock, which the system takes ba
 flight are counted apart for each relay, so that the successor of one that died begins with none; a meter is found by
 what its holder is called, so counts outlive a reload and a relay.
 
-Layout, little-endian: u64 relays, u64 meters, then for each meter 32 bytes of the name's SHA-256, the float64 of a
-``Meter``, and for each relay a float64 of what it has in flight.
+Layout, little-endian: u64 relays, u64 meters, then for each meter 32 bytes of the name's SHA-256, its numbers as float64
+(``rules``), and for each relay a float64 of what it has in flight.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from threading import Lock
 from typing import NamedTuple
 
-from gateway.limits.rules import Ask, Meter, Moment, Refused, Window, admitted, outlasts, settled
+from gateway.limits import rules
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Ask, Moment, Refused, outlasts
 from gateway.state import Limits
 
 _ROOM = 64 * 1024 * 1024  # bytes of address space; memory is used only for what is written (the file is sparse)
 _HEAD = struct.Struct("<QQ")
 _DIGEST = 32
-_METER = struct.Struct("<16d")
 _CELL = 8  # bytes of a float64
-_SLOTS = _METER.size // _CELL  # where the requests in flight are, in cells behind the first one
-_NEVER = Window()
 
 
 class Holder(NamedTuple):
@@ -50,17 +48,17 @@ class Meters:
     def __init__(self, memory: mmap.mmap, fd: int = -1, relay: int = 0) -> None:
         self.fd = fd
         self._map = memory
-        self._cells = memoryview(memory).cast("d")
+        self.cells = memoryview(memory).cast("d")
         self._relays: int = _HEAD.unpack_from(self._map)[0]
         self._is_alone = self._relays == 1
-        self._own = _SLOTS + relay
-        self._size: int = _DIGEST + _METER.size + _CELL * self._relays
+        self._own = SIZE + relay
+        self._size: int = _DIGEST + _CELL * (SIZE + self._relays)
         self._places: dict[bytes, int] = {}
         self._lock = Lock() if self._is_alone else _Lock(fd)  # of one relay there is one thread: the cheapest that can be held
         with self._lock:
             self._look()
             for place in self._places.values():
-                self._cells[place + self._own] = 0.0
+                self.cells[place + self._own] = 0.0
 
     @classmethod
     def private(cls) -> Meters:
@@ -83,7 +81,7 @@ class Meters:
         return cls(mmap.mmap(fd, _ROOM), fd, relay)
 
     def close(self) -> None:
-        self._cells.release()
+        self.cells.release()
         self._map.close()
         if self.fd >= 0:
             os.close(self.fd)
@@ -116,65 +114,48 @@ class Meters:
 
     # Counts
 
-    def read(self, place: int, *, calendar: bool = True) -> Meter:
-        """The meter at a place; without days and months where nobody is to look at them."""
-        cells = self._cells
-        in_flight = cells[place + _SLOTS] if self._is_alone else sum(cells[place + _SLOTS : place + _SLOTS + self._relays])
-        if not calendar or not cells[place + 4]:  # the period of its day, which has one if its month has
-            return Meter(cells[place], cells[place + 1], cells[place + 2], cells[place + 3], _NEVER, _NEVER, in_flight)
-        values = _METER.unpack_from(self._map, place * _CELL)
-        return Meter(values[0], values[1], values[2], values[3], Window(*values[4:10]), Window(*values[10:]), in_flight)
+    def in_flight(self, meter: int) -> float:
+        """Requests of a holder that are under way, in all relays."""
+        slots = meter + SIZE
+        return self.cells[slots] if self._is_alone else sum(self.cells[slots : slots + self._relays])
 
     def buckets(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """When each holder's buckets of requests and of tokens are full again."""
-        cells = self._cells
-        return [(holder.limits, cells[holder.meter], cells[holder.meter + 1]) for holder in holders]
+        cells = self.cells
+        return [(holder.limits, cells[holder.meter + REQUESTS], cells[holder.meter + TOKENS]) for holder in holders]
 
-    def _write(self, place: int, after: Meter, slots: int) -> None:
-        """``slots``: how many more of the requests in flight are this relay's."""
-        cells = self._cells
-        if after.day is _NEVER:
-            cells[place], cells[place + 1] = after.requests, after.tokens
-        else:
-            buckets = after.requests, after.tokens, after.requests_back, after.tokens_back
-            _METER.pack_into(self._map, place * _CELL, *buckets, *after.day, *after.month)
-        if slots:
-            cells[place + self._own] += slots
-
-    def take(self, wanted: Iterable[tuple[Holder, Ask]], at: Moment, ends: dict[int, float]) -> tuple[Holder, Refused] | None:
-        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason.
-
-        ``ends`` learns, by the cells of the buckets, until when what was taken is missing; ``settle`` needs it again.
-        """
-        worst: tuple[Holder, Refused] | None = None
-        changes = []
+    def take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment, ends: dict[int, float]) -> tuple[Holder, Refused] | None:
+        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason. ``ends``: as in ``rules.admit``."""
+        cells = self.cells
         with self._lock:
+            if len(wanted) > 1 and (worst := self._refusing(wanted, at)) is not None:
+                return worst
             for holder, ask in wanted:
-                before = self.read(holder.meter, calendar=bool(ask.tokens or ask.cost))
-                after, refused = admitted(holder.limits, before, ask, at)
-                if refused is None:
-                    changes.append((holder.meter, after, ask))
-                elif worst is None or outlasts(refused, worst[1]):
-                    worst = holder, refused
-            if worst is None:
-                for place, after, ask in changes:
-                    self._write(place, after, ask.slots)
-                    if ask.requests:
-                        ends[place] = after.requests + after.requests_back
-                    if ask.tokens:
-                        ends[place + 1] = after.tokens + after.tokens_back
+                meter, slots = holder.meter, ask.slots
+                refusal = rules.admit(holder.limits, cells, meter, self.in_flight(meter) if slots else 0, ask, at, ends)
+                if refusal is not None:
+                    return holder, refusal
+                if slots:
+                    cells[meter + self._own] += slots
+        return None
+
+    def _refusing(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
+        """Who of several refuses for the longest time."""
+        worst: tuple[Holder, Refused] | None = None
+        for holder, ask in wanted:
+            refusal = rules.refused(holder.limits, self.cells, holder.meter, self.in_flight(holder.meter), ask, at)
+            if refusal is not None and (worst is None or outlasts(refusal, worst[1])):
+                worst = holder, refusal
         return worst
 
     def settle(self, reserved: Iterable[tuple[Holder, Ask]], ends: Mapping[int, float], used: Ask, then: Moment, now: float) -> None:
         """Put what was used in the place of what was reserved at a moment, of each holder."""
-        cells = self._cells
+        cells = self.cells
         with self._lock:
             for holder, ask in reserved:
-                place = holder.meter
-                of_requests, of_tokens = ends.get(place, 0.0), ends.get(place + 1, 0.0)
-                after = settled(holder.limits, self.read(place), ask, used, of_requests, of_tokens, now, then)
-                self._write(place, after, used.slots - ask.slots)
-                cells[place + 2], cells[place + 3] = after.requests_back, after.tokens_back
+                rules.settle(holder.limits, cells, holder.meter, ask, used, ends, now, then)
+                if ask.slots:
+                    cells[holder.meter + self._own] -= ask.slots
 
 
 class _Lock:

@@ -45,7 +45,7 @@ class Permit:
         self._reserved: Sequence[tuple[Holder, Ask]] = ()
         self._ends: dict[int, float] = {}
         self._answer: Answer | None = None
-        self._then = Moment(monotonic(), time())
+        self._then = rules.moment(monotonic(), time())
 
     async def arrive(self) -> None:
         """Ask for a request and a place, before anything of the body is read. Raises Refusal."""
@@ -107,7 +107,8 @@ class Permit:
 
     def _now(self) -> Moment:
         """The time, but of the day on which it came."""
-        return Moment(monotonic(), self._then.wall)
+        then = self._then
+        return Moment(monotonic(), then.wall, then.day, then.month)
 
     def _take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> None:
         """In this gateway's own memory. Raises Refusal."""

@@ -1,7 +1,8 @@
-"""The decisions about limits: from what a holder has used, what is asked for, and the time, to what it has used then.
+"""The decisions about limits: whether a holder has room for what is asked for, and what its meter says after that.
 
-Pure. The rules: what is asked for is taken from every limit or from none; what is not used is given back to where it was
-taken, as far as it is still missing there; a holder never gets more than its limits, whatever the clock does.
+Pure, but that a meter is changed where it stands. The rules: what is asked for is taken from every limit or from none; what is not
+used is given back to where it was taken, as far as it is still missing there; a holder never gets more than its limits, whatever
+the clock does.
 
 A minute's limit is a bucket that holds the limit and is filled evenly, so in ``t`` seconds no more than ``limit * (1 + t / 60)``
 pass, and the turn of a minute means nothing. Of a bucket it is kept when it is full again, in seconds of a clock
@@ -13,24 +14,49 @@ order in which it was taken from: what a request has reserved is missing until t
 it, or earlier by as much as others have given back since. So a bucket also counts what it was given back, and a request remembers
 both as one sum, the ``end`` of what it has reserved. All that was given back since may have lain behind it in the order: then less
 is given back than could be, never more.
+
+A meter is ``SIZE`` numbers among others, from a first one on: so relays share them, and so a request makes no values of what it
+only looks at or adds to (docs/performance.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from gateway.state import Limits
 
+REQUESTS, TOKENS = 0, 1
+"""Of a meter, when those buckets are full again."""
+_BACK = 2
+"""Behind a bucket: the seconds that were ever given back to it."""
+DAY, MONTH = 4, 10
+"""Where a window of a meter begins: a period, and what was used in it."""
+USED, SPENT = 1, 2
+"""Behind a period: its tokens and its cost."""
+_OTHER = 3
+"""Behind a window's present period: the latest other one that was looked at, in the same way."""
+SIZE = 16
+
 _MINUTE = 60.0
-_DAY = 86400
+_DAY_SECONDS = 86400
 _EPOCH = date(1970, 1, 1).toordinal()
 _ROUNDING = 1e-6
 """Seconds that floating-point numbers may be off."""
+
+
+class Cells(Protocol):
+    """Numbers of which some are a meter's."""
+
+    def __getitem__(self, place: int, /) -> float:
+        """One of them."""
+
+    def __setitem__(self, place: int, value: float, /) -> None:
+        """Change one."""
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -43,20 +69,19 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """A point in time: ``now`` by a clock that never goes back, ``wall`` in seconds since the epoch."""
+    """A point in time: ``now`` by a clock that never goes back, ``wall`` in seconds since the epoch, with its ``day`` since the
+    epoch and its ``month`` since the year 0."""
 
     now: float
     wall: float
+    day: int
+    month: int
 
-    @property
-    def day(self) -> int:
-        """Days since the epoch."""
-        return int(self.wall // _DAY)
 
-    @property
-    def month(self) -> int:
-        """Months since the year 0."""
-        return month_of(self.day)
+def moment(now: float, wall: float) -> Moment:
+    """A point in time, by both clocks."""
+    day = int(wall // _DAY_SECONDS)
+    return Moment(now, wall, day, month_of(day))
 
 
 @lru_cache(maxsize=64)
@@ -64,49 +89,6 @@ def month_of(day: int) -> int:
     """The month, since the year 0, of a day since the epoch."""
     found = date.fromordinal(_EPOCH + day)
     return found.year * 12 + found.month - 1
-
-
-class Window(NamedTuple):
-    """What was used in a period of the calendar, and in the latest other one that was looked at."""
-
-    period: float = 0
-    tokens: float = 0
-    cost: float = 0
-    other: float = 0
-    other_tokens: float = 0
-    other_cost: float = 0
-
-    def turned(self, period: int) -> Window:
-        """With this period as the present one."""
-        if period == self.period:
-            return self
-        if period == self.other:
-            return Window(*self[3:], *self[:3])
-        return Window(period, 0, 0, *(self[:3] if self.period > self.other else self[3:]))
-
-    def plus(self, period: float, tokens: float, cost: float) -> Window:
-        """With so much more, or less, in a period; one that is forgotten stays so."""
-        present, used, spent, other, other_used, other_spent = self
-        if period == present:  # ``max`` and ``_replace`` would take four times as long, for each request
-            used, spent = used + tokens, spent + cost
-            return Window(present, used if used > 0 else 0, spent if spent > 0 else 0, other, other_used, other_spent)
-        if period == other:
-            other_used, other_spent = other_used + tokens, other_spent + cost
-            return Window(present, used, spent, other, other_used if other_used > 0 else 0, other_spent if other_spent > 0 else 0)
-        return self
-
-
-class Meter(msgspec.Struct, frozen=True, gc=False):
-    """What a holder has used. ``requests`` and ``tokens``: when those buckets are full again; ``…_back``: seconds that were ever given
-    back to them."""
-
-    requests: float = 0.0
-    tokens: float = 0.0
-    requests_back: float = 0.0
-    tokens_back: float = 0.0
-    day: Window = Window()
-    month: Window = Window()
-    in_flight: float = 0
 
 
 class Refused(NamedTuple):
@@ -122,23 +104,26 @@ QUOTAS = frozenset({"tokens_per_day", "tokens_per_month", "cost_per_day", "cost_
 """The limits that last longer than one would wait for."""
 
 
-def refused(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> Refused | None:
+def refused(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, at: Moment) -> Refused | None:
     """The limit that stands longest in the way of a request; None if it is to be admitted."""
-    if limits.concurrent is not None and ask.slots and meter.in_flight + ask.slots > limits.concurrent:
+    if ask.slots and limits.concurrent is not None and in_flight + ask.slots > limits.concurrent:
         return Refused("concurrent", limits.concurrent, None)
     worst: Refused | None = None
-    if limits.requests_per_minute is not None and ask.requests:
-        wait = _wait(meter.requests - at.now, limits.requests_per_minute, ask.requests)
+    if ask.requests and limits.requests_per_minute is not None:
+        wait = _wait(cells[meter + REQUESTS] - at.now, limits.requests_per_minute, ask.requests)
         if wait:
             worst = Refused("requests_per_minute", limits.requests_per_minute, wait)
-    if limits.tokens_per_minute is not None and ask.tokens:
-        wait = _wait(meter.tokens - at.now, limits.tokens_per_minute, ask.tokens)
+    if ask.tokens and limits.tokens_per_minute is not None:
+        wait = _wait(cells[meter + TOKENS] - at.now, limits.tokens_per_minute, ask.tokens)
         if wait and (worst is None or wait > (worst.wait or 0)):
             worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait)
     if limits.calendar:
-        for each in _quotas(limits, meter, ask, at):
-            if each is not None and (worst is None or outlasts(each, worst)):
-                worst = each
+        of_day = _reached(cells, meter + DAY, at.day, ask, limits.tokens_per_day, limits.cost_per_day)
+        if of_day:
+            worst = _longer(worst, limits, of_day + "_per_day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
+        of_month = _reached(cells, meter + MONTH, at.month, ask, limits.tokens_per_month, limits.cost_per_month)
+        if of_month:
+            worst = _longer(worst, limits, of_month + "_per_month", _left_of_month(at.wall))
     return worst
 
 
@@ -153,22 +138,22 @@ def _wait(behind: float, limit: float, amount: float) -> float:
     return wait if wait > _ROUNDING else 0.0
 
 
-def _quotas(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> Iterable[Refused | None]:
-    day, left = meter.day.turned(at.day), _DAY - at.wall % _DAY
-    yield _quota("tokens_per_day", limits.tokens_per_day, day.tokens, ask.tokens, left)
-    yield _quota("cost_per_day", limits.cost_per_day, day.cost, ask.cost, left)
-    month, left = meter.month.turned(at.month), _left_of_month(at.wall)
-    yield _quota("tokens_per_month", limits.tokens_per_month, month.tokens, ask.tokens, left)
-    yield _quota("cost_per_month", limits.cost_per_month, month.cost, ask.cost, left)
+def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float | None, of_cost: float | None) -> str:
+    """Which limit of a period has no room for what is asked for, or for all of itself where that is less."""
+    if cells[window] != period:
+        window += _OTHER
+        if cells[window] != period:
+            return ""
+    if of_tokens is not None and ask.tokens and cells[window + USED] + _at_most(ask.tokens, of_tokens) > of_tokens:
+        return "tokens"
+    if of_cost is not None and ask.cost and cells[window + SPENT] + _at_most(ask.cost, of_cost) > of_cost:
+        return "cost"
+    return ""
 
 
-def _quota(reason: str, limit: float | None, used: float, amount: float, left: float) -> Refused | None:
-    return None if _holds(limit, used, amount) else Refused(reason, limit or 0, left)
-
-
-def _holds(limit: float | None, used: float, amount: float) -> bool:
-    """Whether a day or a month has room for an amount, or for all of the limit where it is more than that."""
-    return limit is None or not amount or used + (amount if amount < limit else limit) <= limit
+def _longer(worst: Refused | None, limits: Limits, quota: str, left: float) -> Refused:
+    found = Refused(quota, getattr(limits, quota), left)
+    return found if worst is None or outlasts(found, worst) else worst
 
 
 def _left_of_month(wall: float) -> float:
@@ -177,91 +162,138 @@ def _left_of_month(wall: float) -> float:
     return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
 
 
-def admitted(limits: Limits, meter: Meter, ask: Ask, at: Moment) -> tuple[Meter, Refused | None]:
-    """The meter with what was asked for taken from it; as it was, with the reason, if that can't be."""
-    now, requests, tokens, in_flight = at.now, meter.requests, meter.tokens, meter.in_flight + ask.slots
-    if ask.requests:
-        requests = (requests if requests > now else now) + ask.requests * limits.request_seconds
-    if ask.tokens:
-        seconds = ask.tokens * limits.token_seconds
-        tokens = (tokens if tokens > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-    is_clear = requests - now <= _MINUTE and tokens - now <= _MINUTE and (limits.concurrent is None or in_flight <= limits.concurrent)
-    day, month = meter.day, meter.month
-    if limits.calendar and (ask.tokens or ask.cost):
-        day, month = day.turned(at.day), month.turned(at.month)
-        is_clear = is_clear and _have_room(limits, day, month, ask)
-        day, month = _reserved_of_day(limits, day, ask), _reserved_of_month(limits, month, ask)
-    if not is_clear:
-        refusal = refused(limits, meter, ask, at)
-        if refusal is not None:
-            return meter, refusal
-    return Meter(requests, tokens, meter.requests_back, meter.tokens_back, day, month, in_flight), None
+def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, at: Moment, ends: dict[int, float]) -> Refused | None:
+    """Take what is asked for; or nothing, and tell why.
 
-
-def _have_room(limits: Limits, day: Window, month: Window, ask: Ask) -> bool:
-    tokens, cost = ask.tokens, ask.cost
-    of_tokens = _holds(limits.tokens_per_day, day.tokens, tokens) and _holds(limits.tokens_per_month, month.tokens, tokens)
-    return of_tokens and (not cost or (_holds(limits.cost_per_day, day.cost, cost) and _holds(limits.cost_per_month, month.cost, cost)))
-
-
-def settled(
-    limits: Limits, meter: Meter, reserved: Ask, used: Ask, requests_end: float, tokens_end: float, now: float, then: Moment
-) -> Meter:
-    """The meter after a request that was admitted at a moment: what it used in the place of what was reserved for it.
-
-    ``…_end``: until when what it has reserved of requests and of tokens is missing, with what was given back before.
+    ``ends`` learns, by a bucket's place, until when what was taken of it is missing; ``settle`` needs it again. What the meter would
+    say afterwards mostly shows that all of it fits in; only where it does not ``refused`` is asked.
     """
-    of_requests, of_tokens = owed(limits, reserved, used)
-    requests, requests_back, tokens, tokens_back = meter.requests, meter.requests_back, meter.tokens, meter.tokens_back
-    if of_requests:
-        requests, requests_back = _filled(requests, requests_back, of_requests, requests_end, now)
-    if of_tokens:
-        tokens, tokens_back = _filled(tokens, tokens_back, of_tokens, tokens_end, now)
-    in_flight = meter.in_flight + used.slots - reserved.slots
-    if not limits.calendar:
-        return Meter(requests, tokens, requests_back, tokens_back, meter.day, meter.month, in_flight)
-    day_tokens, day_cost, month_tokens, month_cost = owed_of_calendar(limits, reserved, used)
-    day, month = meter.day.plus(then.day, day_tokens, day_cost), meter.month.plus(then.month, month_tokens, month_cost)
-    return Meter(requests, tokens, requests_back, tokens_back, day, month, in_flight)
+    now, tokens, day, month = at.now, ask.tokens, meter + DAY, meter + MONTH
+    by_requests = by_tokens = now
+    if ask.requests and limits.request_seconds:
+        full = cells[meter + REQUESTS]
+        by_requests = (full if full > now else now) + ask.requests * limits.request_seconds
+    if tokens and limits.token_seconds:
+        full, seconds = cells[meter + TOKENS], tokens * limits.token_seconds
+        by_tokens = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
+    fits = by_requests - now <= _MINUTE and by_tokens - now <= _MINUTE
+    fits = fits and (limits.concurrent is None or in_flight + ask.slots <= limits.concurrent)
+    of_calendar = limits.calendar and (tokens or ask.cost)
+    if of_calendar:
+        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, ask)
+        if cells[day] == at.day and cells[month] == at.month:
+            fits = fits and _holds(cells, day, limits.tokens_per_day, for_day, limits.cost_per_day, cost_for_day)
+            fits = fits and _holds(cells, month, limits.tokens_per_month, for_month, limits.cost_per_month, cost_for_month)
+        else:
+            fits = False
+    if not fits:
+        refusal = refused(limits, cells, meter, in_flight, ask, at)
+        if refusal is not None:
+            return refusal
+    if by_requests > now:
+        cells[meter + REQUESTS] = by_requests
+        ends[meter + REQUESTS] = by_requests + cells[meter + REQUESTS + _BACK]
+    if by_tokens > now:
+        cells[meter + TOKENS] = by_tokens
+        ends[meter + TOKENS] = by_tokens + cells[meter + TOKENS + _BACK]
+    if of_calendar:
+        if cells[day] != at.day:
+            _turn(cells, day, at.day)
+        if cells[month] != at.month:
+            _turn(cells, month, at.month)
+        _add(cells, day, for_day, cost_for_day)
+        _add(cells, month, for_month, cost_for_month)
+    return None
+
+
+def settle(limits: Limits, cells: Cells, meter: int, reserved: Ask, used: Ask, ends: Mapping[int, float], now: float, then: Moment) -> None:
+    """Put what was used in the place of what was reserved at a moment. ``ends``: as ``admit`` has told them."""
+    for_requests, for_tokens = owed(limits, reserved, used)
+    if for_requests:
+        _settle(cells, meter + REQUESTS, for_requests, ends, now)
+    if for_tokens:
+        _settle(cells, meter + TOKENS, for_tokens, ends, now)
+    if limits.calendar:
+        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved)
+        day, month = meter + DAY, meter + MONTH
+        if cells[day] != then.day:
+            day += _OTHER
+        if cells[day] == then.day:  # or it is forgotten
+            _add(cells, day, used.tokens - for_day, used.cost - cost_for_day)
+        if cells[month] != then.month:
+            month += _OTHER
+        if cells[month] == then.month:
+            _add(cells, month, used.tokens - for_month, used.cost - cost_for_month)
 
 
 def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
     """What is taken from the buckets of requests and tokens, or is to be given back to them, in seconds, when a request is settled."""
-    requests, in_advance = (used.requests - reserved.requests) * limits.request_seconds, reserved.tokens * limits.token_seconds
-    return requests, used.tokens * limits.token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
+    each = limits.token_seconds
+    in_advance = reserved.tokens * each
+    return (
+        (used.requests - reserved.requests) * limits.request_seconds,
+        used.tokens * each - (in_advance if in_advance < _MINUTE else _MINUTE),
+    )
 
 
 def owed_of_calendar(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float, float, float]:
     """What is added then to the tokens and the cost of a day, and to those of a month."""
+    of_day, cost_of_day, of_month, cost_of_month = _in_advance(limits, reserved)
+    return used.tokens - of_day, used.cost - cost_of_day, used.tokens - of_month, used.cost - cost_of_month
+
+
+def _in_advance(limits: Limits, ask: Ask) -> tuple[float, float, float, float]:
+    """What is taken when a request begins of the tokens and the cost of a day, and of a month."""
+    tokens, cost, of_day, of_month = ask.tokens, ask.cost, limits.tokens_per_day, limits.tokens_per_month
     return (
-        used.tokens - _at_most(reserved.tokens, limits.tokens_per_day),
-        used.cost - _at_most(reserved.cost, limits.cost_per_day),
-        used.tokens - _at_most(reserved.tokens, limits.tokens_per_month),
-        used.cost - _at_most(reserved.cost, limits.cost_per_month),
+        0 if of_day is None else tokens if tokens < of_day else of_day,
+        _at_most(cost, limits.cost_per_day) if cost else 0.0,
+        0 if of_month is None else tokens if tokens < of_month else of_month,
+        _at_most(cost, limits.cost_per_month) if cost else 0.0,
     )
 
 
-def _reserved_of_day(limits: Limits, day: Window, ask: Ask) -> Window:
-    return day.plus(day.period, _at_most(ask.tokens, limits.tokens_per_day), _at_most(ask.cost, limits.cost_per_day))
-
-
-def _reserved_of_month(limits: Limits, month: Window, ask: Ask) -> Window:
-    return month.plus(month.period, _at_most(ask.tokens, limits.tokens_per_month), _at_most(ask.cost, limits.cost_per_month))
-
-
 def _at_most(amount: float, limit: float | None) -> float:
-    """More than all of a limit is never taken in advance, or it could never be had; of a bucket, no more than a minute."""
+    """More than all of a limit is never taken in advance, or it could never be had."""
     return 0 if limit is None else amount if amount < limit else limit
 
 
-def _filled(full: float, back: float, seconds: float, end: float, now: float) -> tuple[float, float]:
-    """When a bucket is full again, and what was ever given back to it, after more was taken; or after some of what was reserved until
-    ``end`` was given back, which is no more than what time has not filled up since."""
+def _holds(cells: Cells, window: int, tokens: float | None, more: float, cost: float | None, dearer: float) -> bool:
+    """Whether a period's limits have room for more."""
+    return (tokens is None or cells[window + USED] + more <= tokens) and (cost is None or cells[window + SPENT] + dearer <= cost)
+
+
+def _settle(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
+    """Take more from a bucket; or give some back of what was reserved, no more than what time has not filled up since."""
+    full = cells[bucket]
     if seconds > 0:
-        return (full if full > now else now) + seconds, back
-    missing = end - back - now
+        cells[bucket] = (full if full > now else now) + seconds
+        return
+    back = cells[bucket + _BACK]
+    missing = ends.get(bucket, 0.0) - back - now
     given = missing if missing < -seconds else -seconds
-    return (full - given, back + given) if given > 0 else (full, back)
+    if given > 0:
+        cells[bucket], cells[bucket + _BACK] = full - given, back + given
+
+
+def _turn(cells: Cells, window: int, period: int) -> None:
+    """Make another period the present one. Of the two that were known the later is remembered, or the one that was present."""
+    other, fresh = window + _OTHER, (period, 0.0, 0.0)
+    before = cells[window], cells[window + USED], cells[window + SPENT]
+    known = cells[other], cells[other + USED], cells[other + SPENT]
+    if known[0] == period or before[0] > known[0]:
+        cells[other], cells[other + USED], cells[other + SPENT] = before
+    cells[window], cells[window + USED], cells[window + SPENT] = known if known[0] == period else fresh
+
+
+def _add(cells: Cells, window: int, tokens: float, cost: float) -> None:
+    """To what was used in a period, or from it."""
+    if tokens:
+        used = cells[window + USED] + tokens
+        cells[window + USED] = used if used > 0 else 0.0
+    if cost:
+        spent = cells[window + SPENT] + cost
+        cells[window + SPENT] = spent if spent > 0 else 0.0
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """What the store runs, in Lua: the decisions of ``rules`` again, where several gateways count together.
 
 A script runs whole or not at all, and by the store's own clock, so that the clocks of gateways do not matter. A holder has a
-hash of the members of a ``Meter`` and, for what is in flight, a sorted set of leases by when they end. Both go away by
+hash of the numbers of a meter and, for what is in flight, a sorted set of leases by when they end. Both go away by
 themselves when they mean nothing any more. A lease that is not renewed ends, so the places of a gateway that died come back.
 """
 

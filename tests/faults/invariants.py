@@ -29,7 +29,7 @@ from gateway.metrics import PREFIX
 from gateway.routes import ENDPOINTS
 from gateway.state import Key, Model
 from tests.support.controlled import Controlled
-from tests.support.process import Gateway
+from tests.support.process import Gateway, alive
 from tests.support.running import Served, serving, until
 
 _SETTLES_WITHIN = 15.0
@@ -219,7 +219,7 @@ def ended(one: Gateway, within: float = _SETTLES_WITHIN) -> Iterator[None]:
     yield
     assert one.process.poll() is not None
     deadline = time.monotonic() + within
-    while left := [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+    while left := alive(tree):
         assert time.monotonic() < deadline, f"outlives the gateway: {left}"
         time.sleep(_LOOK)
     lines = request_ids(one.log)

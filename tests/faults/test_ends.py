@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from tests.faults.conftest import FULL
 from tests.faults.invariants import ended, request_ids, soon_idle, whole
 from tests.support.ports import refusing
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import until
 from tests.support.wire import DONE, Reply, ask, client, request
 
@@ -56,10 +56,6 @@ def told(reply: Reply) -> bool:
     """A stream that was broken off, and says so in whole events."""
     last = b'"code":"draining"' in reply.body and reply.body.endswith(b"}\n\n" + DONE)
     return reply.status == 200 and reply.whole and last
-
-
-def left_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.row(23)
@@ -209,7 +205,7 @@ async def test_a_killed_gateway_leaves_nothing_and_is_soon_back(tmp_path: Path, 
             os.kill(one.process.pid, signal.SIGKILL)
             began = time.monotonic()
             await asyncio.to_thread(one.process.wait, 10)
-            await until(lambda: not left_of(tree), 20.0)
+            await until(lambda: not alive(tree), 20.0)
             gone = time.monotonic() - began
             replies = await asyncio.gather(*streams, return_exceptions=True)
             assert not any(isinstance(reply, Reply) and reply.whole for reply in replies), "none looks whole that is not"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gateway.metrics import FAMILIES, PREFIX
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
 
@@ -28,10 +28,6 @@ from tests.support.running import KEY
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched())) as one:
         yield one
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def port_is_free(port: int) -> bool:

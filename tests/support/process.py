@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +152,19 @@ def write(file: Path, config: Any) -> None:
     fresh.replace(file)
 
 
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those of them that have not ended."""
+    return [each for each in processes if _status(each) not in (None, psutil.STATUS_ZOMBIE)]
+
+
+def _status(process: psutil.Process) -> str | None:
+    """None of one that is gone, or is just going."""
+    try:
+        return process.status() if process.is_running() else None
+    except psutil.NoSuchProcess:
+        return None
+
+
 def _appending(path: str, flags: int) -> int:
     """Open so that what a test writes itself is kept: each write goes to the file's end."""
     return os.open(path, flags | os.O_APPEND, 0o666)
@@ -177,7 +190,7 @@ def _running(
         if process.poll() is None:
             tree = running.tree()
             running.stop()
-        left = [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        left = alive(tree)
         for each in left:
             each.kill()
         assert not left, f"left behind: {left}"

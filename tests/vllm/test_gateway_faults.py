@@ -17,7 +17,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.process import alive, configuration, gateway, launched, wait_for
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import ALIAS, HEADERS, MODEL, Real, chat, real_model
 from tests.vllm.server import NOT_INSTALLED, PARSERS, START_WITHIN, installed
@@ -43,10 +43,6 @@ def option(keeper: psutil.Process, name: str) -> Path:
     """A path on a keeper's command line."""
     words = keeper.cmdline()
     return Path(words[words.index(name) + 1])
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 @dataclass

@@ -73,8 +73,8 @@ def test_a_row_that_the_database_cannot_hold_keeps_no_other_waiting(store: Store
 
 
 def test_many_rows_are_written(store: Store) -> None:
-    assert store.write([row(number) for number in range(1201)]) == 0
-    assert len(kept(store.engine)) == 1201
+    assert store.write([row(number) for number in range(4001)]) == 0
+    assert len(kept(store.engine)) == 4001
 
 
 def test_old_rows_are_deleted_and_no_others(store: Store) -> None:

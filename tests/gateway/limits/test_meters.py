@@ -12,7 +12,7 @@ from time import monotonic
 import pytest
 
 from gateway.limits.meters import Meters
-from gateway.limits.rules import Ask, Moment
+from gateway.limits.rules import DAY, USED, Ask, moment
 from gateway.state import Limits
 
 LIMITS = Limits(tokens_per_day=1000, concurrent=10)
@@ -20,13 +20,13 @@ WALL = 1_800_000_000.0
 TAKER = """
 import sys
 from gateway.limits.meters import Meters
-from gateway.limits.rules import Ask, Moment
+from gateway.limits.rules import Ask, moment
 from gateway.state import Limits
 
 fd, relay = map(int, sys.argv[1:3])
 meters = Meters.inherited(fd, relay)
 holder = meters.holder("key a", Limits(tokens_per_day=1000, concurrent=10))
-at, taken, ends = Moment(0.0, 1_800_000_000.0), 0, {}
+at, taken, ends = moment(0.0, 1_800_000_000.0), 0, {}
 sys.stdin.readline()
 while meters.take([(holder, Ask(slots=1, tokens=1))], at, ends) is None:
     taken += 1
@@ -68,12 +68,12 @@ def test_processes_count_together_and_a_dead_ones_places_come_back() -> None:
                 process.stdin.flush()
             taken = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
             assert sum(taken) == 1000
-            assert meters.read(holder.meter).in_flight == 6
+            assert meters.in_flight(holder.meter) == 6
             second.kill()
             second.wait()
         Meters.inherited(os.dup(meters.fd), 1).close()
-        assert meters.read(holder.meter).in_flight == 4, "the successor begins with none of its own"
-        assert meters.read(holder.meter).day.tokens == 1000
+        assert meters.in_flight(holder.meter) == 4, "the successor begins with none of its own"
+        assert meters.cells[holder.meter + DAY + USED] == 1000
 
 
 def test_a_process_that_dies_with_the_lock_leaves_it() -> None:
@@ -86,28 +86,27 @@ def test_a_process_that_dies_with_the_lock_leaves_it() -> None:
             said = process.stdout.readline()
             process.kill()
         assert said == "held\n"
-        assert meters.take([(holder, Ask(tokens=1))], Moment(monotonic(), WALL), {}) is None
+        assert meters.take([(holder, Ask(tokens=1))], moment(monotonic(), WALL), {}) is None
 
 
 def test_a_name_is_a_meter() -> None:
     meters = Meters.private()
     holder = meters.holder("key a", LIMITS)
-    assert meters.take([(holder, Ask(tokens=400))], Moment(0.0, WALL), {}) is None
+    assert meters.take([(holder, Ask(tokens=400))], moment(0.0, WALL), {}) is None
     again = meters.holder("key a", Limits(tokens_per_day=500))
     other = meters.holder("key b", LIMITS)
     assert again.meter == holder.meter != other.meter
-    refused = meters.take([(other, Ask(tokens=1)), (again, Ask(tokens=200))], Moment(0.0, WALL), {})
+    refused = meters.take([(other, Ask(tokens=1)), (again, Ask(tokens=200))], moment(0.0, WALL), {})
     assert refused is not None and refused[0] is again
-    assert meters.read(other.meter).day.tokens == 0, "from all or from none"
+    assert meters.cells[other.meter + DAY + USED] == 0, "from all or from none"
 
 
 @pytest.mark.parametrize("used", [0, 400, 700])
 def test_settling(used: int) -> None:
     meters = Meters.private()
-    holder, at = meters.holder("key a", LIMITS), Moment(0.0, WALL)
+    holder, at = meters.holder("key a", LIMITS), moment(0.0, WALL)
     reserved = [(holder, Ask(slots=1, tokens=400))]
     ends: dict[int, float] = {}
     assert meters.take(reserved, at, ends) is None
     meters.settle(reserved, ends, Ask(tokens=used), at, 5.0)
-    meter = meters.read(holder.meter)
-    assert (meter.in_flight, meter.day.tokens) == (0, used)
+    assert (meters.in_flight(holder.meter), meters.cells[holder.meter + DAY + USED]) == (0, used)

@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from gateway.limits import rules
 from gateway.limits.meters import Holder, Meters
-from gateway.limits.rules import QUOTAS, Ask, Meter, Moment, Refused, Standing, Window, admitted, month_of, settled, standing
+from gateway.limits.rules import DAY, QUOTAS, REQUESTS, SIZE, TOKENS, USED, Ask, Moment, Refused, Standing, moment, month_of, standing
 from gateway.state import Limits
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
-AT = Moment(1000.0, LAST_DAY_OF_MAY)
+AT = moment(1000.0, LAST_DAY_OF_MAY)
 REQUEST = Ask(requests=1, slots=1)
 
 
 def later(at: Moment, seconds: float) -> Moment:
-    return Moment(at.now + seconds, at.wall + seconds)
+    return moment(at.now + seconds, at.wall + seconds)
 
 
-def fill(limits: Limits, ask: Ask, at: Moment = AT, meter: Meter | None = None) -> tuple[Meter, int, Refused]:
-    """Ask until it is refused: the meter then, how often it was admitted, and why not any more."""
-    meter, count = meter or Meter(), 0
-    while True:
-        meter, refused = admitted(limits, meter, ask, at)
-        if refused is not None:
-            return meter, count, refused
-        count += 1
+class Meter:
+    """One by itself, of which some requests are under way."""
+
+    def __init__(self, cells: Sequence[float] = (0.0,) * SIZE) -> None:
+        self.cells = list(cells)
+        self.in_flight = 0
+
+    def admit(self, limits: Limits, ask: Ask, at: Moment = AT, ends: dict[int, float] | None = None) -> Refused | None:
+        refused = rules.admit(limits, self.cells, 0, self.in_flight, ask, at, {} if ends is None else ends)
+        if refused is None:
+            self.in_flight += ask.slots
+        return refused
+
+    def fill(self, limits: Limits, ask: Ask, at: Moment = AT) -> tuple[int, Refused]:
+        """Ask until it is refused: how often it was admitted, and why not any more."""
+        count = 0
+        while (refused := self.admit(limits, ask, at)) is None:
+            count += 1
+        return count, refused
 
 
 @pytest.mark.parametrize(
@@ -49,34 +62,34 @@ def fill(limits: Limits, ask: Ask, at: Moment = AT, meter: Meter | None = None) 
     ],
 )
 def test_a_limit_holds_and_says_when_there_is_room(limits: Limits, ask: Ask, times: int, wait: float | None) -> None:
-    meter, count, refused = fill(limits, ask)
+    meter = Meter()
+    count, refused = meter.fill(limits, ask)
     assert count == times
     assert refused.wait == (None if wait is None else pytest.approx(wait))
     if wait is not None:
-        assert admitted(limits, meter, ask, later(AT, wait - 0.01))[1] is not None, "not a moment earlier"
-        assert admitted(limits, meter, ask, later(AT, wait + 1e-6))[1] is None
+        assert meter.admit(limits, ask, later(AT, wait - 0.01)) is not None, "not a moment earlier"
+        assert meter.admit(limits, ask, later(AT, wait + 1e-6)) is None
 
 
 def test_the_turn_of_a_minute_means_nothing() -> None:
-    limits, at = Limits(requests_per_minute=600), Moment(59.999, LAST_DAY_OF_MAY)
-    meter, count, _ = fill(limits, REQUEST, at)
-    _, more, _ = fill(limits, REQUEST, later(at, 0.25), meter)
+    limits, at, meter = Limits(requests_per_minute=600), moment(59.999, LAST_DAY_OF_MAY), Meter()
+    count, _ = meter.fill(limits, REQUEST, at)
+    more, _ = meter.fill(limits, REQUEST, later(at, 0.25))
     assert (count, more) == (600, 2)
 
 
 def test_the_longest_wait_is_told() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=60, tokens_per_day=10)
-    _, _, refused = fill(limits, Ask(1, 1, 10))
+    _, refused = Meter().fill(limits, Ask(1, 1, 10))
     assert refused.reason == "tokens_per_day"
-    _, _, refused = fill(Limits(requests_per_minute=60, tokens_per_minute=60), Ask(1, 1, 60))
+    _, refused = Meter().fill(Limits(requests_per_minute=60, tokens_per_minute=60), Ask(1, 1, 60))
     assert refused.reason == "tokens_per_minute" and refused.wait == pytest.approx(60)
 
 
 def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
-    limits = Limits(tokens_per_minute=600)
-    meter, _ = admitted(limits, Meter(), Ask(tokens=100), AT)
-    meter = settled(limits, meter, Ask(tokens=100), Ask(tokens=1200), 0, meter.tokens, AT.now, AT)
-    refused = admitted(limits, meter, Ask(tokens=1), AT)[1]
+    account = Account(Limits(tokens_per_minute=600))
+    account.settle(Ask(tokens=100), Ask(tokens=1200), account.take(Ask(tokens=100)))
+    refused = account.meter.admit(account.limits, Ask(tokens=1))
     assert refused is not None and refused.wait == pytest.approx(60.1)
 
 
@@ -89,19 +102,18 @@ class Account:
     at: Moment = AT
     passed: int = 0
 
-    def take(self, ask: Ask) -> tuple[float, float]:
+    def take(self, ask: Ask) -> dict[int, float]:
         """Until when it is missing."""
-        self.meter, refused = admitted(self.limits, self.meter, ask, self.at)
-        assert refused is None
-        return self.meter.requests + self.meter.requests_back, self.meter.tokens + self.meter.tokens_back
+        ends: dict[int, float] = {}
+        assert self.meter.admit(self.limits, ask, self.at, ends) is None
+        return ends
 
     def fill(self, ask: Ask) -> None:
         """As often as there is room."""
-        self.meter, count, _ = fill(self.limits, ask, self.at, self.meter)
-        self.passed += count
+        self.passed += self.meter.fill(self.limits, ask, self.at)[0]
 
-    def settle(self, ask: Ask, used: Ask, ends: tuple[float, float]) -> None:
-        self.meter = settled(self.limits, self.meter, ask, used, *ends, self.at.now, AT)
+    def settle(self, ask: Ask, used: Ask, ends: dict[int, float]) -> None:
+        rules.settle(self.limits, self.meter.cells, 0, ask, used, ends, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
@@ -152,26 +164,68 @@ def test_what_is_still_missing_is_given_back(after: float, missing: float) -> No
     ends = account.take(Ask(tokens=50))
     account.wait(after)
     account.settle(Ask(tokens=50), Ask(tokens=2), ends)
-    assert account.meter.tokens - account.at.now == pytest.approx(missing)
+    assert account.meter.cells[TOKENS] - account.at.now == pytest.approx(missing)
 
 
 def test_standing() -> None:
-    limits = Limits(requests_per_minute=60)
-    meter, _ = admitted(limits, Meter(), REQUEST, AT)
-    assert standing(60, meter.requests, AT.now) == Standing(60, 59, 1.0)
-    assert standing(60, meter.requests, AT.now + 1) == Standing(60, 60, 0.0)
+    account = Account(Limits(requests_per_minute=60))
+    account.take(REQUEST)
+    full = account.meter.cells[REQUESTS]
+    assert standing(60, full, AT.now) == Standing(60, 59, 1.0)
+    assert standing(60, full, AT.now + 1) == Standing(60, 60, 0.0)
     assert standing(60, AT.now + 90, AT.now) == Standing(60, 0, 90.0)
 
 
 def test_the_latest_other_day_is_remembered() -> None:
     """A clock goes a day on, back, two on and one back: that day's count is still known."""
-    window = Window().turned(11).plus(11, 5, 0).turned(10).turned(12)
-    assert window.turned(11).tokens == 5
+    limits, meter, days = Limits(tokens_per_day=5), Meter(), [later(AT, day * 86400) for day in range(3)]
+    assert meter.admit(limits, Ask(tokens=5), days[1]) is None
+    assert [meter.admit(limits, Ask(tokens=1), days[day]) for day in (0, 2)] == [None, None]
+    assert meter.admit(limits, Ask(tokens=1), days[1]) is not None
 
 
 def test_months() -> None:
     days = [datetime(2027, month, 1, tzinfo=UTC) for month in range(1, 13)]
     assert [month_of(int(day.timestamp() // 86400)) for day in days] == [2027 * 12 + number for number in range(12)]
+
+
+def some(most: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(1, most)
+
+
+limits_of_all_kinds = st.builds(
+    Limits,
+    requests_per_minute=some(5),
+    tokens_per_minute=some(100),
+    tokens_per_day=some(200),
+    tokens_per_month=some(300),
+    cost_per_day=some(4),
+    cost_per_month=some(5),
+    concurrent=some(3),
+)
+periods = st.tuples(st.integers(-1, 1), st.integers(0, 300), st.integers(0, 5))
+meters = st.builds(
+    lambda full, back, days, months: [
+        *(AT.now + seconds for seconds in full),
+        *back,
+        *(AT.day + days[0][0], *days[0][1:], AT.day + days[1][0], *days[1][1:]),
+        *(AT.month + months[0][0], *months[0][1:], AT.month + months[1][0], *months[1][1:]),
+    ],
+    st.tuples(st.floats(-90, 90), st.floats(-90, 90)),
+    st.tuples(st.floats(0, 90), st.floats(0, 90)),
+    st.tuples(periods, periods),
+    st.tuples(periods, periods),
+)
+asks = st.builds(Ask, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
+
+
+@given(limits_of_all_kinds, meters, st.integers(0, 4), asks)
+def test_admitted_is_who_is_not_refused_and_nothing_is_taken_from_others(limits: Limits, cells: list[float], flying: int, ask: Ask) -> None:
+    assert len(cells) == SIZE
+    before, expected = list(cells), rules.refused(limits, cells, 0, flying, ask, AT)
+    ends: dict[int, float] = {}
+    assert rules.admit(limits, cells, 0, flying, ask, AT, ends) == expected
+    assert expected is None or (cells == before and not ends)
 
 
 KEYS = Limits(
@@ -231,6 +285,12 @@ class Limiting(RuleBasedStateMachine):
     def _relay(self, number: int) -> Meters:
         return Meters.inherited(os.dup(self.control.fd), number)
 
+    def _meter(self, holder: Holder) -> list[float]:
+        return list(self.control.cells[holder.meter : holder.meter + SIZE])
+
+    def _refusal(self, holder: Holder, ask: Ask, at: Moment) -> Refused | None:
+        return rules.refused(holder.limits, self.control.cells, holder.meter, self.control.in_flight(holder.meter), ask, at)
+
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
 
@@ -238,14 +298,16 @@ class Limiting(RuleBasedStateMachine):
     def come(self, key: str, relay: int, tokens: int) -> Request | None:
         request = Request(key, relay, Ask(1, 1, tokens, tokens / 100), self.at, {})
         holders = self.keys[key], self.team
-        before = [self.control.read(holder.meter) for holder in holders]
+        before = [self._meter(holder) for holder in holders]
+        refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.ask, self.at)) is not None]
         found = self.relays[relay].take([(holder, request.ask) for holder in holders], self.at, request.ends)
+        assert found in refusing if refusing else found is None
         if found is None:
             self.all.append(request)
             for holder in holders:
                 self._check_admitted(holder)
             return request
-        assert before == [self.control.read(holder.meter) for holder in holders], "from all or from none"
+        assert before == [self._meter(holder) for holder in holders], "from all or from none"
         if found[1].wait is not None:
             self._comes_in_after(key, request.ask, found[1])
         return None
@@ -257,7 +319,7 @@ class Limiting(RuleBasedStateMachine):
             wait = told[1].wait
             assert wait is not None
             at = later(at, wait + 1e-5)
-            answers = [(each, admitted(each.limits, self.control.read(each.meter), ask, at)[1]) for each in holders]
+            answers = [(each, self._refusal(each, ask, at)) for each in holders]
             again = [(each, why) for each, why in answers if why is not None]
             if not again or any(why.wait is None for _, why in again):
                 return
@@ -310,7 +372,7 @@ class Limiting(RuleBasedStateMachine):
     @rule(hours=st.integers(-30, 30))
     def set_clock(self, hours: int) -> None:
         """The wall clock alone; a day more than one back is forgotten."""
-        changed = Moment(self.at.now, self.at.wall + hours * 3600)
+        changed = moment(self.at.now, self.at.wall + hours * 3600)
         if self.newest - 1 <= changed.day <= self.newest + 1:
             self.at = changed
             self.newest = max(self.newest, changed.day)
@@ -318,10 +380,11 @@ class Limiting(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         for holder in (*self.keys.values(), self.team):
-            meter, limit = self.control.read(holder.meter), holder.limits.tokens_per_day
+            cells, limit = self._meter(holder), holder.limits.tokens_per_day
             assert limit is not None
-            assert meter.in_flight == sum(each.is_open for each in self._of(holder))
-            for period, tokens in ((meter.day.period, meter.day.tokens), (meter.day.other, meter.day.other_tokens)):
+            assert self.control.in_flight(holder.meter) == sum(each.is_open for each in self._of(holder))
+            for window in (DAY, DAY + 3):
+                period, tokens = cells[window], cells[window + USED]
                 assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
 
     def teardown(self) -> None:
@@ -329,13 +392,13 @@ class Limiting(RuleBasedStateMachine):
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            meter, limits = self.control.read(holder.meter), holder.limits
+            meter, limits = Meter(self._meter(holder)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
-            debt = max(meter.tokens, meter.requests) - self.at.now
+            debt = max(meter.cells[TOKENS], meter.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))
             assert debt <= 60 * (1 + beyond / limits.tokens_per_minute) + 1e-6
-            fresh = Limits(requests_per_minute=limits.requests_per_minute, concurrent=100)
-            assert fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001), meter)[1] == limits.requests_per_minute
+            fresh = Limits(requests_per_minute=limits.requests_per_minute)
+            assert meter.fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001))[0] == limits.requests_per_minute
         for meters in (*self.relays, self.control):
             meters.close()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gateway.limits import scripts
 from gateway.limits.meters import Holder, Meters
-from gateway.limits.rules import Ask, Moment, month_of
+from gateway.limits.rules import Ask, moment, month_of
 from gateway.limits.store import PATIENCE, Reserved, Store, StoreAwayError
 from gateway.state import Allowance, Limits, LimitsStore
 from tests.faults.chaos import Weather, chaos
@@ -91,7 +91,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
     async with opened(server.place()) as store:
         for number, (kind, amount, what) in enumerate(steps):
             if kind == "come":
-                at, identity = Moment(monotonic(), time()), str(number)
+                at, identity = moment(monotonic(), time()), str(number)
                 wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
                 ends: dict[int, float] = {}
                 expected, answer = meters.take(wanted, at, ends), await store.admit(identity, wanted)
