@@ -38,6 +38,10 @@ class Tree:
         """User and system time, in seconds, of the living and of the children that they have waited for."""
         return sum(_cpu(each) for each in self.processes())
 
+    def first(self) -> float:
+        """Of the first process alone."""
+        return 0.0 if self.pid is None else sum(psutil.Process(self.pid).cpu_times()[:2])
+
     def rss(self) -> int:
         """Resident memory in bytes; what processes share is counted in each."""
         return sum(_rss(each) for each in self.processes())
@@ -65,9 +69,11 @@ def connections(process: psutil.Process, port: int) -> int:
 
 @dataclass(slots=True)
 class Cost:
-    """CPU seconds of a `with` block: the proxy's tree, and this process, which may be generating the load."""
+    """CPU seconds of a `with` block: the proxy's tree, the first process of that alone, and this process, which may be generating the
+    load."""
 
     proxy: float = field(default=0.0)
+    first: float = field(default=0.0)
     own: float = field(default=0.0)
 
 
@@ -75,9 +81,10 @@ class Cost:
 def cost(tree: Tree) -> Iterator[Cost]:
     """Fill in a `Cost` when the block ends."""
     spent = Cost()
-    before, own = tree.cpu(), _cpu(psutil.Process())
+    before, first, own = tree.cpu(), tree.first(), _cpu(psutil.Process())
     yield spent
     spent.proxy = tree.cpu() - before
+    spent.first = tree.first() - first
     spent.own = _cpu(psutil.Process()) - own
 
 

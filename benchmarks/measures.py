@@ -36,7 +36,8 @@ async def loaded(
 ) -> None:
     """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`.
 
-    `behind`: for so many seconds after the last answer what the proxy still does is counted too.
+    `behind`: for so many seconds after the last answer what the proxy still does is counted too; `control` is then what the gateway's
+    control has taken of `cpu`.
     """
     fault, length = await inspected(proxy.port, body)
     if fault:
@@ -47,7 +48,10 @@ async def loaded(
     with cost(proxy.tree) as spent:
         run = await load(proxy.port, body, length, connections, seconds * stage.scale.seconds, stage.workshop(), tokens)
         await asyncio.sleep(behind)
-    stage.add(proxy.name, variant, latencies(run) | per_unit(proxy, spent.proxy, run.requests), run.faults)
+    values = latencies(run) | per_unit(proxy, spent.proxy, run.requests)
+    if behind and run.requests and any("relay" in each.cmdline() for each in proxy.tree.processes()):
+        values["control"] = spent.first / run.requests
+    stage.add(proxy.name, variant, values, run.faults)
 
 
 def latencies(run: Load) -> dict[str, float]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -29,17 +30,29 @@ class Limits:
     concurrent: int | None = None
     max_tokens: int | None = None
 
-    calendar: bool = field(init=False)
-    """Whether one of them is for a day or a month."""
     request_seconds: float = field(init=False)
     """Those in which a minute's limit gives one request; 0 where there is none."""
     token_seconds: float = field(init=False)
+    at_once: float = field(init=False)
+    """``concurrent`` as a number; infinity where there is none."""
+    calendar: bool = field(init=False)
+    """Whether one of them is for a day or a month."""
+    quotas: tuple[float, float, float, float] = field(init=False)
+    """Of a day's tokens and cost and of a month's; infinity where there is none."""
+    in_advance: tuple[float, float, float, float] = field(init=False)
+    """The most that is taken of each of these before it is used; 0 where there is none."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "request_seconds", 60 / self.requests_per_minute if self.requests_per_minute else 0.0)
-        object.__setattr__(self, "token_seconds", 60 / self.tokens_per_minute if self.tokens_per_minute else 0.0)
-        quotas = (self.tokens_per_day, self.tokens_per_month, self.cost_per_day, self.cost_per_month)
-        object.__setattr__(self, "calendar", any(quota is not None for quota in quotas))
+        quotas = (self.tokens_per_day, self.cost_per_day, self.tokens_per_month, self.cost_per_month)
+        for name, value in {
+            "request_seconds": 60 / self.requests_per_minute if self.requests_per_minute else 0.0,
+            "token_seconds": 60 / self.tokens_per_minute if self.tokens_per_minute else 0.0,
+            "at_once": math.inf if self.concurrent is None else self.concurrent,
+            "calendar": any(quota is not None for quota in quotas),
+            "quotas": tuple(math.inf if quota is None else quota for quota in quotas),
+            "in_advance": tuple(quota or 0.0 for quota in quotas),
+        }.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ process, so what a relay had written when it was killed is read as if nothing ha
 holds the rows of requests that are over, until control has them on disk. The slots hold one row for each request that
 is under way, as it is to be kept if its relay dies.
 
-The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved; a row leaves the
+The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved, or shows by its checksum that it
+is not; a row leaves the
 ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and counted, and nobody waits.
 
 Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots), the
@@ -17,7 +18,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from dataclasses import dataclass
 
 from gateway.ledger.row import HEAD, frame, frames
@@ -89,12 +89,12 @@ class Journal:
 
     def hold(self, payload: bytes) -> int | None:
         """Keep a row for the case that this process dies; returns its slot. None: there is no room, and it is not kept."""
-        if not self._free or len(payload) > SLOT - HEAD.size:
+        framed = frame(payload)
+        if not self._free or len(framed) > SLOT:
             return None
         slot = self._free.pop()
         start = self._place(slot)
-        self._view[start + HEAD.size : start + HEAD.size + len(payload)] = payload
-        self._view[start : start + HEAD.size] = HEAD.pack(len(payload), zlib.crc32(payload))
+        self._view[start : start + len(framed)] = framed
         return slot
 
     def let_go(self, slot: int) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, select
+from sqlalchemy import Connection, Date, Dialect, Engine, create_engine, delete, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
@@ -59,10 +61,16 @@ def engine(url: URL) -> Engine:
     """A way to the database; nothing is opened yet."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
-    made = create_engine(url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_BY_PLACE[backend])
+    made = create_engine(
+        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_BY_PLACE[backend], json_serializer=_as_json
+    )
     if backend == "sqlite":
         event.listen(made, "connect", _prepare_sqlite)
     return made
+
+
+def _as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class _Insertion:
@@ -72,9 +80,11 @@ class _Insertion:
     def __init__(self, dialect: Dialect) -> None:
         insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
         self.statement = str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect))
-        types = (column.type.dialect_impl(dialect) for column in USAGE.columns)
-        processors = ((place, each.bind_processor(dialect)) for place, each in enumerate(types))
-        self._processors = [(place, processor) for place, processor in processors if processor is not None]
+        self._processors: list[tuple[int, Callable[[Any], Any]]] = []
+        for place, column in enumerate(USAGE.columns):
+            processor = column.type.dialect_impl(dialect).bind_processor(dialect)
+            if processor is not None:  # a day is that of many rows
+                self._processors.append((place, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
 
     def parameters(self, row: Row) -> tuple[Any, ...]:
         """A row's values. Raises ValueError where one cannot be brought into the database's form."""

@@ -6,10 +6,12 @@ The rule: what a request of a key without limits pays is one look at the key.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic, time
 
 from gateway.limits import estimate
 from gateway.limits.meters import Holder, Meters, MetersFullError
 from gateway.limits.permit import ARRIVAL, Permit
+from gateway.limits.rules import moment
 from gateway.limits.store import REASONS, Store
 from gateway.metrics import RelayMetrics
 from gateway.state import Allowance, Key, Limits, LimitsStore, Model, State
@@ -83,9 +85,8 @@ class Limiter:
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""
-        if key.entry is not None:
-            return Permit(self, self._of_subject(key, key.entry), identity)
-        return Permit(self, self._counted[key.id], identity)
+        counted = self._counted[key.id] if key.entry is None else self._of_subject(key, key.entry)
+        return Permit(self, counted, identity, moment(monotonic(), time()), counted.always)
 
     def _of_subject(self, key: Key, entry: str) -> Counted:
         """A token's subject is counted from its first request on: for itself as long as there is room, and with its entry otherwise."""

@@ -124,6 +124,15 @@ class Meters:
         cells = self.cells
         return [(holder.limits, cells[holder.meter + REQUESTS], cells[holder.meter + TOKENS]) for holder in holders]
 
+    def _refusing(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
+        """Who of several refuses for the longest time."""
+        worst: tuple[Holder, Refused] | None = None
+        for holder, ask in wanted:
+            refusal = rules.refused(holder.limits, self.cells, holder.meter, self.in_flight(holder.meter), ask, at)
+            if refusal is not None and (worst is None or outlasts(refusal, worst[1])):
+                worst = holder, refusal
+        return worst
+
     def take(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment, ends: dict[int, float]) -> tuple[Holder, Refused] | None:
         """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason. ``ends``: as in ``rules.admit``."""
         cells = self.cells
@@ -138,15 +147,6 @@ class Meters:
                 if slots:
                     cells[meter + self._own] += slots
         return None
-
-    def _refusing(self, wanted: Sequence[tuple[Holder, Ask]], at: Moment) -> tuple[Holder, Refused] | None:
-        """Who of several refuses for the longest time."""
-        worst: tuple[Holder, Refused] | None = None
-        for holder, ask in wanted:
-            refusal = rules.refused(holder.limits, self.cells, holder.meter, self.in_flight(holder.meter), ask, at)
-            if refusal is not None and (worst is None or outlasts(refusal, worst[1])):
-                worst = holder, refusal
-        return worst
 
     def settle(self, reserved: Iterable[tuple[Holder, Ask]], ends: Mapping[int, float], used: Ask, then: Moment, now: float) -> None:
         """Put what was used in the place of what was reserved at a moment, of each holder."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from time import monotonic, time
+from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from gateway.errors import Refusal
 from gateway.limits import estimate, headers, rules
@@ -29,23 +31,20 @@ ARRIVAL = Ask(requests=1, slots=1)
 _NOTHING, _UNWEIGHED = Ask(), Tokens()
 
 
-class Permit:
-    """Made for each request of a key that has limits."""
+class Permit(msgspec.Struct, eq=False):
+    """Made for each request of a key that has limits, at a moment, of whose day it counts."""
 
-    __slots__ = ("_answer", "_claimed", "_counted", "_ends", "_guess", "_identity", "_judging", "_limiter", "_model", "_reserved", "_then")
-
-    def __init__(self, limiter: Limiter, counted: Counted, identity: str) -> None:
-        self._limiter = limiter
-        self._counted = counted
-        self._identity = identity
-        self._model: Model | None = None
-        self._guess = _UNWEIGHED
-        self._claimed = False
-        self._judging: Sequence[Holder] = counted.always
-        self._reserved: Sequence[tuple[Holder, Ask]] = ()
-        self._ends: dict[int, float] = {}
-        self._answer: Answer | None = None
-        self._then = rules.moment(monotonic(), time())
+    _limiter: Limiter
+    _counted: Counted
+    _identity: str
+    _then: Moment
+    _judging: Sequence[Holder]
+    _model: Model | None = None
+    _guess: Tokens = _UNWEIGHED
+    _claimed: bool = False
+    _reserved: Sequence[tuple[Holder, Ask]] = ()
+    _ends: dict[int, float] = {}
+    _answer: Answer | None = None
 
     async def arrive(self) -> None:
         """Ask for a request and a place, before anything of the body is read. Raises Refusal."""

@@ -144,9 +144,9 @@ def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float 
         window += _OTHER
         if cells[window] != period:
             return ""
-    if of_tokens is not None and ask.tokens and cells[window + USED] + _at_most(ask.tokens, of_tokens) > of_tokens:
+    if of_tokens is not None and ask.tokens and cells[window + USED] + min(ask.tokens, of_tokens) > of_tokens:
         return "tokens"
-    if of_cost is not None and ask.cost and cells[window + SPENT] + _at_most(ask.cost, of_cost) > of_cost:
+    if of_cost is not None and ask.cost and cells[window + SPENT] + min(ask.cost, of_cost) > of_cost:
         return "cost"
     return ""
 
@@ -168,41 +168,46 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
     ``ends`` learns, by a bucket's place, until when what was taken of it is missing; ``settle`` needs it again. What the meter would
     say afterwards mostly shows that all of it fits in; only where it does not ``refused`` is asked.
     """
-    now, tokens, day, month = at.now, ask.tokens, meter + DAY, meter + MONTH
-    by_requests = by_tokens = now
-    if ask.requests and limits.request_seconds:
-        full = cells[meter + REQUESTS]
-        by_requests = (full if full > now else now) + ask.requests * limits.request_seconds
-    if tokens and limits.token_seconds:
-        full, seconds = cells[meter + TOKENS], tokens * limits.token_seconds
-        by_tokens = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-    fits = by_requests - now <= _MINUTE and by_tokens - now <= _MINUTE
-    fits = fits and (limits.concurrent is None or in_flight + ask.slots <= limits.concurrent)
-    of_calendar = limits.calendar and (tokens or ask.cost)
+    now, tokens, cost = at.now, ask.tokens, ask.cost
+    full, latest = cells[meter + REQUESTS], now + _MINUTE
+    by_requests = (full if full > now else now) + ask.requests * limits.request_seconds
+    full, seconds = cells[meter + TOKENS], tokens * limits.token_seconds
+    by_tokens = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
+    fits = by_requests <= latest and by_tokens <= latest and in_flight + ask.slots <= limits.at_once
+    of_calendar = limits.calendar and (tokens or cost)
     if of_calendar:
-        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, ask)
-        if cells[day] == at.day and cells[month] == at.month:
-            fits = fits and _holds(cells, day, limits.tokens_per_day, for_day, limits.cost_per_day, cost_for_day)
-            fits = fits and _holds(cells, month, limits.tokens_per_month, for_month, limits.cost_per_month, cost_for_month)
-        else:
-            fits = False
+        day, month = meter + DAY, meter + MONTH
+        most_of_day, most_for_day, most_of_month, most_for_month = limits.quotas
+        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, tokens, cost)
+        fits = (
+            fits
+            and cells[day] == at.day
+            and cells[month] == at.month
+            and cells[day + USED] + for_day <= most_of_day
+            and cells[month + USED] + for_month <= most_of_month
+            and (
+                not cost or (cells[day + SPENT] + cost_for_day <= most_for_day and cells[month + SPENT] + cost_for_month <= most_for_month)
+            )
+        )
     if not fits:
         refusal = refused(limits, cells, meter, in_flight, ask, at)
         if refusal is not None:
             return refusal
-    if by_requests > now:
+    if ask.requests:
         cells[meter + REQUESTS] = by_requests
         ends[meter + REQUESTS] = by_requests + cells[meter + REQUESTS + _BACK]
-    if by_tokens > now:
+    if tokens:
         cells[meter + TOKENS] = by_tokens
         ends[meter + TOKENS] = by_tokens + cells[meter + TOKENS + _BACK]
     if of_calendar:
-        if cells[day] != at.day:
+        if not fits:
             _turn(cells, day, at.day)
-        if cells[month] != at.month:
             _turn(cells, month, at.month)
-        _add(cells, day, for_day, cost_for_day)
-        _add(cells, month, for_month, cost_for_month)
+        cells[day + USED] += for_day
+        cells[month + USED] += for_month
+        if cost:
+            cells[day + SPENT] += cost_for_day
+            cells[month + SPENT] += cost_for_month
     return None
 
 
@@ -214,7 +219,7 @@ def settle(limits: Limits, cells: Cells, meter: int, reserved: Ask, used: Ask, e
     if for_tokens:
         _settle(cells, meter + TOKENS, for_tokens, ends, now)
     if limits.calendar:
-        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved)
+        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved.tokens, reserved.cost)
         day, month = meter + DAY, meter + MONTH
         if cells[day] != then.day:
             day += _OTHER
@@ -238,29 +243,20 @@ def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
 
 def owed_of_calendar(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float, float, float]:
     """What is added then to the tokens and the cost of a day, and to those of a month."""
-    of_day, cost_of_day, of_month, cost_of_month = _in_advance(limits, reserved)
-    return used.tokens - of_day, used.cost - cost_of_day, used.tokens - of_month, used.cost - cost_of_month
+    for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved.tokens, reserved.cost)
+    return used.tokens - for_day, used.cost - cost_for_day, used.tokens - for_month, used.cost - cost_for_month
 
 
-def _in_advance(limits: Limits, ask: Ask) -> tuple[float, float, float, float]:
-    """What is taken when a request begins of the tokens and the cost of a day, and of a month."""
-    tokens, cost, of_day, of_month = ask.tokens, ask.cost, limits.tokens_per_day, limits.tokens_per_month
+def _in_advance(limits: Limits, tokens: float, cost: float) -> tuple[float, float, float, float]:
+    """What is taken when a request begins of the tokens and the cost of a day, and of a month: never more than all of a limit, or it
+    could never be had."""
+    of_day, cost_of_day, of_month, cost_of_month = limits.in_advance
     return (
-        0 if of_day is None else tokens if tokens < of_day else of_day,
-        _at_most(cost, limits.cost_per_day) if cost else 0.0,
-        0 if of_month is None else tokens if tokens < of_month else of_month,
-        _at_most(cost, limits.cost_per_month) if cost else 0.0,
+        tokens if tokens < of_day else of_day,
+        cost if cost < cost_of_day else cost_of_day,
+        tokens if tokens < of_month else of_month,
+        cost if cost < cost_of_month else cost_of_month,
     )
-
-
-def _at_most(amount: float, limit: float | None) -> float:
-    """More than all of a limit is never taken in advance, or it could never be had."""
-    return 0 if limit is None else amount if amount < limit else limit
-
-
-def _holds(cells: Cells, window: int, tokens: float | None, more: float, cost: float | None, dearer: float) -> bool:
-    """Whether a period's limits have room for more."""
-    return (tokens is None or cells[window + USED] + more <= tokens) and (cost is None or cells[window + SPENT] + dearer <= cost)
 
 
 def _settle(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
@@ -277,7 +273,9 @@ def _settle(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float]
 
 
 def _turn(cells: Cells, window: int, period: int) -> None:
-    """Make another period the present one. Of the two that were known the later is remembered, or the one that was present."""
+    """Make a period the present one. Of two others that were known the later is remembered."""
+    if cells[window] == period:
+        return
     other, fresh = window + _OTHER, (period, 0.0, 0.0)
     before = cells[window], cells[window + USED], cells[window + SPENT]
     known = cells[other], cells[other + USED], cells[other + SPENT]
