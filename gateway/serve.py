@@ -30,22 +30,16 @@ from gateway.admin_edge import AdminProtocol, Hall
 from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
+from gateway.assembly import Surroundings, assembled
 from gateway.config import Config, load
 from gateway.control import Control, speak_by
 from gateway.descriptors import raise_limit
-from gateway.discovery import Discovery
-from gateway.fleet import Fleet
-from gateway.key_sets import key_sets
 from gateway.parting import let_nobody_in
 from gateway.plan import clients
-from gateway.relays import relays
-from gateway.reload import Reloader
 from gateway.report import Report
 from gateway.service_manager import VARIABLES, ServiceManager
 from gateway.signals import on_hangup, stop_signals
-from upstream.discovery import Cluster, Sources
-from upstream.health import Prober
-from upstream.launcher import Launcher
+from upstream.discovery import Cluster
 from upstream.vllm import inherited
 
 if TYPE_CHECKING:
@@ -56,7 +50,6 @@ _DESCRIPTORS = 65_535
 """What control takes at most. Servers that it launches take it over, and it is what vLLM takes by itself (vllm/utils/system_utils.py,
 ``set_ulimit``); the millions of some systems' hard limits would be a surprise to programs that go through all numbers there may be."""
 _LOOK = 1.0  # seconds between two looks at the admin port's connections
-_PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -86,19 +79,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
         control.asked = asked
         environ = inherited(_without(os.environ, {*config.withheld, *VARIABLES}), Path(sys.executable).parent)
-        launcher = Launcher(on_change=control.launched, log_folder=log_folder(), environ=environ)
-        control.launcher = await stack.enter_async_context(launcher)
-        prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
-        control.prober = await stack.enter_async_context(prober)
-        sources = await stack.enter_async_context(Sources(control.found, Cluster.of(os.environ)))
-        control.discovery = Discovery(sources)
-        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
-        control.ledger = _ledger(config, path, stack)
-        control.relays = await stack.enter_async_context(
-            relays(data, config.server.relays, control.nudged, control.key_sets.ask, control.ledger)
-        )
-        control.fleet = Fleet(config, control.launcher, control.relays, control)
-        control.reloader = Reloader(path, config, control)
+        around = Surroundings(log_folder(), environ, Cluster.of(os.environ))
+        await stack.enter_async_context(assembled(control, path, data, around, _ledger(config, path, stack)))
         on_hangup(asked, control.reloader.ask)
         await stack.enter_async_context(_background(control.manager.run(control)))
         shown = application(Report(control), control)

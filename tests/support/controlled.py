@@ -16,21 +16,16 @@ import yaml
 from rich.console import Console
 
 from gateway.announce import Announcer
+from gateway.assembly import Surroundings, assembled
 from gateway.config import load
 from gateway.control import Control
-from gateway.discovery import Discovery
-from gateway.fleet import Fleet
-from gateway.key_sets import key_sets
 from gateway.metrics import Series
-from gateway.relays import relays
-from gateway.reload import Reading, Reloader
+from gateway.reload import Reading
 from gateway.report import Report
 from gateway.serve import listen
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
-from upstream.discovery import Cluster, Resolve, Sources, system_resolver
-from upstream.health import Prober
-from upstream.launcher import Launcher
+from upstream.discovery import Cluster, Resolve, system_resolver
 
 NO_CLUSTER = Cluster("", "")
 
@@ -121,15 +116,8 @@ async def controlled(
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen("127.0.0.1", 0)))
         control = Control(config, Announcer(Console(file=said, width=200)))
-        launcher = Launcher(on_change=control.launched, log_folder=folder / "logs", environ=os.environ, runtime_parent="/tmp")
-        control.launcher = await stack.enter_async_context(launcher)
-        control.prober = await stack.enter_async_context(Prober(on_change=control.probed, deadline=10.0))
-        sources = await stack.enter_async_context(Sources(control.found, cluster, resolve))
-        control.discovery = Discovery(sources)
-        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
-        control.relays = await stack.enter_async_context(relays(data, config.server.relays, control.nudged, control.key_sets.ask))
-        control.fleet = Fleet(config, control.launcher, control.relays, control)
-        control.reloader = Reloader(file, config, control)
+        around = Surroundings(folder / "logs", os.environ, cluster, "/tmp", resolve)
+        await stack.enter_async_context(assembled(control, file, data, around))
         control.begin()
         stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
         port = data.getsockname()[1]
