@@ -177,17 +177,15 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
     of_calendar = limits.calendar and (tokens or cost)
     if of_calendar:
         day, month = meter + DAY, meter + MONTH
-        most_of_day, most_for_day, most_of_month, most_for_month = limits.quotas
+        of_day, cost_of_day, of_month, cost_of_month = limits.quotas
         for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, tokens, cost)
         fits = (
             fits
             and cells[day] == at.day
             and cells[month] == at.month
-            and cells[day + USED] + for_day <= most_of_day
-            and cells[month + USED] + for_month <= most_of_month
-            and (
-                not cost or (cells[day + SPENT] + cost_for_day <= most_for_day and cells[month + SPENT] + cost_for_month <= most_for_month)
-            )
+            and cells[day + USED] + for_day <= of_day
+            and cells[month + USED] + for_month <= of_month
+            and (not cost or (cells[day + SPENT] + cost_for_day <= cost_of_day and cells[month + SPENT] + cost_for_month <= cost_of_month))
         )
     if not fits:
         refusal = refused(limits, cells, meter, in_flight, ask, at)
