@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway import keys, litellm
+from gateway.config.values import HASH_PATTERN
 
 SHORTEST = 16
 """Characters that a plain key has at least: a shorter one is guessed, or is something else."""
 _KEY_NAMES = frozenset({"key", "api_key", "apikey", "token"})
 _ID_NAMES = frozenset({"id", "key_id", "key_alias", "alias", "name"})
-_WRITTEN_HASH = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_WRITTEN_HASH = re.compile(HASH_PATTERN)
 _EXPECTED = "expected a key, or id,key"
 
 
