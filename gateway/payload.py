@@ -30,6 +30,8 @@ _MANY = 32  # members from which on it is quicker to ask for all their types at 
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in b'{["')
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
+_HUGE = 2.0**63
+_BYTES_PER_LOOK = 256  # a look at a member takes as long as one at so many bytes
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Document = dict[str, Any]
@@ -70,10 +72,35 @@ def parse(body: bytes) -> Document:
         raise Refusal("invalid_json", "The body must be a JSON object.")
     if may_be_deep and _too_deep(document):
         raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
-    # 19 digits cover three of every sixth byte; ``find``, because ``in`` makes and drops an exception
-    if body[::6].translate(_DIGITS).find(b"000") >= 0 and body.translate(_DIGITS).find(_LONG_NUMBER) >= 0:
+    if (len(body) < _SHORT or _may_have_huge_numbers(document, len(body) // _BYTES_PER_LOOK)) and _has_long_numbers(body):
         _refuse_long_integers(body)
     return document
+
+
+def _may_have_huge_numbers(document: Document, looks: int) -> bool:
+    """Whether some number is as large as the floats that orjson makes of integers beyond 64 bits. True, too, where more members would have
+    to be looked at than so many: then it is quicker to look at the bytes."""
+    level: list[Any] = [document]
+    while level:
+        below: list[Any] = []
+        for node in level:
+            looks -= len(node)
+            if looks < 0:
+                return True
+            for value in node.values() if type(node) is dict else node:
+                kind = type(value)
+                if kind in CONTAINERS:
+                    below.append(value)
+                elif kind is float and abs(value) >= _HUGE:
+                    return True
+        level = below
+    return False
+
+
+def _has_long_numbers(body: bytes) -> bool:
+    """Whether there are 19 digits in a row, in a text perhaps. They cover three of every sixth byte."""
+    # ``find``, because ``in`` makes and drops an exception
+    return body[::6].translate(_DIGITS).find(b"000") >= 0 and body.translate(_DIGITS).find(_LONG_NUMBER) >= 0
 
 
 def _refuse_long_integers(body: bytes) -> None:

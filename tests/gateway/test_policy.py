@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.payload import Prepared, parse, prepare
@@ -209,11 +213,36 @@ def test_integers_of_64_bits(number: int) -> None:
 
 
 @pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "-1" + "0" * 307, "1" + "0" * 400, "9" * 5000], ids=len)
-def test_larger_integers_are_refused(digits: str) -> None:
-    for body in ('{"seed": %s}', '{"a": [{"b": "c", "d": %s}]}', '{"a": "\\"", "seed": %s}'):
+@pytest.mark.parametrize("text", [0, 20_000], ids=["short", "long"])
+def test_larger_integers_are_refused(digits: str, text: int) -> None:
+    for body in ('{"seed": %s}', '{"a": [{"b": "c", "d": %s}]}', '{"a": "\\"", "seed": %s}', '{"a": [[1, 2.5, null, [%s]]]}'):
         with pytest.raises(Refusal) as caught:
-            parse((body % digits).encode())
+            parse((body % digits).encode()[:-1] + b', "z": "%b"}' % (b"x" * text))
         assert caught.value.code == "invalid_json"
+
+
+_NUMBERS = st.integers(2**62, 2**66) | st.integers(-(2**65), -(2**62)) | st.floats(allow_nan=False, allow_infinity=False) | st.integers()
+
+
+@given(
+    st.recursive(_NUMBERS | st.text(max_size=3), lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=2), inner)),
+    st.booleans(),
+)
+def test_who_is_refused_has_an_integer_of_more_than_64_bits(value: Any, is_long: bool) -> None:
+    body = json.dumps({"a": value, "z": "x" * (20_000 if is_long else 0)}).encode()
+    fits = all(-(2**63) <= number < 2**64 for number in _integers(value))
+    try:
+        assert parse(body)["a"] == value and fits
+    except Refusal:
+        assert not fits
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value if isinstance(value, list) else value.values():
+            yield from _integers(each)
 
 
 @pytest.mark.parametrize(
