@@ -40,16 +40,20 @@ class Tree:
 
     def first(self) -> float:
         """Of the first process alone."""
-        return 0.0 if self.pid is None else sum(psutil.Process(self.pid).cpu_times()[:2])
+        return sum(_cpu(each, with_children=False) for each in self.processes()[:1])
+
+    def relays(self) -> list[psutil.Process]:
+        """Those of the gateway; no other proxy has any."""
+        return [each for each in self.processes() if "relay" in each.cmdline()]
 
     def rss(self) -> int:
         """Resident memory in bytes; what processes share is counted in each."""
         return sum(_rss(each) for each in self.processes())
 
 
-def _cpu(process: psutil.Process) -> float:
+def _cpu(process: psutil.Process, *, with_children: bool = True) -> float:
     try:
-        return sum(process.cpu_times()[:4])
+        return sum(process.cpu_times()[: 4 if with_children else 2])
     except psutil.NoSuchProcess:
         return 0.0
 

@@ -167,7 +167,7 @@ async def _split(stage: Stage, variant: str, proxy: Running) -> None:
     """As `loaded`, and `most`, the share of the connections that the busiest relay has."""
     asking = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
     await asyncio.sleep(_WITHIN_LOAD)
-    counts = [connections(each, proxy.port) for each in proxy.tree.processes() if "relay" in each.cmdline()]
+    counts = [connections(each, proxy.port) for each in proxy.tree.relays()]
     await asking
     stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
 

@@ -5,9 +5,9 @@ process, so what a relay had written when it was killed is read as if nothing ha
 holds the rows of requests that are over, until control has them on disk. The slots hold one row for each request that
 is under way, as it is to be kept if its relay dies.
 
-The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved, or shows by its checksum that it
-is not; a row leaves the
-ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and counted, and nobody waits.
+The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved, or shows by its checksum that
+it is not; a row leaves the ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and
+counted, and nobody waits.
 
 Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots), the
 ring, the slots.

@@ -118,12 +118,13 @@ def refused(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask
         if wait and (worst is None or wait > (worst.wait or 0)):
             worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait)
     if limits.calendar:
-        of_day = _reached(cells, meter + DAY, at.day, ask, limits.tokens_per_day, limits.cost_per_day)
-        if of_day:
-            worst = _longer(worst, limits, of_day + "_per_day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
-        of_month = _reached(cells, meter + MONTH, at.month, ask, limits.tokens_per_month, limits.cost_per_month)
-        if of_month:
-            worst = _longer(worst, limits, of_month + "_per_month", _left_of_month(at.wall))
+        of_day, cost_of_day, of_month, cost_of_month = limits.quotas
+        for_day = _reached(cells, meter + DAY, at.day, ask, of_day, cost_of_day)
+        if for_day:
+            worst = _longer(worst, limits, for_day + "_per_day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
+        for_month = _reached(cells, meter + MONTH, at.month, ask, of_month, cost_of_month)
+        if for_month:
+            worst = _longer(worst, limits, for_month + "_per_month", _left_of_month(at.wall))
     return worst
 
 
@@ -138,17 +139,23 @@ def _wait(behind: float, limit: float, amount: float) -> float:
     return wait if wait > _ROUNDING else 0.0
 
 
-def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float | None, of_cost: float | None) -> str:
+def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float, of_cost: float) -> str:
     """Which limit of a period has no room for what is asked for, or for all of itself where that is less."""
-    if cells[window] != period:
-        window += _OTHER
-        if cells[window] != period:
-            return ""
-    if of_tokens is not None and ask.tokens and cells[window + USED] + min(ask.tokens, of_tokens) > of_tokens:
+    known = _known(cells, window, period)
+    if known is None:
+        return ""
+    if ask.tokens and cells[known + USED] + min(ask.tokens, of_tokens) > of_tokens:
         return "tokens"
-    if of_cost is not None and ask.cost and cells[window + SPENT] + min(ask.cost, of_cost) > of_cost:
+    if ask.cost and cells[known + SPENT] + min(ask.cost, of_cost) > of_cost:
         return "cost"
     return ""
+
+
+def _known(cells: Cells, window: int, period: int) -> int | None:
+    """Where what was used of a period is; None: of neither of the two that are remembered."""
+    if cells[window] == period:
+        return window
+    return window + _OTHER if cells[window + _OTHER] == period else None
 
 
 def _longer(worst: Refused | None, limits: Limits, quota: str, left: float) -> Refused:
@@ -217,16 +224,9 @@ def settle(limits: Limits, cells: Cells, meter: int, reserved: Ask, used: Ask, e
     if for_tokens:
         _settle(cells, meter + TOKENS, for_tokens, ends, now)
     if limits.calendar:
-        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved.tokens, reserved.cost)
-        day, month = meter + DAY, meter + MONTH
-        if cells[day] != then.day:
-            day += _OTHER
-        if cells[day] == then.day:  # or it is forgotten
-            _add(cells, day, used.tokens - for_day, used.cost - cost_for_day)
-        if cells[month] != then.month:
-            month += _OTHER
-        if cells[month] == then.month:
-            _add(cells, month, used.tokens - for_month, used.cost - cost_for_month)
+        for_day, cost_for_day, for_month, cost_for_month = owed_of_calendar(limits, reserved, used)
+        _add(cells, meter + DAY, then.day, for_day, cost_for_day)
+        _add(cells, meter + MONTH, then.month, for_month, cost_for_month)
 
 
 def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
@@ -282,14 +282,17 @@ def _turn(cells: Cells, window: int, period: int) -> None:
     cells[window], cells[window + USED], cells[window + SPENT] = known if known[0] == period else fresh
 
 
-def _add(cells: Cells, window: int, tokens: float, cost: float) -> None:
-    """To what was used in a period, or from it."""
+def _add(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
+    """To what was used in a period, or from it; one that is forgotten stays so."""
+    known = _known(cells, window, period)
+    if known is None:
+        return
     if tokens:
-        used = cells[window + USED] + tokens
-        cells[window + USED] = used if used > 0 else 0.0
+        used = cells[known + USED] + tokens
+        cells[known + USED] = used if used > 0 else 0.0
     if cost:
-        spent = cells[window + SPENT] + cost
-        cells[window + SPENT] = spent if spent > 0 else 0.0
+        spent = cells[known + SPENT] + cost
+        cells[known + SPENT] = spent if spent > 0 else 0.0
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):

@@ -213,11 +213,11 @@ def test_integers_of_64_bits(number: int) -> None:
 
 
 @pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "-1" + "0" * 307, "1" + "0" * 400, "9" * 5000], ids=len)
-@pytest.mark.parametrize("text", [0, 20_000], ids=["short", "long"])
-def test_larger_integers_are_refused(digits: str, text: int) -> None:
+@pytest.mark.parametrize("before", ["", '"z": "%s", ' % ("x" * 20_000)], ids=["short", "long"])
+def test_larger_integers_are_refused(digits: str, before: str) -> None:
     for body in ('{"seed": %s}', '{"a": [{"b": "c", "d": %s}]}', '{"a": "\\"", "seed": %s}', '{"a": [[1, 2.5, null, [%s]]]}'):
         with pytest.raises(Refusal) as caught:
-            parse((body % digits).encode()[:-1] + b', "z": "%b"}' % (b"x" * text))
+            parse(("{" + before + (body % digits)[1:]).encode())
         assert caught.value.code == "invalid_json"
 
 

@@ -29,9 +29,9 @@ def later(at: Moment, seconds: float) -> Moment:
 class Meter:
     """One by itself, of which some requests are under way."""
 
-    def __init__(self, cells: Sequence[float] = (0.0,) * SIZE) -> None:
+    def __init__(self, cells: Sequence[float] = (0.0,) * SIZE, in_flight: float = 0) -> None:
         self.cells = list(cells)
-        self.in_flight = 0
+        self.in_flight = in_flight
 
     def admit(self, limits: Limits, ask: Ask, at: Moment = AT, ends: dict[int, float] | None = None) -> Refused | None:
         refused = rules.admit(limits, self.cells, 0, self.in_flight, ask, at, {} if ends is None else ends)
@@ -392,12 +392,12 @@ class Limiting(RuleBasedStateMachine):
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            meter, limits = Meter(self._meter(holder)), holder.limits
+            meter, limits = Meter(self._meter(holder), self.control.in_flight(holder.meter)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
             debt = max(meter.cells[TOKENS], meter.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))
             assert debt <= 60 * (1 + beyond / limits.tokens_per_minute) + 1e-6
-            fresh = Limits(requests_per_minute=limits.requests_per_minute)
+            fresh = Limits(requests_per_minute=limits.requests_per_minute, concurrent=100)
             assert meter.fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001))[0] == limits.requests_per_minute
         for meters in (*self.relays, self.control):
             meters.close()
