@@ -72,6 +72,8 @@ class Control:
         self.started = time.time()
         self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
         self._awaited |= {issuer.issuer for issuer in config.jwt}
+        self._opening: int | None = None  # the first word to the relays that tells of all of these
+        self._opened = False  # and all of them have heard it
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
         self.generation = 0  # of what relays were told last
@@ -110,6 +112,7 @@ class Control:
         while waiting := self._look_for_results():
             self.announcer.waiting(waiting, time.time() - self.started, self._last_line)
             await asyncio.sleep(self.announcer.interval)
+        await self.taken(self.tell_health())
         self.announcer.serving(self._up(), self._expected_up())
 
     def _last_line(self, name: str) -> str:
@@ -217,10 +220,10 @@ class Control:
         there = {place.name for place in plan.places(self.config)}
         self.changed_at = {name: when for name, when in self.changed_at.items() if name in there}
 
-    async def taken(self, number: int) -> None:
-        """Wait until every relay serves by what it was told under this number, within reason."""
+    async def taken(self, number: int, within: float = _TAKEN) -> None:
+        """Wait until every relay serves by what it was told under this number, or for so many seconds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_TAKEN):
+            async with asyncio.timeout(within):
                 while not self.relays.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
                     await asyncio.sleep(0.005)
 
@@ -296,7 +299,8 @@ class Control:
     def configure(self) -> int:
         """Have the relays serve by the servers that there are now; returns the number of that word."""
         self.generation += 1
-        return self.relays.configure(plan.state(self.config, self.known, self.generation, int(self.started)), self._health())
+        state = plan.state(self.config, self.known, self.generation, int(self.started))
+        return self._said(self.relays.configure(state, self._health()))
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
@@ -304,7 +308,12 @@ class Control:
 
     def tell_health(self) -> int:
         """Tell the relays what is known of servers and models; returns the number of that word."""
-        return self.relays.tell(self._health())
+        return self._said(self.relays.tell(self._health()))
+
+    def _said(self, number: int) -> int:
+        if self._opening is None and not self._awaited:
+            self._opening = number
+        return number
 
     def _health(self) -> Health:
         self._look_for_results()
@@ -363,7 +372,14 @@ class Control:
         if not any(status.up for status in self.relays.statuses):
             return "no relay is up"
         waiting = self._look_for_results()
-        return f"waiting for {', '.join(waiting)}" if waiting else None
+        if waiting:
+            return f"waiting for {', '.join(waiting)}"
+        return None if self._have_heard() else "waiting for the relays to hear of their servers"
+
+    def _have_heard(self) -> bool:
+        """Whether every relay knows what the first looks found; once it is so, a relay that is replaced changes nothing."""
+        self._opened = self._opened or (self._opening is not None and self.relays.hold(self._opening))
+        return self._opened
 
     def _look_for_results(self) -> list[str]:
         """The servers, and models whose servers are looked for, of those that the gateway was started with, without a first result yet.

@@ -22,6 +22,7 @@ from gateway.key_list import LastUse, end, shown_keys
 from gateway.metrics import Series, summed
 from upstream.server import Condition
 
+_HEARD = 0.5  # seconds a status waits for a relay that has not heard yet of what is shown
 _COUNTED_BY_RELAYS = ("server_inflight", "server_ejected")  # of a server that no relay has counted yet they are 0
 
 
@@ -117,6 +118,7 @@ class Report:
 
     async def status_with_logs(self) -> dict[str, Any]:
         shown, launcher = self.status(), self._control.launcher
+        await self._control.taken(self._control.tell_health(), _HEARD)  # what is shown as ready is served
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
         logs = [launcher.log(server["name"]) for server in launched]
         tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])

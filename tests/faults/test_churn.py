@@ -42,8 +42,7 @@ def slices(entries: list[Document], port: int) -> list[Document]:
 
 async def served(one: Controlled) -> set[str]:
     """Wait until relays know how every server stands; returns those that are up, by host."""
-    number = one.control.tell_health()
-    await until(lambda: one.control.relays.hold(number), 30.0)
+    await one.heard()
     return {each["name"].split("/")[-1].split(":")[0] for each in one.status(MODEL)["servers"] if each["condition"] == "up"}
 
 

@@ -82,8 +82,7 @@ class Stage:
         """Wait until the servers of these hosts are in these conditions and every relay knows."""
         wanted = dict(zip(self.urls(*hosts), conditions, strict=False))
         await until(lambda: self.conditions() == wanted, 30.0)
-        word = self.one.control.tell_health()
-        await until(lambda: self.one.control.relays.hold(word), 30.0)
+        await self.one.heard()
 
 
 class Staged:
@@ -162,8 +161,7 @@ async def test_nobody_waits_for_servers_that_are_there_and_down(tmp_path: Path) 
         await stage.api.put(slice_of("a", [endpoint(HOSTS[0])], ("http", 1)))
         url = f"http://{HOSTS[0]}:1"
         await until(lambda: stage.conditions() == {url: "down"} and stage.one.state(MODEL) == "failed", 30.0)
-        word = stage.one.control.tell_health()
-        await until(lambda: stage.one.control.relays.hold(word), 30.0)
+        await stage.one.heard()
         refused = await stage.one.ask(MODEL)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gateway.metrics import FAMILIES, PREFIX
-from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
+from tests.support.process import SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
 
@@ -148,6 +148,25 @@ def test_a_relay_that_is_killed_is_replaced(tmp_path: Path) -> None:
         assert one.metric('vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}') == 8
         assert one.ask().status_code == 200
         assert one.get("/status").json()["relays"][0]["restarts"] == 1
+
+
+def test_it_is_ready_when_its_relays_know_of_the_servers(tmp_path: Path) -> None:
+    fifo, model = tmp_path / "fifo", launched()
+    os.mkfifo(fifo)
+    model["launch"]["command"] = ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]
+    with gateway(tmp_path, configuration(model, relays=2), ready=False) as one:
+        wait_for(lambda: one.admin and all(relay["up"] for relay in one.get("/status").json()["relays"]))
+        deaf = one.relays()[1]
+        os.kill(deaf, signal.SIGSTOP)
+        try:
+            fifo.write_text("go\n")
+            wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
+            answer = one.get("/readyz")
+            assert (answer.status_code, answer.text) == (503, "waiting for the relays to hear of their servers\n")
+        finally:
+            os.kill(deaf, signal.SIGCONT)
+        wait_for(lambda: one.get("/readyz").status_code == 200)
+        assert [one.ask().status_code for _ in range(8)] == [200] * 8
 
 
 def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:

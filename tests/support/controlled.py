@@ -65,11 +65,17 @@ class Controlled:
         return str(self.status(model)["state"])
 
     async def reaches(self, model: str, state: str, seconds: float = 30.0) -> None:
-        """Wait until a model is in a state. Raises TimeoutError."""
+        """Wait until a model is in a state, and the relays know of it. Raises TimeoutError."""
         try:
             await until(lambda: self.state(model) == state, seconds)
         except TimeoutError:
             raise TimeoutError(f"{model} is {self.state(model)} and not {state}\n{self.said.getvalue()}") from None
+        await self.heard()
+
+    async def heard(self) -> None:
+        """Wait until the relays know what control knows; they hear of it a moment later. Raises TimeoutError."""
+        number = self.control.tell_health()
+        await until(lambda: self.control.relays.hold(number), 30.0)
 
     def value(self, family: str, *labels: str) -> float:
         """The first cell of a series, 0 when there is none."""
@@ -123,8 +129,6 @@ async def controlled(
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.not_ready() is None, 30.0)
-        word = control.tell_health()
-        await until(lambda: control.relays.hold(word), 30.0)  # what control knows, relays hear a moment later
         yield Controlled(control, port, said, client, file)
 
 
