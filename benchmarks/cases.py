@@ -104,7 +104,8 @@ async def servers(stage: Stage) -> None:
 
 
 async def books(stage: Stage) -> None:
-    """The JSON load of the case `json`, on gateways that count limits and keep a ledger as well; up to a thousand keys ask in turn.
+    """The JSON loads of the cases `json` and `prompts`, on gateways that count limits and keep a ledger as well; up to a thousand keys
+    ask in turn.
 
     What is written behind the requests is counted: the turn is over when the ledger has had the time to write its last rows.
     """
@@ -122,12 +123,24 @@ async def books(stage: Stage) -> None:
         for proxy in stage.turns(alive):
             tokens = [TOKEN] if proxy.name == NGINX.name else used
             await loaded(stage, proxy, "64 connections", chat(), 64, 4.0, tokens, _WRITTEN)
+            await loaded(stage, proxy, "1 connection", chat(), 1, 2.0, tokens, _WRITTEN)
+            await loaded(stage, proxy, "1 MB at 16 connections", chat(size=1_000_000), 16, 2.0, tokens, _WRITTEN)
 
 
+async def books_streams(stage: Stage) -> None:
+    """The streams of the case `streams`, on a gateway that counts limits and keeps a ledger as well."""
+    with standin.stream_server(stage.place("upstream"), 50) as port:
+        both = [gateway_keeping(_BOOKS[_BOTH], _BOTH)]
+        with stage.running(Setting((port,)), (GATEWAY.name, NGINX.name, "vllm-router"), both) as alive:
+            for proxy in stage.turns(alive):
+                await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
+
+
+_BOTH = "… with both"
 _BOOKS: Mapping[str, Books] = {
     "… with limits": Books(limits=True),
     "… with a ledger": Books(ledger=True),
-    "… with both": Books(limits=True, ledger=True),
+    _BOTH: Books(limits=True, ledger=True),
 }
 _WRITTEN = 2.0  # seconds in which the ledger's last rows are written
 
@@ -232,5 +245,5 @@ async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting:
 
 
 CASES: Mapping[str, Case] = {
-    each.__name__: each for each in (json, books, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
+    each.__name__: each for each in (json, books, books_streams, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
 }

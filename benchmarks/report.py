@@ -68,6 +68,7 @@ ANSWERED = (REQUEST, RATE, P50, P99)
 LAYOUTS: Mapping[str, Layout] = {
     "json": Layout(ANSWERED, picture=Picture(REQUEST, "A chat completion, 64 connections", "64 connections")),
     "books": Layout((REQUEST, Column("control", "of it in control, µs", 1e6, 1), RATE, P50, P99)),
+    "books_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
     "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Picture(EVENT, "Streams of 50 events a second")),
     "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Picture(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
