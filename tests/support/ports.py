@@ -1,4 +1,4 @@
-"""Ports that no server serves: one that refuses, and one that lets everybody wait."""
+"""Ports that no server serves: one that refuses, one that lets everybody wait, and one that is kept for a server to come."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ def refusing() -> Iterator[int]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+@contextmanager
+def reserved() -> Iterator[int]:
+    """A port for a server that binds it as most do, with SO_REUSEADDR: both may have it bound, and nobody else is given it meanwhile."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from uuid import uuid4
 
 import psycopg
 
+from tests.support.ports import reserved
 from tests.support.process import wait_for
 
 _DIES_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # also when the tests are killed
@@ -92,7 +92,7 @@ def postgres() -> Iterator[Postgres]:
     """A running server; in the end nothing of it is left."""
     program = _program("initdb")
     assert program is not None, NOT_INSTALLED
-    with tempfile.TemporaryDirectory(prefix="pg-") as name, socket.socket() as probe:  # a short path: unix sockets allow 107 bytes
+    with tempfile.TemporaryDirectory(prefix="pg-") as name, reserved() as port:  # a short path: unix sockets allow 107 bytes
         folder = Path(name)
         if os.geteuid() == 0:
             shutil.chown(folder, "postgres", "postgres")
@@ -112,9 +112,6 @@ def postgres() -> Iterator[Postgres]:
             "--locale=C",
         ]
         subprocess.run(words, check=True, capture_output=True, cwd="/")
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
         server = Postgres(folder, port)
         try:
             server.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import httpx2
 import pytest
 import yaml
 
+from tests.support.ports import reserved
 from tests.support.process import Gateway, wait_for
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -66,18 +66,18 @@ def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | 
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed (Debian: prometheus)")
-    file, port = folder / "prometheus.yaml", _free_port()
+    file = folder / "prometheus.yaml"
     file.write_text(yaml.safe_dump(configuration(gateway, every, token)))
-    words = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
-    with open(folder / "prometheus.log", "wb") as log:
+    with reserved() as port, open(folder / "prometheus.log", "wb") as log:
+        words = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
         process = subprocess.Popen([program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: _ready(port) or process.poll() is not None, 60)
-        assert process.poll() is None, (folder / "prometheus.log").read_text()
-        yield Prometheus(port)
-    finally:
-        process.terminate()
-        process.wait(30)
+        try:
+            wait_for(lambda: _ready(port) or process.poll() is not None, 60)
+            assert process.poll() is None, (folder / "prometheus.log").read_text()
+            yield Prometheus(port)
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def configuration(gateway: Gateway, every: str, token: Path | None = None) -> dict[str, Any]:
@@ -100,9 +100,3 @@ def _ready(port: int) -> bool:
         return httpx2.get(f"http://127.0.0.1:{port}/-/ready", timeout=10, verify=False, trust_env=False).status_code == 200
     except httpx2.HTTPError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

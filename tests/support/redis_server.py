@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 import redis
 
 from gateway.state import LimitsStore
+from tests.support.ports import reserved
 from tests.support.process import wait_for
 
 
@@ -81,12 +81,10 @@ def _user() -> int | None:
 @contextmanager
 def redis_server() -> Iterator[RedisServer]:
     """One that runs."""
-    with tempfile.TemporaryDirectory(prefix="redis-") as name, socket.socket() as held:
+    with tempfile.TemporaryDirectory(prefix="redis-") as name, reserved() as port:
         folder = Path(name)
         folder.chmod(0o777)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's has: both may be bound, and nobody else
-        held.bind(("127.0.0.1", 0))
-        server = RedisServer(held.getsockname()[1], folder)
+        server = RedisServer(port, folder)
         try:
             server.start()
             yield server
