@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("suite", settings.default, deadline=None)  # an example takes as long as a busy machine lets it
+settings.load_profile("suite")
 
 _MEASURED = pytest.StashKey[dict[str, list[str]]]()
 
