@@ -86,7 +86,7 @@ class Gateway:
 
     def get(self, path: str) -> httpx2.Response:
         """From the admin port."""
-        return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=10, verify=False)
+        return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=30, verify=False)
 
     def ask(self, path: str = "/v1/chat/completions", *, timeout: float = 60, **body: Any) -> httpx2.Response:
         """A request with the key; ``timeout`` is in seconds."""

@@ -150,7 +150,7 @@ async def _ticking(relay: Relay) -> None:
         relay.tick()
 
 
-async def until(condition: Any, seconds: float = 10.0) -> None:
+async def until(condition: Any, seconds: float = 30.0) -> None:
     """Wait for a condition. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # anything may be waited for
