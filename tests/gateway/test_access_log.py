@@ -15,7 +15,7 @@ from gateway.access_log import AccessLog, access_log, line
 from gateway.usage import Usage
 from tests.gateway.test_metrics import record
 from tests.support.process import configuration, gateway, launched, wait_for
-from tests.support.running import KEY, model, serving
+from tests.support.running import KEY, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, chat, request
 
@@ -29,6 +29,21 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
         except OSError:
             pass
+
+
+def read(end: int, count: int) -> bytes:
+    """So many lines, as soon as they have been written."""
+    data = b""
+    while data.count(b"\n") < count:
+        data += os.read(end, 1 << 20)
+    return data
+
+
+def wait_for_the_writers() -> None:
+    """A log's end waits for its thread, but not for ever: a machine that stands still may take longer."""
+    for thread in threading.enumerate():
+        if thread.name == "access-log":
+            thread.join(30)
 
 
 def lines(data: bytes) -> list[dict[str, object]]:
@@ -51,7 +66,7 @@ def test_what_is_there_is_written_at_the_end(pipe: tuple[int, int]) -> None:
             log.add(record(id=f"req_{n}"))
             if n % 7 == 0:
                 log.flush()
-    assert [each["request_id"] for each in lines(os.read(pipe[0], 1 << 20))] == [f"req_{n}" for n in range(100)]
+    assert [each["request_id"] for each in lines(read(pipe[0], 100))] == [f"req_{n}" for n in range(100)]
     assert log.dropped == 0
 
 
@@ -62,16 +77,14 @@ def test_a_reader_that_stands_still_is_waited_for_by_nobody(pipe: tuple[int, int
             for _ in range(500):
                 log.add(record())
             log.flush()
-        assert time.monotonic() - since < 5, "a request waited for the log"
+        assert time.monotonic() - since < 30, "a request waited for the log"
         assert log.dropped > 50_000, "lines are dropped"
         assert len(log._records) <= 10_000
         since = time.monotonic()
-    assert time.monotonic() - since < 20, "the end waited for the log"
+    assert time.monotonic() - since < 30, "the end waited for the log"
     os.close(pipe[0])  # lets the writer go, before another test is given the same descriptors
-    log.stop(5.0)
-    for thread in threading.enumerate():
-        if thread.name == "access-log":
-            thread.join(10)
+    log.stop(30.0)
+    wait_for_the_writers()
 
 
 def test_a_reader_that_is_gone_is_survived(pipe: tuple[int, int]) -> None:
@@ -80,6 +93,7 @@ def test_a_reader_that_is_gone_is_survived(pipe: tuple[int, int]) -> None:
         for _ in range(3):
             log.add(record())
             log.flush()
+    wait_for_the_writers()
     assert log.dropped == 3
 
 
@@ -89,7 +103,8 @@ def test_a_line_that_cannot_be_made_costs_itself_alone(pipe: tuple[int, int], ca
             log.add(record(user=user))
         log.flush()
         log.add(record(user="c"))
-    assert [each["user"] for each in lines(os.read(pipe[0], 1 << 20))] == ["a", "b", "c"]
+    assert [each["user"] for each in lines(read(pipe[0], 3))] == ["a", "b", "c"]
+    wait_for_the_writers()
     assert log.dropped == 1 and "a line of the access log" in caplog.text
 
 
@@ -105,7 +120,7 @@ def test_operators_see_what_is_dropped(tmp_path: Path) -> None:
 def test_a_reader_that_gets_on_gets_the_rest(pipe: tuple[int, int]) -> None:
     seen: list[bytes] = []
 
-    def read() -> None:
+    def read_all() -> None:
         while data := os.read(pipe[0], 1 << 16):
             seen.append(data)
 
@@ -114,10 +129,11 @@ def test_a_reader_that_gets_on_gets_the_rest(pipe: tuple[int, int]) -> None:
             log.add(record(id=f"req_{n}"))
             if n % 1000 == 0:
                 log.flush()
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read_all)
         reader.start()
+    wait_for_the_writers()
     os.close(pipe[1])
-    reader.join(10)
+    reader.join(30)
     assert [each["request_id"] for each in lines(b"".join(seen))] == [f"req_{n}" for n in range(20_000 - log.dropped)]
 
 
@@ -142,6 +158,6 @@ async def test_neither_key_nor_prompt_is_in_it() -> None:
             request(b"{" + canary.encode()),
         ):
             await ask(served.port, data)
-        written = b"".join(line(each) for each in served.log._records)
-        assert len(lines(written)) == 5
+        await until(lambda: len(served.relay.records) == 5)
+        written = b"".join(line(each) for each in served.relay.records)
         assert canary.encode() not in written and KEY.encode() not in written
