@@ -73,13 +73,13 @@ def test_check_at_a_terminal_is_coloured_and_not_wrapped(folder: Path) -> None:
         environ.pop("NO_COLOR", None)
         done = subprocess.run([COMMAND, "check", "bad.yaml"], stdout=theirs, stderr=theirs, cwd=folder, env=environ, timeout=60)
         os.close(theirs)
-        shown = _all_of(terminal.fileno())
+        shown = all_of(terminal.fileno())
     assert done.returncode == 2
     assert "\x1b[31munknown key; did you mean `launch`?\x1b[0m" in shown
     assert len(shown.splitlines()) == len(BAD.splitlines())
 
 
-def _all_of(terminal: int) -> str:
+def all_of(terminal: int) -> str:
     """What is left to read; a terminal that nobody writes to any more ends with an error on Linux."""
     data = b""
     try:

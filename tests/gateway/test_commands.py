@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.test_cli import all_of
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 
 ID = "sim/with spaces?no#but-slashes%2F".replace(" ", "_")
@@ -54,7 +55,7 @@ def test_a_model_is_stopped_and_started(running: Gateway) -> None:
 def test_a_model_is_started_anew(running: Gateway) -> None:
     before = until_ready(running, ID)["servers"][0]["pid"]
     assert running.command("restart", ID).returncode == 0
-    assert until_ready(running, ID)["servers"][0]["pid"] != before
+    wait_for(lambda: until_ready(running, ID)["servers"][0]["pid"] != before)
     wait_for(lambda: running.ask(model=ID).status_code == 200)
 
 
@@ -92,17 +93,22 @@ def test_the_status_at_a_terminal_is_coloured(running: Gateway) -> None:
         words = [str(Path(sys.executable).with_name("vllm-gateway")), "status", "--config", str(running.folder / "gateway.yaml")]
         done = subprocess.run(words, stdout=theirs, stderr=theirs, env=environ, timeout=60)
         os.close(theirs)
-        shown = os.read(terminal.fileno(), 65_536).decode()
+        shown = all_of(terminal.fileno())
     assert done.returncode == 0
     assert "\x1b[32mready" in shown and "\x1b[31mfailed" in shown
 
 
 def test_tokens_per_second_follow_the_requests(running: Gateway) -> None:
+    def rate() -> dict[str, float]:
+        """As the commands have it, without the time that each takes."""
+        rates: dict[str, float] = next(each for each in running.get("/status").json()["models"] if each["id"] == ID)["tokens_per_second"]
+        return rates
+
     until_ready(running, ID)
-    assert running.ask(model=ID).status_code == 200
-    spent = wait_for(lambda: (now := state(running, ID)["tokens_per_second"])["completion"] > 0 and now)
-    assert spent["prompt"] > 0
-    wait_for(lambda: state(running, ID)["tokens_per_second"] == {"prompt": 0, "completion": 0})
+    wait_for(lambda: running.ask(model=ID).status_code == 200)
+    wait_for(lambda: all(each > 0 for each in rate().values()))
+    assert state(running, ID)["tokens_per_second"].keys() == {"prompt", "completion"}
+    wait_for(lambda: rate() == {"prompt": 0, "completion": 0})
 
 
 def test_where_no_gateway_runs_it_says_so(tmp_path: Path) -> None:
