@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -167,18 +168,23 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         yield one
 
 
+def lines(one: Gateway) -> list[dict[str, Any]]:
+    """What it has said; of a line that is being written nothing."""
+    return [orjson.loads(line) for line in one.said.rpartition("\n")[0].splitlines()]
+
+
 def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
     wait_for(lambda: "servers up" in machine.said)
-    lines = [orjson.loads(line) for line in machine.said.splitlines()]
-    assert all({"time", "level", "process", "part", "message"} <= line.keys() for line in lines)
-    assert {"process": "control", "part": "control", "model": "sim/one"}.items() <= lines[0].items()
-    failure = next(line for line in lines if "no_such_parser" in line["message"] and line["level"] == "error")
+    said = lines(machine)
+    assert all({"time", "level", "process", "part", "message"} <= line.keys() for line in said)
+    assert {"process": "control", "part": "control", "model": "sim/one"}.items() <= said[0].items()
+    failure = next(line for line in said if "no_such_parser" in line["message"] and line["level"] == "error")
     assert failure["process"] == "control" and "\n" not in failure["message"]
-    assert any(line["message"].startswith("ready: 1 of 2") for line in lines)
+    assert any(line["message"].startswith("ready: 1 of 2") for line in said)
 
 
 def test_a_relay_that_dies_is_told_in_the_same_form(machine: Gateway) -> None:
     os.kill(machine.relays()[0], signal.SIGKILL)
     wait_for(lambda: "relay 0 ended unexpectedly" in machine.said)
     wait_for(lambda: machine.get("/readyz").status_code == 200)
-    assert all(orjson.loads(line) for line in machine.said.splitlines())
+    assert all(lines(machine))

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from gateway import keys
-from tests.support.process import Gateway, configuration, gateway, launched
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
 LIMITED = "sk-for-the-adapter"
@@ -25,14 +25,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 def get(running: Gateway, path: str, key: str) -> httpx2.Response:
-    return httpx2.get(running.url + path, headers={"authorization": f"Bearer {key}"}, timeout=10)
+    return httpx2.get(running.url + path, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
 
 @pytest.mark.parametrize(("asked", "answered"), [("sim/sql", "sim/sql"), ("sql", "sim/sql"), ("sim/chat", "sim/chat"), ("one", "sim/one")])
 def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, asked: str, answered: str) -> None:
     answer = running.ask(model=asked)
     assert (answer.status_code, answer.json()["model"]) == (200, answered)
-    assert running.metric(f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",model="{answered}"}}') >= 1
+    line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",model="{answered}"}}'
+    wait_for(lambda: running.metric(line) >= 1)  # it is counted when it is over, a moment after its answer
 
 
 def test_the_list_of_models_names_the_base(running: Gateway) -> None:
@@ -55,7 +56,7 @@ def test_what_is_in_flight_on_a_server_is_the_bases(running: Gateway) -> None:
     text = running.get("/metrics").text
     assert 'vllm_gateway_server_inflight{model="sim/one",server="sim/one#0"}' in text
     assert 'vllm_gateway_server_inflight{model="sim/sql"' not in text
-    assert 'vllm_gateway_inflight_requests{model="sim/sql"} 0.0' in text
+    wait_for(lambda: 'vllm_gateway_inflight_requests{model="sim/sql"} 0.0' in running.get("/metrics").text)
 
 
 def test_an_adapter_of_servers_that_run_already_goes_by_its_id(running: Gateway, tmp_path: Path) -> None:
