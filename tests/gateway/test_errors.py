@@ -138,10 +138,14 @@ def test_a_long_message_takes_time_in_proportion(unit: str) -> None:
     def seconds(length: int) -> float:
         text = ("1 validation error:" if "msg" in unit else "x") + unit * (length // len(unit))
         bodies = [orjson.dumps(own(text + end, param="p")) for end in ("", "x", ")", " )x")]
-        since = time.process_time()
-        for body in bodies:
-            from_server(400, body, "m", "prompt")
-        return time.process_time() - since
+
+        def once() -> float:
+            since = time.thread_time()
+            for body in bodies:
+                from_server(400, body, "m", "prompt")
+            return time.thread_time() - since
+
+        return min(once() for _ in range(3))  # what else is done in this thread, as by the collector of garbage, is not done each time
 
     seconds(100)
     assert seconds(60_000) < 60 * max(seconds(6_000), 0.001)
