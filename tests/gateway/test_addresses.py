@@ -85,7 +85,7 @@ async def test_connections_of_one_address_are_bounded() -> None:
             for one in held:
                 assert (await one.ask(request())).status == 200
             for asks in (False, True):
-                async with client(served.port) as fourth, asyncio.timeout(10):
+                async with client(served.port) as fourth, asyncio.timeout(30):
                     if asks:
                         fourth.send(request())
                     reply = await fourth.reply()

@@ -169,7 +169,7 @@ def test_the_page_says_the_same_and_needs_nothing_else(running: Gateway, tmp_pat
     assert not re.search(r"(src|href)=", answer.text)
     with chromium(tmp_path) as browser:
         browser.open(f"http://127.0.0.1:{running.admin}/docs")
-        wait_for(lambda: "admin API" in browser.text())
+        wait_for(lambda: "admin API" in browser.text() and browser.evaluate("document.readyState") == "complete")
         assert all(f"{route.method} {route.template}" in browser.text() for route in ROUTES)
         assert browser.evaluate("getComputedStyle(document.querySelector('dl')).display") == "grid"
         assert browser.complaints == []

@@ -276,6 +276,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
             await until(lambda: len(one.status(MODEL)["servers"]) == 1, 30.0)
             del names.table["one"]
             await until(lambda: "Name or service not known" in one.status(MODEL)["discovery"]["problem"], 30.0)
+            await one.heard()
             assert await farm.used(one) == {HOSTS[1]}, "what was found stays"
             reading = await one.reload(named("two", port=server.port))
             assert reading.changes == (f"model {MODEL} has changed: discover",)

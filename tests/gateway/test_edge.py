@@ -94,7 +94,7 @@ async def test_leaving_is_seen_in_front_of_anything(ahead: bytes) -> None:
         await asked.wait()
         await asyncio.sleep(0.05)
         one.leave()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await left.wait()
         await until(lambda: served.in_flight == 0)
 
@@ -179,7 +179,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
                 assert (await one.reply()).body == COMPLETION, "a request in progress was cut"
                 now = connection.loop.time()
                 connection.check(now)  # seen idle for the first time
-                connection.check(now + KEEP_ALIVE - 5)
+                connection.check(now + KEEP_ALIVE / 2)
                 assert not connection.transport.is_closing()
                 connection.check(now + KEEP_ALIVE + 1)
                 assert await one.closed()
@@ -332,7 +332,7 @@ async def test_a_refused_request_has_one_answer_and_its_end_however_it_goes_on()
             one.send(head + b"2\r\nab\r\n")
             assert (await one.reply()).status == 401
             one.send(rubbish)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 assert await one.reader.read() == b"", "a second answer"
 
     async with scripted(answers) as server, serving([model(server.port)]) as served:
@@ -444,7 +444,7 @@ async def test_a_slow_reader_slows_its_server_down() -> None:
         one.send(request() * 15 + request(chat(stream=True)))  # the last answer begins while others are still in the way
         await until(lambda: sent > 0)
         before = -1
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sent != before:
                 before = sent
                 await asyncio.sleep(0.25)

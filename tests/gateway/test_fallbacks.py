@@ -139,7 +139,7 @@ async def test_after_the_wait_for_a_model_that_does_not_come_up() -> None:
         down(served, asked, expected={"tiny": time.monotonic() + 60})
         async with client(served.port) as patient, client(served.port) as late:
             patient.send(request())
-            await until(lambda: served.value("queued_requests", "tiny") == 1)
+            await until(lambda: served.value("queued_requests", "tiny") == 1 or served.relay.records)  # or its wait is over already
             reply: Reply = await late.ask(request())
             assert (reply.status, reply.headers[TOLD]) == (200, "other"), "the queue is full"
             reply = await asyncio.wait_for(patient.reply(), 20)
