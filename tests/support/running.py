@@ -27,6 +27,7 @@ from upstream.deadlines import TICK
 from upstream.pool import fleet
 from upstream.server import Condition, ServerSpec
 
+_LOOK = 0.01  # seconds
 KEY = "sk-a-test-key"
 MODEL = "tiny"
 
@@ -155,3 +156,13 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # anything may be waited for
             await asyncio.sleep(0.002)
+
+
+async def soon(condition: Any, seconds: float) -> None:
+    """Wait for a condition, for so many seconds in which this loop runs: the time for which the machine lets it stand still counts as
+    one look. For what happens in this loop alone. Raises TimeoutError."""
+    for _ in range(round(seconds / _LOOK)):
+        if condition():
+            return
+        await asyncio.sleep(_LOOK)
+    raise TimeoutError

@@ -102,6 +102,8 @@ async def _events(asking: Client, count: int) -> None:
 def rows(one: Gateway) -> list[dict[str, Any]]:
     with closing(sqlite3.connect(one.folder / "usage.db")) as connection:
         connection.row_factory = sqlite3.Row
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'gateway_usage'").fetchone() is None:
+            return []  # the gateway makes its table in its own time
         return [dict(each) for each in connection.execute("SELECT * FROM gateway_usage")]
 
 

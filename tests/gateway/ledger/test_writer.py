@@ -24,7 +24,9 @@ from gateway.metrics import Series
 from tests.gateway.ledger.rows import payload, row
 from tests.support.process import wait_for
 
-NOW = datetime.now(UTC).timestamp()
+
+SHORTEST_PAUSE = 1.0
+"""Seconds after which a database that took nothing is tried again, at the earliest."""
 
 
 def ledger(url: str, folder: Path, *, relays: int = 1, **more: str) -> AbstractContextManager[Ledger]:
@@ -59,7 +61,9 @@ def test_rows_of_all_relays_reach_the_database(url: str, tmp_path: Path) -> None
 def test_what_comes_last_is_written_before_the_end(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1))
-    assert set(kept(url, tmp_path)) == {"req_1"}
+        wait_for(lambda: one.written == 1)  # making the table may take longer than the end waits
+        one.journals[0].append(payload(2))
+    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
 
 
 def test_what_a_relay_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
@@ -157,15 +161,16 @@ def test_what_is_no_row_is_counted_and_passed_by(url: str, tmp_path: Path) -> No
 
 
 def test_rows_are_deleted_when_their_time_is_over(url: str, tmp_path: Path) -> None:
+    now = datetime.now(UTC).timestamp()
     with closing(Store(database(url, tmp_path))) as store:
-        store.write([row(number, started=NOW - (86400 if number < 600 else 60)) for number in range(605)])
+        store.write([row(number, started=now - (86400 if number < 600 else 60)) for number in range(605)])
     with ledger(url, tmp_path, retention="1h"):
         wait_for(lambda: len(kept(url, tmp_path)) == 5)
 
 
 async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
-        one.journals[0].append(payload(1, started=NOW, price=(1.0, 1.0)))
+        one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=(1.0, 1.0)))
         wait_for(lambda: one.written == 1)
         tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         document = await one.usage({"by": "key", "until": tomorrow})
@@ -192,9 +197,10 @@ def test_while_the_last_rows_are_collected_a_database_that_is_away_is_not_tried_
         delivering.start()
         wait_for(lambda: store.tries >= 2)
         one.stop()
-        before = store.tries
+        before, since = store.tries, time.monotonic()
         time.sleep(0.3)
-        assert store.tries - before <= 1
+        tries = store.tries - before
+        assert tries <= 1 + (time.monotonic() - since) / SHORTEST_PAUSE
         one.collect()
-        delivering.join(10)
+        delivering.join(30)
         assert not delivering.is_alive() and waiting.rows == 1, "and then once more, and no longer"
