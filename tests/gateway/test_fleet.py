@@ -25,13 +25,16 @@ def whole(reply: httpx2.Response) -> bool:
 
 
 async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_path: Path) -> None:
-    async with controlled(tmp_path, on_demand(A), relays=2) as one:
+    sick = tmp_path / "sick"
+    sick.touch()  # until all have come
+    async with controlled(tmp_path, on_demand(A, args={"sim-sick-while": str(sick)}), relays=2) as one:
         assert one.state(A) == "stopped" and one.control.launcher.snapshots() == ()
         assert one.value("server_up", A, f"{A}#0") == one.value("server_inflight", A, f"{A}#0") == 0
         asked = [asyncio.create_task(one.ask(A)) for _ in range(30)]
         await until(lambda: one.status(A)["queued"] == 30)
         await one.reaches(A, "starting")
         assert one.status(A)["waiting_s"] > 0 and time.time() - one.status(A)["since"] < 30
+        sick.unlink()
         assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200] * 30
         assert one.launches(A) == 1
         assert one.state(A) == "ready"
@@ -39,9 +42,10 @@ async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_p
         assert one.status(A)["waiting_s"] is None
 
 
+@pytest.mark.timeout(300)
 async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) -> None:
     async with controlled(tmp_path, *(on_demand(name, **SHARED) for name in (A, B, C)), relays=2) as one:
-        end = time.monotonic() + 90.0
+        end = time.monotonic() + 240.0
 
         def starts() -> dict[str, int]:
             return {name: one.said.getvalue().count(f"{name} is started") for name in (A, B, C)}
@@ -61,19 +65,26 @@ async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) 
 
 
 async def test_one_too_many_is_told_when_to_come_back_and_then_it_is_served(tmp_path: Path) -> None:
-    model = on_demand(A, queue={"size": 2, "wait": "30s"}, args={"sim-listen-after": 2}, idle_stop="3s")
-    async with controlled(tmp_path, model) as one:
+    sick, queue = tmp_path / "sick", {"size": 2, "wait": "100s"}
+    args = {"sim-listen-after": 2, "sim-sick-while": str(sick)}
+    async with controlled(tmp_path, on_demand(A, queue=queue, args=args, idle_stop="3s")) as one:
         assert (await one.ask(A)).status_code == 200  # measures the start
         await one.reaches(A, "stopped")
+        sick.touch()  # it does not come up before all have asked
         replies = [asyncio.create_task(one.ask(A)) for _ in range(6)]
+        await until(lambda: sum(reply.done() for reply in replies) == 4)
+        sick.unlink()
         refused = [reply for reply in await asyncio.gather(*replies) if reply.status_code != 200]
         assert [(reply.status_code, reply.json()["error"]["code"]) for reply in refused] == [(503, "model_loading")] * 4
         assert one.launches(A) == 2
         await one.reaches(A, "stopped")
+        await one.reload(on_demand(A, queue=queue, args=args, idle_stop="1h"))  # who is told too long a time finds it up all the same
+        sick.touch()
         waiting = [asyncio.create_task(one.ask(A)) for _ in range(2)]
         await until(lambda: one.status(A)["queued"] == 2)
         told = await one.ask(A)
         assert told.status_code == 503 and 2 <= int(told.headers["retry-after"]) < 30
+        sick.unlink()
         for _ in range(4):  # on a busy machine a start takes longer than the one before, and the client is told again
             await asyncio.sleep(int(told.headers["retry-after"]))
             if (told := await one.ask(A)).status_code == 200:
@@ -87,7 +98,7 @@ async def test_one_that_is_unused_is_stopped_and_one_that_is_used_is_not(tmp_pat
     async with controlled(tmp_path, on_demand(A, idle_stop="800ms")) as one:
         stream, *_ = await one.streams(A, seconds=2.5)
         [pid] = one.pids(A)
-        await held(lambda: one.state(A) == "ready", 1.5)
+        await held(lambda: one.state(A) == "ready" or stream.done(), 1.5)
         assert whole(await stream)
         await one.reaches(A, "stopped")
         assert not psutil.pid_exists(pid)
@@ -114,7 +125,7 @@ def server_itself(pid: int) -> httpx2.Client:
     words = process.cmdline()
     transport = httpx2.HTTPTransport(uds=words[words.index("--uds") + 1])
     headers = {"authorization": f"Bearer {process.environ()['VLLM_API_KEY']}"}
-    return httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, trust_env=False)
+    return httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, timeout=30, trust_env=False)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -165,15 +176,14 @@ async def test_one_that_cannot_sleep_is_stopped(tmp_path: Path) -> None:
 
 async def test_a_busy_one_is_waited_for_and_not_cut(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, **SHARED), on_demand(B, **SHARED), drain="100ms") as one:
-        began = time.monotonic()
         assert (await one.ask(A)).status_code == 200
-        turn = 2 * (time.monotonic() - began)
-        stream, *_ = await one.streams(A, seconds=turn + 2.0)
-        other = asyncio.create_task(one.ask(B))
-        await one.reaches(A, "draining")
-        late = asyncio.create_task(one.ask(A))
-        await until(lambda: one.status(A)["queued"] == 1)
-        assert not other.done() and one.state(B) == "stopped"
+        with one.frozen(A):
+            stream, *_ = await one.streams(A, seconds=2.0)
+            other = asyncio.create_task(one.ask(B))
+            await one.reaches(A, "draining")
+            late = asyncio.create_task(one.ask(A))
+            await until(lambda: one.status(A)["queued"] == 1)
+            assert not other.done() and one.state(B) == "stopped"
         assert whole(await stream), "it takes longer than server.drain"
         assert ((await other).status_code, (await late).status_code) == (200, 200)
         assert (one.launches(A), one.launches(B)) == (2, 1)
@@ -182,7 +192,7 @@ async def test_a_busy_one_is_waited_for_and_not_cut(tmp_path: Path) -> None:
 async def test_an_eager_one_makes_room_and_comes_back(tmp_path: Path) -> None:
     eager = launched(A, **{"sim-tokens": 4})
     eager["launch"] |= SHARED
-    async with controlled(tmp_path, eager, on_demand(B, **SHARED, idle_stop="500ms")) as one:
+    async with controlled(tmp_path, eager, on_demand(B, **SHARED, idle_stop="2s")) as one:
         assert one.state(A) == "ready"
         assert (await one.ask(B)).status_code == 200
         assert one.state(A) == "stopped" and one.control.not_ready() is None
@@ -212,10 +222,12 @@ async def test_one_that_cannot_start_is_told_and_the_others_run(tmp_path: Path) 
 
 
 async def test_stop_holds_it_down_until_start(tmp_path: Path) -> None:
-    async with controlled(tmp_path, on_demand(A)) as one:
-        streams = await one.streams(A, 3, seconds=1.5)
-        stopping = asyncio.create_task(one.control.stop(A))
-        await one.reaches(A, "draining")
+    async with controlled(tmp_path, on_demand(A), drain="60s") as one:
+        assert (await one.ask(A)).status_code == 200
+        with one.frozen(A):
+            streams = await one.streams(A, 3, seconds=1.5)
+            stopping = asyncio.create_task(one.control.stop(A))
+            await one.reaches(A, "draining")
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
         assert all(map(whole, await asyncio.gather(*streams))), "they are let finish"
@@ -245,8 +257,7 @@ async def test_the_operators_patience_ends(tmp_path: Path) -> None:
         await one.control.stop(A)
         assert one.state(A) == "stopped"
         assert '"finish_reason":"abort"' in (await stream).text
-        await until(lambda: one.value("inflight_requests", A) == 0)
-        assert one.value("incomplete_total", A, "upstream") == 1
+        await until(lambda: one.value("inflight_requests", A) == 0 and one.value("incomplete_total", A, "upstream") == 1)
 
 
 async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:

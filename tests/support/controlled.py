@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ NO_CLUSTER = Cluster("", "")
 
 
 def on_demand(identity: str, *, queue: dict[str, Any] | None = None, args: dict[str, Any] | None = None, **launch: Any) -> dict[str, Any]:
-    """A simulator that is started when it is asked for; `launch` are more of its settings."""
+    """A simulator that is started when it is asked for; `launch` are more of its settings. Requests wait for it as long as a busy machine
+    may need."""
     model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **(args or {})})
     model["launch"] |= {"start": "on_demand", **launch}
-    return model | ({"queue": queue} if queue else {})
+    return model | {"queue": queue or {"wait": "2m"}}
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Controlled:
     said: io.StringIO
     client: httpx2.AsyncClient
     file: Path
+    _still: set[int] = field(default_factory=set)
 
     @property
     def report(self) -> Report:
@@ -95,9 +98,24 @@ class Controlled:
         A request that has just been answered may be in flight a moment longer, so what was in flight before says nothing.
         """
         simulate = {"tokens": 20, "tokens_per_second": 20 / seconds}
-        tasks = [asyncio.create_task(self.ask(model, stream=True, simulate=simulate)) for _ in range(count)]
-        await until(lambda: self.in_flight(model) == count)
+        with self.frozen(model) if self.state(model) == "ready" else nullcontext():  # or the first might be over before the last has come
+            tasks = [asyncio.create_task(self.ask(model, stream=True, simulate=simulate)) for _ in range(count)]
+            await until(lambda: self.in_flight(model) == count)
         return tasks
+
+    @contextmanager
+    def frozen(self, model: str) -> Iterator[None]:
+        """Have a model's servers stand still for the length of the block, so that what they are doing is not over before its end."""
+        stopped = [pid for pid in self.pids(model) if pid not in self._still]
+        self._still.update(stopped)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._still.difference_update(stopped)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
 
     def in_flight(self, model: str) -> int:
         return sum(int(each["in_flight"]) for each in self.status(model)["servers"])
@@ -136,7 +154,7 @@ def _client(port: int) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         base_url=f"http://127.0.0.1:{port}",
         headers={"authorization": f"Bearer {KEY}"},
-        timeout=60,
+        timeout=110,
         limits=httpx2.Limits(max_connections=None),
         verify=False,
         trust_env=False,
