@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
-_ACQUAINT = 0.3  # seconds in which a server that a new configuration brings may answer its first probe
 _ENDING = 30.0  # seconds for what has no other bound of its own on the way down
 _TAKEN = 5.0  # seconds in which every relay should have taken a generation
 
@@ -61,6 +60,8 @@ class Control:
     asked: asyncio.Queue[int]
     """Whatever is put in asks for the end."""
     ledger: Ledger | None = None
+    acquaint_within = 0.3
+    """Seconds in which a server that a new configuration brings may answer its first probe."""
 
     def __init__(self, config: Config, announcer: Announcer, manager: ServiceManager | None = None) -> None:
         self._read = config
@@ -162,7 +163,7 @@ class Control:
         """Find and probe the servers that a configuration brings, so that a model that moves to others is up there when it does."""
         self.discovery.look_for(self._read, config)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_ACQUAINT):
+            async with asyncio.timeout(self.acquaint_within):
                 while not self.discovery.has_answers(config):  # noqa: ASYNC110  # what is waited for is on the network
                     await asyncio.sleep(0.01)
                 await self._probe_new_ones(self.discovery.fill(config))

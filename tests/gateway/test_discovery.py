@@ -270,6 +270,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
         model = named("one", port=server.port)
         model["discover"] |= {"model": "inner", "api_key": {"file": "inner"}}
         async with controlled(tmp_path, model, resolve=names) as one:
+            one.control.acquaint_within = 30.0  # for a machine that stands still meanwhile
             assert await farm.used(one) == {HOSTS[0], HOSTS[1]}
             assert farm.keys == {"Bearer inner-key"}
             names.table["one"] = [HOSTS[1]]
