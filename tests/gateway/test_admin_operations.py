@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,18 @@ def state(one: Gateway) -> str:
     return str(asked(one, "/status", SHOWN, "GET").json()["models"][0]["state"])
 
 
+def answers(one: Gateway) -> bool:
+    return one.ask().status_code == 200
+
+
+def recorded(one: Gateway) -> bool:
+    """Whether the ledger has every request so far; all came with a key."""
+    line = re.compile(r'^vllm_gateway_requests_total\{.*endpoint="/v1/chat/completions".*\} (\S+)$', re.MULTILINE)
+    text = asked(one, "/metrics", SHOWN, "GET").text
+    written = re.search(r'^vllm_gateway_ledger_rows_total\{outcome="written"\} (\S+)$', text, re.MULTILINE)
+    return written is not None and float(written[1]) == sum(map(float, line.findall(text)))
+
+
 def test_without_a_token_nothing_is_done(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as open_one:
         for path in ACTS:
@@ -94,6 +107,7 @@ def test_with_the_token_it_is_done_and_noted(one: Gateway) -> None:
     assert "stop of sim/one is asked for by the token, from 127.0.0.1" in one.said
     assert asked(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
     wait_for(lambda: state(one) == "ready", why=lambda: one.said)
+    wait_for(lambda: answers(one))  # once the relays have heard, too
     assert asked(one, "/reload", SHOWN).json()["successful"]
     assert asked(one, "/models/none/stop", SHOWN).status_code == 404
     assert asked(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404
@@ -137,7 +151,7 @@ def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> Non
 def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gateway, folder: Path) -> None:
     there = ("--admin", f"http://localhost:{one.admin}", "--token-file", str(folder / "token"))
     here = ("--config", str(folder / "gateway.yaml"))
-    assert one.ask().status_code == 200
+    wait_for(lambda: answers(one))  # what was restarted
     until = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y-%m-%d")  # so that both are asked for the same time
 
     def usage(*words: str) -> str:
@@ -145,7 +159,8 @@ def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gatewa
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    wait_for(lambda: usage("--format", "csv", *there).count("\nteam-a,"))
+    wait_for(lambda: recorded(one))  # or one more would come between two looks
+    assert usage("--format", "csv", *there).count("\nteam-a,")
     for form in ("table", "csv", "json"):
         assert usage("--format", form, *there) == usage("--format", form, *here)
     assert "nothing" in usage("--team", "nobody", *there)
@@ -160,7 +175,8 @@ def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gatewa
 
 def test_keys_are_shown_and_no_hash(one: Gateway) -> None:
     before = datetime.now(UTC) - timedelta(seconds=2)
-    assert one.ask().status_code == 200
+    wait_for(lambda: answers(one))
+    wait_for(lambda: recorded(one))
 
     def used() -> Any:
         listed = {key["id"]: key for key in asked(one, "/keys", SHOWN, "GET").json()["keys"]}
