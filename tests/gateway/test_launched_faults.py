@@ -74,8 +74,16 @@ class Stage:
     def check_it_is_over(self, model: str, restarts: int, seconds: float = 30.0) -> None:
         """Started anew, nothing in flight, and the next request is answered."""
         wait_for(lambda: (self.server(model)["restarts"], self.server(model)["condition"]) == (restarts, "up"), seconds)
-        assert self.in_flight(model) == self.server(model)["in_flight"] == 0
-        assert self.gateway.ask(model=model).status_code == 200
+        wait_for(lambda: self.in_flight(model) == self.server(model)["in_flight"] == 0)
+        wait_for(lambda: answers(self.gateway, model))  # once the relays have heard, too
+
+    def told(self, model: str, timeout: float = 60) -> str | None:
+        """The code of the error that a request is told; None where it is told nothing in time, or is answered."""
+        try:
+            answer = self.gateway.ask(model=model, timeout=timeout)
+        except httpx2.TimeoutException:
+            return None
+        return None if answer.status_code == 200 else str(answer.json()["error"]["code"])
 
 
 def answers(one: Gateway, model: str) -> bool:
@@ -103,7 +111,7 @@ def test_a_server_that_is_killed(stage: Stage) -> None:
     streaming = stage.begin("sim/dead")
     psutil.Process(stage.server("sim/dead")["pid"]).kill()
     assert '"code":"upstream_disconnected"' in streaming.whole()
-    assert stage.gateway.ask(model="sim/dead").json()["error"]["code"] in NEXT
+    assert stage.told("sim/dead") in NEXT or stage.server("sim/dead")["restarts"] == 1, "unless it is up again so soon"
     stage.check_it_is_over("sim/dead", restarts=1)
 
 
@@ -127,7 +135,7 @@ def test_a_port_that_is_taken(stage: Stage) -> None:
     assert stage.gateway.ask(model="sim/port").json()["error"]["code"] in ("no_healthy_server", "model_loading")
     stage.holder.close()
     wait_for(lambda: stage.server("sim/port")["condition"] == "up", 90)
-    assert stage.gateway.ask(model="sim/port").status_code == 200
+    wait_for(lambda: answers(stage.gateway, "sim/port"))
 
 
 def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
@@ -139,7 +147,7 @@ def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
 def test_a_hung_server(stage: Stage) -> None:
     assert stage.hung is not None
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
-    assert stage.gateway.ask(model="sim/hung").json()["error"]["code"] in ("no_healthy_server", "model_loading")
+    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the relays have heard
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
     wait_for(lambda: "sim/hung#0 ended: it is renewed: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)
