@@ -15,7 +15,7 @@ PATHS = ["/metrics", "/status", "/", "/nothing", "/livez/", "/status/", "/metric
 
 
 def asked(one: Gateway, path: str, **headers: str) -> httpx2.Response:
-    return httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=10, verify=False)
+    return httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=30, verify=False)
 
 
 def test_a_token_is_asked_for(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_second_gateway_of_the_same_file_does_not_start(running: Gateway) -> N
 def test_the_socket_of_a_killed_gateway_is_taken_over(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as first:
         first.process.send_signal(signal.SIGKILL)
-        first.process.wait(10)
+        first.process.wait(30)
         [left] = (first.runtime / "vllm-gateway").iterdir()
         assert first.command("status").returncode == 1
         with gateway(tmp_path, configuration(launched()), runtime=first.runtime) as second:

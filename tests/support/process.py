@@ -101,7 +101,7 @@ class Gateway:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal it and wait for its end."""
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -127,7 +127,7 @@ def gateway(
     config: dict[str, Any] | None,
     *,
     ready: bool = True,
-    seconds: float = 30.0,
+    seconds: float = 60.0,
     runtime: Path | None = None,
     stdin: int = subprocess.DEVNULL,
     variables: Mapping[str, str] | None = None,
@@ -179,7 +179,7 @@ def _running(
     running = Gateway(process, folder, runtime, Path(line[0]))
     tree: list[psutil.Process] = []
     try:
-        wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, why=lambda: running.said)
+        wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, 60.0, why=lambda: running.said)
         ports = [int(port) for _, _, port in _ADDRESS.findall(running.said)]
         running.data, running.admin = ports or (0, 0)
         if ready:
