@@ -24,7 +24,6 @@ from gateway.metrics import Series
 from tests.gateway.ledger.rows import payload, row
 from tests.support.process import wait_for
 
-
 SHORTEST_PAUSE = 1.0
 """Seconds after which a database that took nothing is tried again, at the earliest."""
 
