@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("suite", settings.default, deadline=None)  # an example takes as long as a busy machine lets it
+# An example, and the making of it, take as long as a busy machine lets them.
+settings.register_profile("suite", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 _MEASURED = pytest.StashKey[dict[str, list[str]]]()

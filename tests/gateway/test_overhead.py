@@ -23,6 +23,10 @@ async def refuses(talk: Conversation) -> None:
     await talk.respond(b"{}", "500 Internal Server Error")
 
 
+async def waits(talk: Conversation) -> None:
+    await talk.closed_by_peer()
+
+
 async def closes(talk: Conversation) -> None:
     await asyncio.sleep(PAUSE)
     talk.writer.transport.abort()
@@ -38,7 +42,7 @@ async def test_a_servers_time_is_not_the_gateways(script: object) -> None:
 
 
 async def test_nor_is_that_of_a_client_that_does_not_wait() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(waits) as server, serving([model(server.port)]) as served:
         async with client(served.port) as one:
             one.send(request(chat()))
             await until(lambda: server.requests)

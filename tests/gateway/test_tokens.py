@@ -209,7 +209,7 @@ def test_clocks_may_differ_by_the_leeway(door: Door) -> None:
 
 def test_a_verdict_ends_with_its_token() -> None:
     door = Door(state(trusted(leeway=0.0)))
-    token = ISSUER.token(exp=time.time() + 1.5)
+    token = ISSUER.token(exp=time.time() + 5.0)
     assert door.key(token).id == "staff/alice"
     while time.time() < jwt.decode(token, options={"verify_signature": False})["exp"]:
         time.sleep(0.05)
@@ -217,12 +217,13 @@ def test_a_verdict_ends_with_its_token() -> None:
 
 
 def test_rotation() -> None:
-    fresh = SigningKey("ES256", "fresh")
+    fresh, since = SigningKey("ES256", "fresh"), time.monotonic()
     door, old, new = Door(), ISSUER.token(sub="old"), ISSUER.token(fresh, sub="new")
     assert door.key(old).id == "staff/old"
     assert "has not published" in door.refusal(new)
     assert "has not published" in door.refusal(ISSUER.token(fresh, sub="another"))
-    assert door.asked == [ISSUER.name], "control is asked once a second at most"
+    assert 1 <= len(door.asked) <= 1 + time.monotonic() - since, "control is asked once a second at most"
+    assert set(door.asked) == {ISSUER.name}
     both = Issuer(ISSUER.name, ES, fresh)
     door.take(state(trusted(both)))
     assert [door.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]

@@ -228,7 +228,7 @@ def test_a_collector_that_stands_still_holds_nobody_up(collected: Collector) -> 
         for _ in range(1000):
             gathered.add(record(trace=trace))
         gathered.flush()
-    assert time.monotonic() - since < 5, "a request waited for the collector"
+    assert time.monotonic() - since < 9, "a request waited for the collector, which is given ten seconds for each batch"
     assert len(gathered._records) <= 2048
     collected.held.set()
     gathered.stop(60)

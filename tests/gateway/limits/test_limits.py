@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import orjson
@@ -87,17 +88,20 @@ def ratelimits(reply: Reply) -> dict[str, str]:
 
 async def test_requests_per_minute() -> None:
     async with gateway(limited(requests_per_minute=3)) as (served, server):
+        began = monotonic()
         replies = [await ask(served.port, request(chat())) for _ in range(5)]
+        passed = monotonic() - began
         assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]
         assert [ratelimits(reply)["remaining-requests"] for reply in replies] == ["2", "1", "0", "0", "0"]
         assert ratelimits(replies[0]).keys() == {"limit-requests", "remaining-requests", "reset-requests"}
-        assert replies[3].error["code"] == "rate_limit_exceeded" and replies[3].headers["retry-after"] == "20"
-        assert replies[3].error["message"] == "The limit of 3 requests per minute is reached (key team-a). Try again in 20 s."
+        wait = int(replies[3].headers["retry-after"])
+        assert replies[3].error["code"] == "rate_limit_exceeded" and 20 - passed <= wait <= 20
+        assert replies[3].error["message"] == f"The limit of 3 requests per minute is reached (key team-a). Try again in {wait} s."
         assert (limited_total(served, "requests_per_minute"), len(server.requests)) == (2, 3)
 
 
 @pytest.mark.parametrize(
-    ("limits", "body"), [(Limits(requests_per_minute=60), chat()), (Limits(tokens_per_minute=6000), chat(max_tokens=5900))]
+    ("limits", "body"), [(Limits(requests_per_minute=30), chat()), (Limits(tokens_per_minute=60), chat(max_tokens=30))]
 )
 async def test_who_waits_as_long_as_he_is_told_gets_in(limits: Limits, body: dict[str, object]) -> None:
     data = request(body)
@@ -119,13 +123,16 @@ async def test_a_refusal_comes_before_the_body() -> None:
 
 
 async def test_tokens_are_reserved_and_settled() -> None:
-    async with gateway(limited(tokens_per_minute=2000)) as (served, _):
-        reply = await ask(served.port, request(chat(max_tokens=1000)))
-        assert 2000 - 1000 - 30 < int(ratelimits(reply)["remaining-tokens"]) < 2000 - 1000 - 10, "as it was when the answer began"
-        reply = await ask(served.port, request(chat(max_tokens=1000)))
-        assert int(ratelimits(reply)["remaining-tokens"]) >= 2000 - USED - 1000 - 30
+    async with gateway(limited(tokens_per_minute=60)) as (served, _):  # one comes back in a second, so time changes little
+        began = monotonic()
+        reply = await ask(served.port, request(chat(max_tokens=20)))
+        passed = monotonic() - began
+        assert 60 - 20 - 30 < int(ratelimits(reply)["remaining-tokens"]) < 60 - 20 - 10 + passed, "as it was when the answer began"
+        reply = await ask(served.port, request(chat(max_tokens=20)))
+        assert int(ratelimits(reply)["remaining-tokens"]) >= 60 - USED - 20 - 30
         reply = await ask(served.port, request(chat(max_tokens=100_000)))
-        assert reply.status == 429 and reply.headers["retry-after"] == "1", "more than all of it waits until it is untouched"
+        assert reply.status == 429, "more than all of it waits until it is untouched"
+        assert 2 * USED - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 2 * USED
         assert limited_total(served, "tokens_per_minute") == 1
 
 
@@ -150,12 +157,12 @@ async def test_costs_are_tokens_by_price() -> None:
 
 @pytest.mark.parametrize("text", ["fail", "nothing wrong, but for another model"])
 async def test_what_did_not_run_costs_no_tokens(text: str) -> None:
-    async with gateway(limited(tokens_per_day=100_000, requests_per_minute=100)) as (served, _):
+    async with gateway(limited(tokens_per_day=100_000, requests_per_minute=6)) as (served, _):
         fields = {} if text == "fail" else {"model": "unknown"}
         reply = await ask(served.port, request(prompt(text, **fields)))
         assert reply.status in (400, 404)
         assert (meter(served).day, meter(served).in_flight) == (0, 0)
-        assert ratelimits(reply)["remaining-requests"] == "99"
+        assert ratelimits(reply)["remaining-requests"] == "5"
 
 
 async def test_a_request_that_the_gateway_fails_does_not_count() -> None:
