@@ -141,7 +141,8 @@ class BodyRules:
 class LimitsStore:
     """A Redis where several gateways count together, at a host and port or at a socket's ``path``.
 
-    ``refuses``: while it is away requests are refused, and not counted by each gateway for itself.
+    ``refuses``: while it is away requests are refused, and not counted by each gateway for itself. ``patience``: seconds that a reply
+    may take; it is looked at four times a second, so up to twice as long.
     """
 
     host: str = "localhost"
@@ -152,6 +153,7 @@ class LimitsStore:
     password: str | None = field(default=None, repr=False)
     database: int = 0
     refuses: bool = False
+    patience: float = 0.25
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"

@@ -26,8 +26,6 @@ from upstream.story import Signal
 
 LEASE = 10.0
 """Seconds after which the places of a gateway that died are free again."""
-PATIENCE = 0.25
-"""Seconds that a reply may take; it is looked at four times a second, so up to twice as long."""
 _READING = 0.001  # seconds in which the loop looks at what has arrived
 _RENEW_EVERY = LEASE / 3
 _RETRY_EVERY = 1.0
@@ -93,7 +91,8 @@ class Line(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, on_lost: Callable[[Line, str], None]) -> None:
+    def __init__(self, patience: float, on_lost: Callable[[Line, str], None]) -> None:
+        self._patience = patience
         self._on_lost = on_lost
         self._parser = Parser()
         self._pending: deque[Pending] = deque()
@@ -131,7 +130,7 @@ class Line(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Give it up if a reply is overdue, unless it is here and this process was too late to read it."""
-        if self._pending and now - self._pending[0].sent > PATIENCE:
+        if self._pending and now - self._pending[0].sent > self._patience:
             asyncio.get_running_loop().call_later(_READING, self._give_up, self._pending[0])
 
     def _give_up(self, oldest: Pending) -> None:
@@ -226,7 +225,7 @@ class Store:
             self._line.check(now)
         if self._line is not None and now - self._renewed > _RENEW_EVERY:
             self._renew(self._line, now)
-        if self._opening is not None and self._was_up is None and now - self._opened_at > PATIENCE:
+        if self._opening is not None and self._was_up is None and now - self._opened_at > self._place.patience:
             self._away("it does not answer")
             self._welcome()
         if self._line is None and now - self._opened_at > _RETRY_EVERY:
@@ -271,10 +270,10 @@ class Store:
         """A connection that is ready for scripts. Raises OSError and ReplyError."""
         place, loop = self._place, asyncio.get_running_loop()
         if place.path is not None:
-            _, line = await loop.create_unix_connection(lambda: Line(self._lost), place.path)
+            _, line = await loop.create_unix_connection(lambda: Line(place.patience, self._lost), place.path)
         else:
             context = ssl.create_default_context() if place.tls else None
-            _, line = await loop.create_connection(lambda: Line(self._lost), place.host, place.port, ssl=context)
+            _, line = await loop.create_connection(lambda: Line(place.patience, self._lost), place.host, place.port, ssl=context)
         try:
             for pending in [line.send(each) for each in _greeting(place)]:
                 await pending.signal

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -37,8 +38,9 @@ class RedisServer:
     def socket_path(self) -> Path:
         return self.folder / "redis.sock"
 
-    def place(self, *, refuses: bool = False) -> LimitsStore:
-        return LimitsStore("127.0.0.1", self.port, refuses=refuses)
+    def place(self, **more: Any) -> LimitsStore:
+        """Where it is, and with a patience for a machine that is busy; ``more`` goes into it."""
+        return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "patience": 30.0, **more})
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)

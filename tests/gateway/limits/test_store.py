@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import statistics
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, date, datetime, timedelta
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from gateway.limits import scripts
 from gateway.limits.meters import Holder, Meters
 from gateway.limits.rules import Ask, moment, month_of
-from gateway.limits.store import PATIENCE, Reserved, Store, StoreAwayError
+from gateway.limits.store import Reserved, Store, StoreAwayError
 from gateway.state import Allowance, Limits, LimitsStore
 from tests.faults.chaos import Weather, chaos
 from tests.support.ports import refusing
@@ -85,7 +86,8 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
 
 
 async def _compare(server: RedisServer, steps: list[Any]) -> None:
-    meters = Meters.private()
+    """Each decides by a clock of its own: when half a second has passed, one may have a token more than the other, and no more is said."""
+    meters, began = Meters.private(), monotonic()
     one, both = meters.holder("key one", LIMITS), meters.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
     async with opened(server.place()) as store:
@@ -95,6 +97,8 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                 wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
                 ends: dict[int, float] = {}
                 expected, answer = meters.take(wanted, at, ends), await store.admit(identity, wanted)
+                if monotonic() - began > 0.5:
+                    return
                 assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
                 if answer.refused is None:
                     running.append((identity, wanted, at, ends, answer))
@@ -110,7 +114,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
 async def test_what_time_has_given_back_is_not_given_back_again(server: RedisServer, forgotten: int) -> None:
     """Reserved a minute and a half ago: time has filled it up, whoever else has come. Reserved now: it is given back."""
-    wanted = [(Holder("key a", Limits(requests_per_minute=60, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
+    wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
     with server.client() as each:
         async with opened(server.place()) as store:
             long_ago, now = [await store.admit(name, wanted) for name in ("r1", "r2")]
@@ -123,7 +127,7 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
             store.settle("r2", wanted, Ask(), now)
             assert (await store.admit("r4", [(wanted[0][0], Ask())])).refused is None
             found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
-            assert found == pytest.approx([before[0] - 1, before[1] - 24, 1, 24], abs=1e-3)
+            assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
 
 
 def test_the_stores_calendar(server: RedisServer) -> None:
@@ -160,11 +164,12 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     """On a busy machine it may be this process that does not come to it."""
     holder = Holder("key a", Limits(requests_per_minute=10), 0)
-    async with opened(server.place()) as store:
+    place = server.place(patience=0.25)
+    async with opened(place) as store:
         assert (await store.admit("r1", [(holder, Ask(1, 1, 0))])).refused is None
         asked = asyncio.create_task(store.admit("r2", [(holder, Ask(1, 1, 0))]))
         await asyncio.sleep(0)
-        sleep(2 * PATIENCE)  # noqa: ASYNC251  # it is held up
+        sleep(2 * place.patience)  # noqa: ASYNC251  # it is held up
         store.tick()
         assert (await asked).refused is None
     assert caplog.text == ""
@@ -173,10 +178,11 @@ async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, ca
 async def test_what_the_store_says(server: RedisServer) -> None:
     holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
     async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
+        before = monotonic()
         answer = await store.admit("r1", [(holder, Ask(1, 1, 10))])
-        now = datetime.now(UTC)
+        after, now = monotonic(), datetime.now(UTC)
         assert (answer.day, answer.month) == (int(now.timestamp() // 86400), now.year * 12 + now.month - 1)
-        assert answer.standings[0][2] == pytest.approx(monotonic() + 1, abs=0.9)
+        assert before + 0.9 < answer.standings[0][2] < after + 1.1
         answer = await store.admit("r2", [(holder, Ask(1, 1, 1))])
         assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
     with server.client() as each:
@@ -230,10 +236,12 @@ async def statuses(served: Served, times: int) -> list[int]:
 
 async def test_two_relays_count_together(server: RedisServer) -> None:
     async with gateway(server.place(), requests_per_minute=5) as one, gateway(server.place(), requests_per_minute=5) as two:
+        began = monotonic()
         assert await statuses(one, 3) == [200] * 3
         assert await statuses(two, 3) == [200, 200, 429]
         reply = await ask(one.port, request(chat()))
-        assert (reply.status, reply.headers["x-ratelimit-remaining-requests"], reply.headers["retry-after"]) == (429, "0", "12")
+        assert (reply.status, reply.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+        assert 12 - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 12
 
 
 async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: RedisServer) -> None:
@@ -291,17 +299,19 @@ async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bo
 
 
 async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: RedisServer) -> None:
-    async with gateway(server.place(), requests_per_minute=1000) as served:
+    place, took = server.place(patience=0.25), list[float]()
+    async with gateway(place, requests_per_minute=1000) as served:
         assert await statuses(served, 1) == [200]
         server.signal(signal.SIGSTOP)
         try:
             assert await asyncio.wait_for(statuses(served, 1), 20) == [200]
-            began = monotonic()
-            assert await statuses(served, 5) == [200] * 5
-            quick = (monotonic() - began) / 5
+            for _ in range(9):
+                began = monotonic()
+                assert await statuses(served, 1) == [200]
+                took.append(monotonic() - began)
         finally:
             server.signal(signal.SIGCONT)
-        assert quick < 0.25, "they did not wait for it"
+        assert statistics.median(took) < place.patience, "they did not wait for it"
         with server.client() as each:
             before = float(each.hget("vllm-gateway:key team-a", "r") or 0)
 
