@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support.wire import COMPLETION, HELLO, ROLE, USAGE, Client, chat, cli
 
 SECONDS = 20.0
 CONNECTIONS = 6
+REFUSING = {"on_store_failure": "refuse"}
 USED = 20
 """Tokens that an answer has used, by its usage: about what is reserved for it, since what is still reserved when the load ends was not
 there for others."""
@@ -73,17 +75,36 @@ async def _started(place: Path, config: dict[str, Any]) -> AsyncIterator[Gateway
             await asyncio.to_thread(stack.close)
 
 
-async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object]) -> tuple[Counter[int], float]:
-    """Ask over and over; the answers by status, and the seconds from the first request to the last answer."""
-    data, seen, began = request(body), Counter[int](), monotonic()
+@dataclass
+class Load:
+    """The answers by status. Seconds from the first request: ``refused`` to the last one that was refused for its rate, at least;
+    ``elapsed`` to the last answer."""
+
+    seen: Counter[int] = field(default_factory=Counter)
+    refused: float = 0.0
+    elapsed: float = 0.0
+
+    def assert_admitted(self, limit: int, each: int = 1) -> None:
+        """As much as a limit for a minute says, of which an answer takes ``each``: all that there was when somebody was refused, and no
+        more than there was in the end."""
+        assert 0.98 * limit * (1 + self.refused / 60) <= self.seen[200] * each <= 1.02 * limit * (1 + self.elapsed / 60)
+
+
+async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object]) -> Load:
+    """Ask over and over."""
+    data, load, began = request(body), Load(), monotonic()
 
     async def one(port: int) -> None:
         async with client(port) as visitor:
-            while monotonic() - began < seconds:
-                seen[(await visitor.ask(data)).status] += 1
+            while (asked := monotonic() - began) < seconds:
+                status = (await visitor.ask(data)).status
+                load.seen[status] += 1
+                if status == 429:
+                    load.refused = max(load.refused, asked)
 
     await asyncio.gather(*(one(port) for port in ports for _ in range(CONNECTIONS)))
-    return seen, monotonic() - began
+    load.elapsed = monotonic() - began
+    return load
 
 
 @pytest.mark.parametrize(
@@ -92,20 +113,23 @@ async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object]) 
 async def test_three_gateways_on_one_redis_admit_what_the_limit_says(
     tmp_path: Path, requests: int, tokens: int, limit: int, each: int
 ) -> None:
-    """A key with both limits, of which one holds it; ``each``: what an answer takes of that."""
+    """A key with both limits, of which one holds it; ``each``: what an answer takes of that.
+
+    A Redis that gets no CPU time on a busy machine counts as away: nobody is let in then whom it has not counted.
+    """
     limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
     with redis_server() as redis:
-        async with gateways(tmp_path, 3, limits, limits_store=redis.url) as three:
-            seen, elapsed = await hammer([one.data for one in three], SECONDS, chat(max_tokens=1))
-    assert set(seen) == {200, 429}
-    assert seen[200] * each == pytest.approx(limit * (1 + elapsed / 60), rel=0.02)
+        async with gateways(tmp_path, 3, limits, limits_store=redis.url, limits=REFUSING) as three:
+            load = await hammer([one.data for one in three], SECONDS, chat(max_tokens=1))
+    assert {200, 429} <= set(load.seen) <= {200, 429, 503}
+    load.assert_admitted(limit, each)
 
 
 async def test_the_relays_of_one_gateway_need_no_store(tmp_path: Path) -> None:
     async with gateways(tmp_path, 1, {"requests_per_minute": 600}, server={"relays": 3}) as (one,):
-        seen, elapsed = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1))
-        assert set(seen) == {200, 429}
-        assert seen[200] == pytest.approx(600 * (1 + elapsed / 60), rel=0.02)
+        load = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1))
+        assert set(load.seen) == {200, 429}
+        load.assert_admitted(600)
 
 
 async def test_counts_outlive_a_relay_and_its_places_do_not(tmp_path: Path) -> None:
@@ -121,13 +145,17 @@ async def test_counts_outlive_a_relay_and_its_places_do_not(tmp_path: Path) -> N
 
 async def begin(visitor: Client) -> None:
     """Have a stream that stays."""
-    visitor.send(request(chat(stream=True, max_tokens=500)))
+    data = request(chat(stream=True, max_tokens=500))
+    visitor.send(data)
+    while b" 503 " in await visitor.reader.readuntil(b"\r\n\r\n"):  # its store has had no time to answer
+        visitor.send(data)
     await visitor.reader.readuntil(HELLO)
 
 
 async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) -> None:
     with redis_server() as redis:
-        async with gateways(tmp_path, 2, {"concurrent": 2}, limits_store=redis.url) as (one, two), client(one.data) as stays:
+        more = {"limits_store": redis.url, "limits": REFUSING}
+        async with gateways(tmp_path, 2, {"concurrent": 2}, **more) as (one, two), client(one.data) as stays:
             await begin(stays)
             async with client(two.data) as goes:
                 await begin(goes)
@@ -135,7 +163,7 @@ async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) 
                 kill(two)
             killed = monotonic()
             while await status(one) == 429:
-                assert monotonic() - killed < LEASE + 10, "its lease is over"
+                assert monotonic() - killed < LEASE + 30, "its lease is over"
                 await asyncio.sleep(0.1)
             async with client(one.data) as third:
                 await begin(third)
@@ -143,8 +171,11 @@ async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) 
 
 
 async def status(one: Gateway, max_tokens: int = 1) -> int:
+    """Of a request; of one for which the limits' store has had no time there is none."""
     async with client(one.data) as visitor:
-        return (await visitor.ask(request(chat(max_tokens=max_tokens)))).status
+        while (found := (await visitor.ask(request(chat(max_tokens=max_tokens)))).status) == 503:
+            await asyncio.sleep(0.05)
+    return found
 
 
 def kill(one: Gateway) -> None:
@@ -163,7 +194,7 @@ async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: 
         async with gateways(tmp_path, 3, {"requests_per_minute": 6000}, **more) as three:
             load = asyncio.create_task(hammer([one.data for one in three], SECONDS, chat(max_tokens=1)))
             await restart(redis, SECONDS / 4)
-            seen, _ = await load
+            seen = (await load).seen
             assert seen.keys() <= meanwhile
             assert (seen[503] > 0) is (policy == "refuse")
             await until(lambda: all("is back" in one.said for one in three), 30)

@@ -24,6 +24,10 @@ from tests.support.process import SIMULATOR, Gateway, alive, configuration, gate
 from tests.support.running import KEY
 
 
+SLOW: dict[str, Any] = {"stream": True, "simulate": {"tokens": 35, "tokens_per_second": 5}}
+"""A stream of seven seconds: long enough for what is done in the meantime, on a busy machine too."""
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched())) as one:
@@ -62,14 +66,20 @@ def test_it_serves_counts_and_logs(running: Gateway) -> None:
 
 def test_the_admin_port(running: Gateway) -> None:
     assert (running.get("/livez").status_code, running.get("/readyz").status_code) == (200, 200)
+    wait_for(lambda: running.get("/status").json()["models"][0]["in_flight"] == 0)
     status = running.get("/status").json()
     server = status["models"][0]["servers"][0]
     assert (status["ready"], server["condition"], server["state"], server["in_flight"]) == (True, "up", "ready", 0)
     assert psutil.Process(server["pid"]).is_running()
-    models = httpx2.get(running.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}).json()["data"]
-    assert models[0]["id"] == "sim/one" and models[0]["max_model_len"] > 0 and "root" not in models[0]
-    assert httpx2.get(running.url + "/health").status_code == 200
-    assert httpx2.get(running.url + "/metrics").status_code == 404
+
+    def first() -> dict[str, Any]:
+        listed = httpx2.get(running.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}, timeout=30).json()["data"]
+        return dict(listed[0])
+
+    wait_for(lambda: "max_model_len" in first())  # it is known by a look of its own, behind the one that finds the server up
+    assert first()["id"] == "sim/one" and first()["max_model_len"] > 0 and "root" not in first()
+    assert httpx2.get(running.url + "/health", timeout=30).status_code == 200
+    assert httpx2.get(running.url + "/metrics", timeout=30).status_code == 404
 
 
 def test_the_metrics_are_well_formed(running: Gateway) -> None:
@@ -108,8 +118,7 @@ def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> Non
 def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
         replies: list[httpx2.Response] = []
-        slow: dict[str, Any] = {"stream": True, "simulate": {"tokens": 40, "tokens_per_second": 40}}
-        thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
         one.process.send_signal(signal.SIGTERM)
@@ -137,15 +146,15 @@ def test_a_relay_that_is_killed_is_replaced(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), relays=2)) as one:
         for _ in range(8):
             assert one.ask().status_code == 200
-        counted = one.metric('vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}')
+        counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}'
+        wait_for(lambda: one.metric(counted) == 8)
         before, vllm = one.relays(), [each.pid for each in one.named("upstream.simulator")]
         os.kill(before[0], signal.SIGKILL)
         wait_for(lambda: one.relays().get(0) not in (None, before[0]))
         wait_for(lambda: one.get("/status").json()["relays"][0]["up"])
         assert one.relays()[1] == before[1]
         assert [each.pid for each in one.named("upstream.simulator")] == vllm
-        assert counted == 8
-        assert one.metric('vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}') == 8
+        assert one.metric(counted) == 8
         assert one.ask().status_code == 200
         assert one.get("/status").json()["relays"][0]["restarts"] == 1
 
@@ -173,8 +182,8 @@ def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), relays=2)) as one:
         tree, ports = one.tree(), (one.data, one.admin)
         os.kill(one.process.pid, signal.SIGKILL)
-        one.process.wait(5)
-        wait_for(lambda: alive(tree) == [], 5.0, why=lambda: str(alive(tree)))
+        one.process.wait(30)
+        wait_for(lambda: alive(tree) == [], why=lambda: str(alive(tree)))
         assert all(port_is_free(port) for port in ports)
 
 
@@ -182,12 +191,20 @@ def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> 
     config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}))
     with gateway(tmp_path, config) as one:
         assert one.ask().status_code == 200
-        refused = one.ask(model="sim/bad")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
-        assert refused.headers["retry-after"].isdigit()
+
+        def refused() -> httpx2.Response:
+            answer = one.ask(model="sim/bad")
+            assert answer.status_code == 503 and answer.headers["retry-after"].isdigit()
+            return answer
+
+        def bad() -> dict[str, Any]:
+            return dict(next(each for each in one.get("/status").json()["models"] if each["id"] == "sim/bad")["servers"][0])
+
+        # It is tried again and again, and counts as loading meanwhile
+        wait_for(lambda: refused().json()["error"]["code"] == "no_healthy_server")
         assert "sim/bad#0" in one.said and "no_such_parser" in one.said
-        bad = next(each for each in one.get("/status").json()["models"] if each["id"] == "sim/bad")["servers"][0]
-        assert bad["condition"] == "down" and "no_such_parser" in bad["reason"]
+        wait_for(lambda: bad()["condition"] == "down")
+        assert "no_such_parser" in bad()["reason"]
         assert one.metric('vllm_gateway_launches_total{model="sim/bad",outcome="failed"}') >= 1
         assert one.metric('vllm_gateway_server_up{model="sim/bad",server="sim/bad#0"}') == 0
         assert one.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 1
@@ -214,7 +231,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
-            assert one.process.wait(10) == 1
+            assert one.process.wait(30) == 1
             assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said
 
 
@@ -223,8 +240,7 @@ def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
         os.close(keyboard)
         replies: list[httpx2.Response] = []
-        slow: dict[str, Any] = {"stream": True, "simulate": {"tokens": 20, "tokens_per_second": 20}}
-        thread = threading.Thread(target=lambda: replies.append(one.ask(**slow)))
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
         os.close(screen)
