@@ -36,7 +36,7 @@ def with_keys(config: dict[str, Any], **tokens: str) -> dict[str, Any]:
 
 def status_of(one: Gateway, token: str) -> int:
     """What the list of models answers to a key."""
-    return httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=10).status_code
+    return httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60).status_code
 
 
 def answers(one: Gateway, token: str, status: int) -> None:
@@ -46,6 +46,11 @@ def answers(one: Gateway, token: str, status: int) -> None:
 
 def last(one: Gateway) -> dict[str, Any]:
     return dict(one.get("/status").json()["configuration"])
+
+
+def generations(status: dict[str, Any]) -> int:
+    """How many of them are served by, control's own among them."""
+    return len({status["generation"], *(relay["generation"] for relay in status["relays"])})
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,11 @@ def test_a_changed_file_is_served_by_every_relay(running: Gateway, config: dict[
     file, before, taken = running.folder / "gateway.yaml", running.get("/status").json(), running.metric(TAKEN)
     assert status_of(running, OTHER) == 401
     write(file, with_keys(config, **{"team-a": KEY, "team-b": OTHER}))
-    wait_for(lambda: running.metric(TAKEN) == taken + 1)
+    wait_for(lambda: running.metric(TAKEN) > taken)
     wait_for(lambda: {status_of(running, OTHER) for _ in range(10)} == {200})
+    wait_for(lambda: generations(running.get("/status").json()) == 1)
     after = running.get("/status").json()
-    assert {relay["generation"] for relay in after["relays"]} == {after["generation"]} != {before["generation"]}
+    assert after["generation"] != before["generation"]
     assert [relay["pid"] for relay in after["relays"]] == [relay["pid"] for relay in before["relays"]]
     assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
     assert after["configuration"]["changes"] == ["key team-b is new"]
@@ -79,11 +85,11 @@ def test_a_changed_file_is_served_by_every_relay(running: Gateway, config: dict[
 
 def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, config: dict[str, Any]) -> None:
     file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
-    file.write_text(file.read_text() + "modles: []\n")
-    wait_for(lambda: running.metric(FAILED) == failed + 1)
+    write(file, config | {"modles": []})
+    wait_for(lambda: running.metric(FAILED) > failed)
     assert running.metric(LAST) == 0
     [problem] = last(running)["problems"]
-    line = file.read_text().count("\n")
+    line = file.read_text().splitlines().index("modles: []") + 1
     assert problem == f"{file}:{line}: modles: unknown key; did you mean `models`?"
     assert problem in running.said
     assert time.time() - last(running)["when"] < 60
@@ -107,8 +113,7 @@ def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, co
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")
     assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
-    too_large = running.ask(messages=[{"role": "user", "content": "x" * 2000}])
-    assert too_large.status_code == 413
+    wait_for(lambda: running.ask(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
     assert len(running.relays()) == 2
     assert waiting[0] in running.said
 
@@ -125,13 +130,13 @@ def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, 
         {"model sim/one has changed: aliases, timeouts", "key b is new", "log has changed: level"},
         {"nothing has changed"},
     )
-    assert running.ask(model="uno").status_code == 404
+    wait_for(lambda: running.ask(model="uno").status_code == 404)
 
 
 def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[str, Any]) -> None:
     taken = running.metric(TAKEN)
     os.kill(running.process.pid, signal.SIGHUP)
-    wait_for(lambda: running.metric(TAKEN) == taken + 1)
+    wait_for(lambda: running.metric(TAKEN) > taken)
     assert last(running)["changes"] == []
     assert running.ask().status_code == 200
 
@@ -142,7 +147,7 @@ def test_a_half_written_file_is_read_again_when_it_is_whole(running: Gateway, co
     with file.open("w") as writing:
         writing.write(text[: text.index("models:") + 9])
         writing.flush()
-        wait_for(lambda: running.metric(FAILED) == failed + 1)
+        wait_for(lambda: running.metric(FAILED) > failed)
         assert running.ask().status_code == 200
         writing.write(text[text.index("models:") + 9 :])
     wait_for(lambda: running.metric(LAST) == 1)
@@ -193,7 +198,7 @@ def test_a_secret_that_was_missing_is_enough_when_it_comes(tmp_path: Path) -> No
     config = configuration(launched())
     with gateway(tmp_path, config) as one:
         write(tmp_path / "gateway.yaml", config | {"keys_file": "more.yaml"})
-        wait_for(lambda: one.metric(FAILED) == 1)
+        wait_for(lambda: one.metric(FAILED) > 0)
         assert "more.yaml cannot be read: No such file or directory" in last(one)["problems"][0]
         (tmp_path / "more.yaml").write_text(stanza("late", OTHER))
         wait_for(lambda: one.metric(LAST) == 1)

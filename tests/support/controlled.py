@@ -67,7 +67,7 @@ class Controlled:
     def state(self, model: str) -> str:
         return str(self.status(model)["state"])
 
-    async def reaches(self, model: str, state: str, seconds: float = 30.0) -> None:
+    async def reaches(self, model: str, state: str, seconds: float = 60.0) -> None:
         """Wait until a model is in a state, and the relays know of it. Raises TimeoutError."""
         try:
             await until(lambda: self.state(model) == state, seconds)
@@ -146,7 +146,7 @@ async def controlled(
         stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
-        await until(lambda: control.not_ready() is None, 30.0)
+        await until(lambda: control.not_ready() is None, 60.0)
         yield Controlled(control, port, said, client, file)
 
 
