@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults.conftest import FULL
 from tests.faults.invariants import ended, request_ids, soon_idle, whole
-from tests.support.ports import refusing
+from tests.support.ports import reserved
 from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import until
 from tests.support.wire import DONE, Reply, ask, client, request
@@ -86,7 +86,7 @@ async def test_streams_beyond_the_grace_get_the_error_frame(tmp_path: Path, meas
 
 @pytest.mark.row(23)
 async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with gateway(tmp_path, configuration(launched(), linger="2s", drain="30s")) as one, ended(one):
+    with gateway(tmp_path, configuration(launched(), linger="8s", drain="30s")) as one, ended(one):
         one.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         await asyncio.to_thread(wait_for, lambda: one.get("/readyz").status_code == 503)
@@ -101,7 +101,7 @@ async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_p
                 assert await kept.closed(), "so that whoever keeps connections turns away in time"
                 served += 3
         assert await asyncio.to_thread(one.process.wait, 60) == 0
-    assert time.monotonic() - began >= 2.0 and len(request_ids(one.log)) == served
+    assert time.monotonic() - began >= 8.0 and len(request_ids(one.log)) == served
     measured(f"/readyz fails at once; {served} of {served} requests are served in the linger, each the last one of its connection")
 
 
@@ -115,11 +115,12 @@ async def test_whoever_is_let_in_is_served(tmp_path: Path, relays: int, measured
         while not over.is_set():
             seen[await outcome(port, data)] += 1
 
-    with gateway(tmp_path, configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), relays=relays)) as one, ended(one):
+    config = configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), relays=relays, drain="1m")
+    with gateway(tmp_path, config) as one, ended(one):
         async with asyncio.TaskGroup() as group:
             for _ in range(30):
                 group.create_task(come_again(one.data))
-            await until(lambda: seen["200"] > 100)
+            await until(lambda: seen["200"] > 100, 60.0)
             one.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(one.process.wait, 60) == 0
             over.set()
@@ -197,20 +198,18 @@ async def test_streams_of_other_relays_live_when_one_is_killed(tmp_path: Path, m
 @pytest.mark.row(24)
 @pytest.mark.timeout(180)
 async def test_a_killed_gateway_leaves_nothing_and_is_soon_back(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with refusing() as port:
-        config = configuration(launched(), relays=2, port=port)
-    with gateway(tmp_path, config) as one, ended(one):
+    with reserved() as port, gateway(tmp_path, configuration(launched(), relays=2, port=port)) as one, ended(one):
         async with started(one, 10, 60.0) as streams:
             tree = one.tree()
             os.kill(one.process.pid, signal.SIGKILL)
             began = time.monotonic()
-            await asyncio.to_thread(one.process.wait, 10)
-            await until(lambda: not alive(tree), 20.0)
+            await asyncio.to_thread(one.process.wait, 30)
+            await until(lambda: not alive(tree), 60.0)
             gone = time.monotonic() - began
             replies = await asyncio.gather(*streams, return_exceptions=True)
             assert not any(isinstance(reply, Reply) and reply.whole for reply in replies), "none looks whole that is not"
         began = time.monotonic()
-        with gateway(tmp_path, config, runtime=one.runtime, ready=False) as again:
+        with gateway(tmp_path, None, runtime=one.runtime, ready=False) as again:
             await asyncio.to_thread(wait_for, lambda: serves(again))
             served = time.monotonic() - began
     measured(f"the gateway killed: no process left after {gone:.2f} s; started again, it serves after {served:.2f} s")
