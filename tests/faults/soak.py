@@ -173,7 +173,6 @@ class Soak:
             process = psutil.Process(pid)
             self.findings.looks.setdefault(name, []).append(Look(at, process.memory_info().rss, process.num_fds()))
 
-
     def look_at_rest(self, within: float = 15.0) -> None:
         """The last look, between two probes of the servers: each is a descriptor of control's for as long as it takes."""
         deadline = time.monotonic() + within

@@ -147,8 +147,9 @@ async def test_death_before_the_first_event(measured: Callable[[str], None]) -> 
                 assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         with refusing() as port:
             async with unharmed([model(port, other.port, balance="round_robin")]) as served:
+                since = time.monotonic()
                 assert [(await ask(served.port, request())).status for _ in range(6)] == [200] * 6
-                assert served.value("retries_total", "tiny") <= 2
+                assert served.value("retries_total", "tiny") <= 2 + time.monotonic() - since, "it is tried again after a second, at most"
         assert len(server.requests) == len(cases), "what may have run is not sent again"
     measured(f"{len(cases)} deaths: 502 each, never a 200, none sent again; a refused connection: another server, 200")
 
@@ -156,7 +157,7 @@ async def test_death_before_the_first_event(measured: Callable[[str], None]) -> 
 @pytest.mark.row(4)
 @pytest.mark.timeout(120)
 async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
-    idle = 2.0
+    idle = 6.0
     with running("--sim-tokens-per-second", "20", "--served-model-name", "tiny") as server:
         wanted = server.chat(seed=7, simulate=QUICK).json()["choices"]
         async with unharmed([model(server.port, timeouts=Timeouts(idle=idle, first_byte=idle))]) as served:

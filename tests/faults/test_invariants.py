@@ -16,6 +16,8 @@ from tests.support.wire import chat, request
 
 MODEL = "sim/one"
 SLOWLY = {"tokens": 1000, "tokens_per_second": 5}
+WITHIN = 4.0
+"""Seconds for what will not come, and for what is looked at before it, and comes, on a busy machine too."""
 Harm = Callable[[Gateway, ExitStack], object]
 
 
@@ -61,14 +63,14 @@ def test_what_a_row_leaves_is_seen(tmp_path: Path) -> None:
             assert one.ask().status_code == 200
         assert len(request_ids(one.log)) == 1
         for said, harm in BROKEN.items():
-            with ExitStack() as stack, pytest.raises(AssertionError, match=said), whole(one, within=1.0):
+            with ExitStack() as stack, pytest.raises(AssertionError, match=said), whole(one, within=WITHIN):
                 harm(one, stack)
 
 
 def test_a_line_that_was_not_written_is_seen(tmp_path: Path) -> None:
     (tmp_path / "stdout").symlink_to("/dev/null")
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
-        with pytest.raises(AssertionError, match="not in the log once: 1"), whole(one, within=1.0):
+        with pytest.raises(AssertionError, match="not in the log once: 1"), whole(one, within=WITHIN):
             assert one.ask().status_code == 200
         with whole(one, lost=2), whole(one, written=False):
             assert one.ask().status_code == 200

@@ -76,7 +76,7 @@ def closing_server(ran: Counter[int], closed: Counter[str]) -> Iterator[int]:
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield ports.get_nowait()
     finally:
         done.set()

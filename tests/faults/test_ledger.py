@@ -22,7 +22,7 @@ from gateway.ledger.store import Store, database
 from tests.faults.conftest import FULL
 from tests.faults.invariants import ended, soon_idle, whole
 from tests.support import postgres
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import until
 from tests.support.wire import chat, client, request
 
@@ -206,9 +206,10 @@ def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(ser
         with gateway(tmp_path, settings(url)) as one:
             answered = {one.ask().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
-            assert "the ledger's database takes nothing" in one.said
+            wait_for(lambda: "the ledger's database takes nothing" in one.said)
+            wait_for(lambda: one.get("/status").json()["ledger"]["away"])
             state = one.get("/status").json()["ledger"]
-            assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0) and state["away"]
+            assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0)
             asked = one.get("/usage")
             assert (asked.status_code, "does not answer" in asked.json()["error"]) == (503, True)
             assert one.stop() == 0
@@ -250,9 +251,9 @@ async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Cal
         async with long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
             one.process.kill()
             await asyncio.to_thread(one.process.wait)
-            await until(lambda: not any(each.is_running() for each in relays), 60)
+            await until(lambda: not alive(relays), 60)
     with gateway(tmp_path, settings(url)) as again:
-        await asyncio.to_thread(wait_for, lambda: spooled(again) == 0 and len(kept(url, tmp_path)) >= len(seen.answered) + STREAMS)
+        await asyncio.to_thread(wait_for, lambda: spooled(again) == 0 and len(kept(url, tmp_path)) >= len(seen.answered) + STREAMS, 60)
     found = kept(url, tmp_path)
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}

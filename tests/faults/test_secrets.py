@@ -20,7 +20,7 @@ from gateway.catalog import Catalog, Entry
 from gateway.state import Key
 from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
 from tests.support.running import KEY, key, model
 from tests.support.wire import ask, request
 
@@ -96,7 +96,7 @@ def _asked(one: Gateway) -> list[bytes]:
 
 
 def _command_lines(one: Gateway) -> str:
-    return "\n".join(" ".join(each.cmdline()) for each in [psutil.Process(one.process.pid), *one.tree()] if each.is_running())
+    return "\n".join(" ".join(words_of(each)) for each in [psutil.Process(one.process.pid), *one.tree()])
 
 
 def _servers_know_their_own_secrets_only(one: Gateway) -> None:

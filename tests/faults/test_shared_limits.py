@@ -173,7 +173,7 @@ async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) 
 async def status(one: Gateway, max_tokens: int = 1) -> int:
     """Of a request; of one for which the limits' store has had no time there is none."""
     async with client(one.data) as visitor:
-        while (found := (await visitor.ask(request(chat(max_tokens=max_tokens)))).status) == 503:
+        while (found := (await visitor.ask(request(chat(max_tokens=max_tokens)))).status) == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return found
 

@@ -23,7 +23,6 @@ from gateway.metrics import FAMILIES, PREFIX
 from tests.support.process import SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
-
 SLOW: dict[str, Any] = {"stream": True, "simulate": {"tokens": 35, "tokens_per_second": 5}}
 """A stream of seven seconds: long enough for what is done in the meantime, on a busy machine too."""
 

@@ -75,14 +75,14 @@ class Gateway:
         """Process ids by relay number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
-            words = _words(each)
+            words = words_of(each)
             if "relay" in words:
                 found[int(words[words.index("relay") + 1])] = each.pid
         return found
 
     def named(self, word: str) -> list[psutil.Process]:
         """The processes whose command line has this word in it."""
-        return [each for each in self.tree() if any(word in argument for argument in _words(each))]
+        return [each for each in self.tree() if any(word in argument for argument in words_of(each))]
 
     def get(self, path: str) -> httpx2.Response:
         """From the admin port."""
@@ -104,7 +104,7 @@ class Gateway:
         return self.process.wait(60)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def words_of(process: psutil.Process) -> list[str]:
     """A process's command line; empty when it has just ended."""
     try:
         return list(process.cmdline())
