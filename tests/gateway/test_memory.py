@@ -144,6 +144,8 @@ async def test_bodies_that_wait_for_their_turn_are_counted_and_given_back() -> N
     async with scripted(script) as server, serving_in_little(server.port) as served, client(served.port) as one:
         one.send(request() + LARGE + LARGE)
         await until(lambda: server.requests and served.relay.memory.held > 0)
+        waiting = next(iter(served.connections)).pipeline
+        await until(lambda: len(waiting) == 2)  # the last one has come while there was no room for it
         release.set()
         assert [(await one.reply()).status for _ in range(3)] == [200, 200, 503]
         release.clear()
