@@ -14,7 +14,8 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Protocol
 
@@ -35,6 +36,9 @@ AHEAD = 32 * 1024
 """Bytes that a stream's server may have sent and not been read, about: the kernel doubles it (socket(7)). Left to itself it grows to
 megabytes where a server is faster than its client, and each read brings a quarter of one into memory, for each slow client. It is
 for streams alone: a large answer in one piece takes longer so, most of all from far away."""
+
+STOOD_STILL = 0.1
+"""Seconds in which this process, after it has been held up, sees the connections that were made meanwhile."""
 
 EVENT_END = b"\n\n\r\n"
 """How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
@@ -295,8 +299,8 @@ async def connect(
 ) -> Connection:
     """Open a connection.
 
-    Raises ConnectTimeout after ``timeout`` seconds, LocalLimit where the gateway can open no more, and ConnectFailed for every
-    other refusal.
+    Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit where the gateway can open no more, and ConnectFailed
+    for every other refusal.
     """
     loop = asyncio.get_running_loop()
 
@@ -304,7 +308,7 @@ async def connect(
         return Connection(server, on_idle, turn)
 
     try:
-        async with asyncio.timeout(timeout):
+        async with _patience(timeout):
             if address.uds:
                 _, connection = await loop.create_unix_connection(make, address.uds)
             else:
@@ -315,6 +319,19 @@ async def connect(
         kind = LocalLimit if isinstance(error, OSError) and error.errno in _OUR_LIMITS else ConnectFailed
         raise kind(server, f"{type(error).__name__}: {error}") from error
     return connection
+
+
+@asynccontextmanager
+async def _patience(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError some time after ``seconds``. What is late by then may have come in time while it was this process that
+    stood still, and is seen in the turns of the loop that follow."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + STOOD_STILL))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class Parking:

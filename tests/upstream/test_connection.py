@@ -7,6 +7,7 @@ import random
 import socket
 import ssl
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -259,21 +260,33 @@ async def test_a_server_that_accepts_nothing() -> None:
         await connect("one", Address(port=port), 0.2, None, lambda _: None, Turn())
 
 
+async def test_a_process_that_stood_still_takes_the_connection_that_was_made_meanwhile() -> None:
+    async with scripted(says(OK)) as server:
+        connecting = asyncio.create_task(connect("one", Address(port=server.port), 0.05, None, lambda _: None, Turn()))
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251  the whole loop
+        one = await connecting
+        assert (await asked(one)).body == b"ok"
+        one.close()
+
+
 async def test_a_unix_socket(tmp_path: Path) -> None:
-    path = str(tmp_path / "server.sock")
+    path, over = str(tmp_path / "server.sock"), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(OK)
         await reader.read()
-        writer.close()
+        writer.transport.abort()
+        over.set()
 
     server = await asyncio.start_unix_server(serve, path)
     async with server:
         one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, Turn())
         assert (await asked(one)).body == b"ok"
         one.close()
-        await asyncio.sleep(0.01)
+        await over.wait()
+        await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="module")
@@ -285,8 +298,11 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
     cert, key = pair
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
+    talks = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talks
+        talks += 1
         try:
             await read_request(reader)
             writer.write(OK)
@@ -294,7 +310,8 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            writer.close()
+            writer.transport.abort()
+            talks -= 1
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
@@ -307,6 +324,7 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
             await connect("one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, Turn())
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # it is another's
             await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None, Turn())
+        await until(lambda: talks == 0)
         await asyncio.sleep(0.02)
 
 
@@ -318,7 +336,7 @@ async def test_no_tls_where_tls_is_expected() -> None:
 
 async def test_parked_connections_are_given_out_while_they_are_good() -> None:
     async with scripted(says(OK)) as server:
-        parking = Parking(0.2)
+        parking = Parking(60.0)
         address = Address(port=server.port)
         one = await connect("one", address, 5.0, None, parking.park, Turn())
         two = await connect("one", address, 5.0, None, parking.park, Turn())
@@ -330,13 +348,17 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         assert parking.take() is two
         assert parking.take() is None, "a closed one is not given out"
         parking.park(two)
-        await asyncio.sleep(0.25)
+        parking.expiry = 0.01
+        await asyncio.sleep(0.02)
         assert parking.take() is None and two.closed, "one that waited too long is closed"
+        parking.expiry = 60.0
         three = await connect("one", address, 5.0, None, parking.park, Turn())
         await asked(three)
         parking.sweep()
-        assert (len(parking), server.open) == (1, 1)
-        await asyncio.sleep(0.25)
+        assert len(parking) == 1
+        await until(lambda: server.open == 1)
+        parking.expiry = 0.01
+        await asyncio.sleep(0.02)
         parking.sweep()
         assert len(parking) == 0 and three.closed
         await until(lambda: server.open == 0)
