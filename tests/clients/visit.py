@@ -25,7 +25,7 @@ import pytest
 from gateway import keys
 from tests.clients.install import LOCKS, NODE, ROOT, environment, installed
 from tests.clients.overloaded import Overloaded, overloaded
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
 
 MODEL, BUSY = "sim/one", "busy/one"
 HELLO, WEATHER = "Say hello.", "What is the weather in Oslo?"
@@ -107,14 +107,15 @@ class Visit:
     def spoken(self, text: str = HELLO) -> str:
         """What the model says to a text."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
-        answer = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key_of('curl')}"})
+        headers = {"authorization": f"Bearer {key_of('curl')}"}
+        answer = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         said: str = answer.json()["choices"][0]["message"]["content"]
         return said
 
     def journal(self) -> list[dict[str, Any]]:
         """What reached the simulator, by its own account, over the private socket that the gateway has given it."""
-        [socket] = {word for each in self.gateway.tree() for word in each.cmdline() if re.search(r"/[^/]+\.sock$", word)}
-        with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator") as server:
+        [socket] = {word for each in self.gateway.tree() for word in words_of(each) if re.search(r"/[^/]+\.sock$", word)}
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator", timeout=60) as server:
             entries: list[dict[str, Any]] = server.get("/sim/requests").json()
         return entries
 

@@ -101,7 +101,7 @@ class Stage:
     @contextmanager
     def directly(self, model: str | None = None) -> Iterator[httpx2.Client]:
         """A client of the launched server itself, on its unix socket and with its internal key."""
-        status = httpx2.get(f"http://127.0.0.1:{self.gateway.admin}/status", verify=_NO_TLS).json()
+        status = httpx2.get(f"http://127.0.0.1:{self.gateway.admin}/status", timeout=60, verify=_NO_TLS).json()
         shown = next(each for each in status["models"] if each["id"] == (model or self.model))
         server = psutil.Process(shown["servers"][0]["pid"])
         words = server.cmdline()

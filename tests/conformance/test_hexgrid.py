@@ -74,7 +74,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 )
 def test_bearer_keys(keyed: Gateway, authorization: str | None, model: str, status: int, code: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    answer = httpx2.post(keyed.url + CHAT, json={**WHO, "model": model}, headers=headers)
+    answer = httpx2.post(keyed.url + CHAT, json={**WHO, "model": model}, headers=headers, timeout=60)
     assert (answer.status_code, answer.json().get("error", {}).get("code")) == (status, code)
     assert status != 401 or answer.headers["www-authenticate"] == "Bearer"
 

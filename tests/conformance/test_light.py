@@ -63,7 +63,7 @@ def test_messages_have_16_tokens_if_the_operator_says_so(tmp_path: Path) -> None
     config = {**configuration(model), "keys": [{"id": "nobody", "anonymous": True}]}
     with gateway(tmp_path, config) as one:
         unsaid = {name: value for name, value in COUNTING.items() if name != "max_tokens"}
-        answers = [httpx2.post(one.url + CHAT, json=body).json() for body in (unsaid, {**unsaid, "max_tokens": 20})]
+        answers = [httpx2.post(one.url + CHAT, json=body, timeout=60).json() for body in (unsaid, {**unsaid, "max_tokens": 20})]
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [16, 20]
 
 
@@ -136,7 +136,7 @@ def weighed_tokens(stage: Stage, body: Json) -> list[tuple[str, float]]:
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 def test_a_client_that_leaves_frees_the_server(stage: Stage, raw: bool, streamed: bool) -> None:
     body = {**(RAW if raw else COUNTING), "model": LLAMA, "max_tokens": 1900, "ignore_eos": True, "stream": streamed}
-    slow = {} if stage.real else {"simulate": {"tokens_per_second": 200}}
+    slow = {} if stage.real else {"simulate": {"tokens_per_second": 20}}  # a minute and a half, were it read to its end
     made, running = "vllm:generation_tokens_total", "vllm:num_requests_running"
     before = stage.count(made, LLAMA)
     connection = http.client.HTTPConnection("127.0.0.1", stage.gateway.data, timeout=60)

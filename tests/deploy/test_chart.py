@@ -358,7 +358,7 @@ def test_what_the_containers_run_answers(tmp_path: Path) -> None:
             assert hooked(two_models, one.url) == 0
             write(root / "etc/vllm-gateway/keys/keys.yaml", {"keys": [{"id": "admin", "hash": hash_of(KEY)}]})
             wait_for(lambda: one.ask(**chat).status_code == 200, 60)
-            assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 401
+            assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=60).status_code == 401
 
 
 def asked(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def engine(rendered: Rendered, component: str, key: str) -> Iterator[int]:
         found = next((match[1] for line in process.stderr if (match := _LISTENS.search(line))), None)
         assert found, "the simulator has ended"
         url = f"http://127.0.0.1:{found}"
-        wait_for(lambda: httpx2.get(url + path).status_code == 200)
+        wait_for(lambda: httpx2.get(url + path, timeout=60).status_code == 200)
         yield int(found)
     finally:
         process.terminate()

@@ -7,6 +7,7 @@ import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import monotonic
 
 import pytest
 
@@ -31,6 +32,8 @@ from upstream.pool import NoServerError, Pool
 from upstream.server import Condition, Server, ServerSpec
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+FOR_EVER = 3600.0
+"""Seconds between two looks of a clock that a test does not wait for: it says itself how late it is."""
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -287,7 +290,7 @@ async def test_the_connect_deadline() -> None:
     with silent() as port:
         async with way(port, connect=0.1) as one:
             assert type(await timed(one)) is ConnectTimeout
-        async with scripted(answers) as server, way(port, server.port, connect=0.1) as two:
+        async with scripted(answers) as server, way(port, server.port, connect=2.0) as two:
             for _ in range(2):
                 assert (await two.ask())[0] == b"ok", "another server takes it"
 
@@ -323,20 +326,43 @@ async def test_the_idle_deadline(said: bytes) -> None:
         await until(lambda: server.open == 0)
 
 
+async def test_bytes_put_the_idle_deadline_off() -> None:
+    more = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED + b"1\r\nx\r\n")
+        await more.wait()
+        await talk.chunk(b"y")
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose)
+            first, came = answer.last_byte, list[bytes]()
+            answer.flow_to(came.append)
+            await asyncio.sleep(0.05)
+            more.set()
+            await until(lambda: b"".join(came) == b"xy")
+            assert answer.last_byte > first + 0.02
+            answer.check(first + 100.01)
+            assert answer.error is None
+            answer.check(answer.last_byte + 100.01)
+            with pytest.raises(IdleTimeout):
+                await answer.ended()
+
+
 async def drips(talk: Conversation) -> None:
     await talk.write(CHUNKED)
-    for _ in range(60):
+    for _ in range(1000):
         await talk.chunk(b"x")
         await asyncio.sleep(0.01)
     await talk.end_stream()
 
 
-async def test_bytes_put_the_idle_deadline_off_but_not_the_total_one() -> None:
-    async with scripted(drips) as server, way(server.port, idle=0.4) as one:
-        assert (await one.ask())[0] == b"x" * 60
-        one.timeouts = Timeouts(total=0.2)
+async def test_bytes_do_not_put_the_total_deadline_off() -> None:
+    async with scripted(drips) as server, way(server.port, total=0.2) as one:
         assert type(await timed(one)) is TotalTimeout
-        await until(lambda: server.open == 1, 5)  # the first one's is parked
+        await until(lambda: server.open == 0)
 
 
 async def test_a_pause_does_not_count_as_silence() -> None:
@@ -344,14 +370,17 @@ async def test_a_pause_does_not_count_as_silence() -> None:
         await talk.write(CHUNKED + b"2\r\nok\r\n")
         await talk.closed_by_peer()
 
-    async with scripted(script) as server, way(server.port, idle=0.1) as one:
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
         with one.attempt() as attempt:
             answer = await attempt.answer(compose)
             answer.flow_to(lambda _: None)
             answer.pause()
-            await asyncio.sleep(0.3)
+            answer.check(answer.last_byte + 1000)
             assert answer.error is None
             answer.resume()
+            answer.check(answer.last_byte + 99)
+            assert answer.error is None, "the time begins anew"
+            answer.check(answer.last_byte + 101)
             with pytest.raises(IdleTimeout):
                 await answer.ended()
 
@@ -481,15 +510,15 @@ async def test_a_whole_answer_leaves_its_connection_alone() -> None:
 # Uploads
 
 
-def upload_of(pieces: int, *, last: bool = True, wait: float = 0.0) -> Upload:
+def upload_of(pieces: int, meanwhile: Callable[[], None] = lambda: None) -> Upload:
     async def upload(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
         for _ in range(pieces):
             send(b"x" * 65536, True)
             if not await drained():
                 return
-            await asyncio.sleep(wait)
-        if last:
-            send(b"", False)
+            await asyncio.sleep(0)
+            meanwhile()
+        send(b"", False)
 
     return upload
 
@@ -533,9 +562,14 @@ async def test_an_upload_waits_for_a_server_that_does_not_read() -> None:
 
 
 async def test_a_slow_client_is_not_its_servers_fault() -> None:
-    async with scripted(answers) as server, way(server.port, first_byte=0.1) as one:
+    async with scripted(answers) as server, way(server.port, tick=FOR_EVER, first_byte=100) as one:
+
+        def later() -> None:
+            for each in tuple(one.deadlines._watched):
+                each.check(monotonic() + 200)
+
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose_upload(3), upload_of(3, wait=0.2))
+            answer = await attempt.answer(compose_upload(3), upload_of(3, later))
             assert await answer.collect(10) == b"ok"
 
 
