@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -115,10 +116,16 @@ class Load:
     tokens: dict[str, int] = field(default_factory=dict)
     """Of each answer by its request's id."""
     wrong: list[str] = field(default_factory=list)
-    streaming: int = 0
+    begun: Counter[int] = field(default_factory=Counter)
+    """Streams of each client."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def stream(self) -> None:
+    async def everybody_streams(self) -> None:
+        """Wait until each of them has begun another stream: on a slow machine some end before others begin. Raises TimeoutError."""
+        before = self.begun.copy()
+        await until(lambda: all(self.begun[number] > before[number] for number in range(STREAMS)), 90)
+
+    async def stream(self, number: int) -> None:
         simulate = {"tokens": TOKENS, "tokens_per_second": RATE}
         data = request(chat(model=MODEL, stream=True, stream_options={"include_usage": True}, simulate=simulate))
         while not self.over.is_set():
@@ -126,9 +133,8 @@ class Load:
                 asked = asyncio.create_task(one.ask(data))
                 begun = asyncio.create_task(one.begun.wait())
                 await asyncio.wait((asked, begun), return_when=asyncio.FIRST_COMPLETED)
-                self.streaming += 1
+                self.begun[number] += 1
                 reply = await asked
-                self.streaming -= 1
                 begun.cancel()
             self.take(reply, reply.body.removesuffix(DONE).rpartition(b"data: ")[2] if reply.body.endswith(DONE) else None)
 
@@ -160,11 +166,11 @@ async def load(port: int) -> AsyncIterator[Load]:
     made = Load(port)
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(STREAMS):
-                group.create_task(made.stream())
+            for number in range(STREAMS):
+                group.create_task(made.stream(number))
             for _ in range(ASKING):
                 group.create_task(made.ask())
-            await until(lambda: made.streaming == STREAMS, 60)
+            await made.everybody_streams()
             yield made
             made.over.set()
     finally:
@@ -195,7 +201,7 @@ async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_
                 for each in three:
                     await asyncio.to_thread(each.end)
                     await asyncio.to_thread(each.start)
-                    await until(lambda: clients.streaming == STREAMS, 60)
+                    await clients.everybody_streams()
             with redis.client() as store:
                 await until(lambda: not store.zcard("vllm-gateway:key team-a leases"), 30)
                 counted = float(store.hget("vllm-gateway:key team-a", "dt") or 0)

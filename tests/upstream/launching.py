@@ -23,7 +23,7 @@ def alive(pid: int) -> bool:
     return any(row.pid == pid and row.state not in "ZX" for row in processes())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
             await asyncio.sleep(0.01)

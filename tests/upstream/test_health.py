@@ -5,13 +5,15 @@ import json
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.support.ports import refusing
+from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.address import Address
 from upstream.health import (
@@ -132,12 +134,6 @@ async def listening(server: FakeServer, uds: Path | None = None, port: int = 0) 
         await listener.wait_closed()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the prober tells by callback, the fake by its list
-            await asyncio.sleep(0.005)
-
-
 class Told(list[Probe]):
     async def up(self, up: bool) -> Probe:
         await until(lambda: bool(self) and self[-1].up is up)
@@ -146,7 +142,7 @@ class Told(list[Probe]):
 
 @asynccontextmanager
 async def probing(
-    told: Told, *targets: Target, interval: float = 0.02, deadline: float = 5.0, every: float = 60.0
+    told: Told, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
@@ -211,22 +207,23 @@ async def test_a_server_that_goes_and_comes_back() -> None:
 
 
 async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    nobody = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
-    unknown = Address(host="no-such-host.invalid", port=80)
-    async with listening(FakeServer({"/health": (503, b"")})) as server:
-        expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
-        for address, conclusive in expected.items():
-            seen = await Doctor(Target("s", address), 5).look()
-            assert seen is not None
-            assert (seen.up, seen.conclusive) == (False, conclusive), address
+    with refusing() as port:
+        nobody = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
+        unknown = Address(host="no-such-host.invalid", port=80)
+        async with listening(FakeServer({"/health": (503, b"")})) as server:
+            expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
+            for address, conclusive in expected.items():
+                seen = await Doctor(Target("s", address), 30).look()
+                assert seen is not None
+                assert (seen.up, seen.conclusive) == (False, conclusive), address
 
 
 async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     told, gone = Told(), Told()
-    async with listening(FakeServer()) as server, Prober(on_change=told.append, on_lost=gone.append, interval=0.02) as prober:
+    async with (
+        listening(FakeServer()) as server,
+        Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
+    ):
         prober.set_targets([Target("s", server.address)])
         await until(lambda: len(told) == 1)
         with no_descriptors():
@@ -343,7 +340,7 @@ async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.Monk
 
 async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_looked_at() -> None:
     told: list[Probe] = []
-    async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0) as prober:
+    async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0, deadline=30.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("a", address, "old")])
         await until(lambda: bool(told))

@@ -18,7 +18,7 @@ from upstream.keeper import Orders, descendants, processes, read, unlink_socket
 SERVER = Path(__file__).with_name("launched_server.py")
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -43,7 +43,7 @@ class Kept:
         self.socket = self.folder / "0.sock"
         self.output = folder / "output"
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(10)
+        self.control.settimeout(30)
         words = ["--name", "m#0", "--control", str(theirs.fileno()), "--socket", str(self.socket), "--folder", str(self.folder), "--"]
         with theirs, self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -109,7 +109,7 @@ def test_the_exit_is_reported_as_subprocess_has_it(keep: Callable[..., Kept]) ->
     kept = keep(*shell("exit 3"))
     kept.begin()
     assert kept.report() == {"exit": 3}
-    assert kept.process.wait(10) == 0
+    assert kept.process.wait(30) == 0
     assert kept.folder.exists(), "control lives and may start the server again"
 
 
@@ -118,7 +118,7 @@ def test_death_by_signal_is_reported_and_the_rest_is_killed(server: Kept) -> Non
     pids = server.all_up()
     os.kill(main, signal.SIGKILL)
     assert server.report() == {"exit": -9}
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
     assert not any(map(alive, pids.values()))
     assert not server.socket.exists()
 
@@ -134,7 +134,7 @@ def test_when_control_is_gone_everything_is_killed_and_the_folder_taken_away(ser
     pids = server.all_up()
     assert os.getsid(pids["stray"]) == pids["stray"]
     server.hang_up()
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
     assert not any(map(alive, pids.values()))
     assert not server.folder.exists()
 
@@ -144,7 +144,7 @@ def test_a_folder_that_others_use_stays(server: Kept) -> None:
     server.all_up()
     (server.folder / "1.sock").touch()
     server.hang_up()
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
     assert [path.name for path in server.folder.iterdir()] == ["1.sock"]
 
 
@@ -152,7 +152,7 @@ def test_a_word_from_control_kills_everything_and_leaves_the_folder(server: Kept
     server.begin()
     pids = server.all_up()
     server.control.sendall(b"kill\n")
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
     assert not any(map(alive, pids.values()))
     assert server.folder.exists()
     assert not server.socket.exists()
@@ -161,7 +161,7 @@ def test_a_word_from_control_kills_everything_and_leaves_the_folder(server: Kept
 def test_when_control_goes_before_it_said_what_to_start_nothing_is_started(server: Kept) -> None:
     server.control.sendall(b'{"env": {')
     server.hang_up()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
     assert server.pids() == {}
     assert not server.folder.exists()
 
@@ -172,7 +172,7 @@ def test_sigterm_is_passed_on_and_sigint_and_sighup_are_survived(server: Kept) -
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         server.process.send_signal(number)
     assert server.report() == {"exit": 0}
-    assert server.process.wait(5) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_the_server_is_not_told_to_ignore_signals(keep: Callable[..., Kept]) -> None:
@@ -196,7 +196,7 @@ def test_the_server_dies_with_a_killed_keeper(keep: Callable[..., Kept]) -> None
     pid = kept.begin()
     until(lambda: is_called("sleep", pid))
     kept.process.kill()
-    until(lambda: not alive(pid), 5)
+    until(lambda: not alive(pid))
     assert kept.reports.readline() == "", "control sees the end of the stream"
 
 
@@ -204,7 +204,7 @@ def test_the_environment_is_the_servers_alone(keep: Callable[..., Kept]) -> None
     kept = keep(*shell('echo "$VLLM_API_KEY $PYTHONHOME"'), env={"VLLM_API_KEY": "canary", "PYTHONHOME": "/nowhere"})
     kept.begin()
     assert kept.report() == {"exit": 0}
-    kept.process.wait(10)
+    kept.process.wait(30)
     assert kept.output.read_text() == "canary /nowhere\n"
 
 
@@ -212,7 +212,7 @@ def test_a_command_that_is_not_there_says_so(keep: Callable[..., Kept]) -> None:
     kept = keep("no-such-command")
     kept.begin()
     assert kept.report() == {"exit": 127}
-    assert kept.process.wait(10) == 0
+    assert kept.process.wait(30) == 0
     assert kept.output.read_text() == "no-such-command: No such file or directory\n"
 
 
@@ -231,7 +231,7 @@ def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., Kept],
         until((tmp_path / "s").exists)  # its segment is made, and the tracker knows of it
         assert segment.exists()
         kept.control.sendall(b"kill\n")
-        assert kept.process.wait(20) == 0
+        assert kept.process.wait(30) == 0
         assert not segment.exists()
     finally:
         segment.unlink(missing_ok=True)

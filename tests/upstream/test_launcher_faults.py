@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.launching import QUICK, Case, alive, until
-from upstream.health import Prober, Target
+from upstream.health import Probe, Prober, Target
 from upstream.launcher import Backoff, Launcher, State, memory
 from upstream.launcher.logfile import KEPT, LIMIT
 
@@ -22,10 +22,14 @@ THRICE = Backoff(first=0.01, cap=0.02, limit=3)
 
 
 @asynccontextmanager
-async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0) -> AsyncIterator[Prober]:
-    """Probes of a ready server, in a hurry; one that is lost is renewed, as control does it."""
+async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, deadline: float = 10.0) -> AsyncIterator[Prober]:
+    """Probes of a ready server, one soon after the other; one that is lost is renewed, as control does it."""
     (snapshot,) = launcher.snapshots()
-    prober = Prober(on_change=lambda _: None, on_lost=lambda probe: launcher.renew(name, probe.reason, grace), interval=0.02, deadline=0.5)
+
+    def renew(probe: Probe) -> None:
+        launcher.renew(name, probe.reason, grace)
+
+    prober = Prober(on_change=lambda _: None, on_lost=renew, interval=0.02, deadline=deadline)
     async with prober:
         prober.set_targets([Target(name, snapshot.address, launcher.api_key(name))])
         yield prober
@@ -53,7 +57,7 @@ async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(ca
         await case.reached(State.READY)
         pids = case.pids()
         os.kill(pids["main"], signal.SIGSTOP)
-        async with probed(launcher, grace=0.1):
+        async with probed(launcher, grace=0.1, deadline=0.5):
             assert "it is renewed: no answer within 0.5 s" in (await case.reached(State.CRASHED)).reason
             await case.reached(State.BACKING_OFF)
         assert not any(map(alive, pids.values()))
