@@ -12,7 +12,7 @@ from benchmarks.stage import DIRECT, Scale
 
 
 async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:
-    await run(["streams", "flood"], ["vllm-gateway"], Scale(rounds=2, seconds=0.1, crowd=0.02), tmp_path)
+    await run(["streams", "flood"], ["vllm-gateway"], Scale(rounds=2, seconds=0.4, crowd=0.02), tmp_path)
     sections = results.read(tmp_path / KEPT)
     assert list(sections) == ["flood", "streams"]
     for section, variant in ((sections["streams"], "50 events a second"), (sections["flood"], "4,000 events")):

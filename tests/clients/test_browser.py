@@ -36,7 +36,7 @@ class Site:
         """What the page tells when a browser opens it under this origin."""
         self.told.clear()
         with browser(origin, folder) as said:
-            assert self.told.wait(60), said.read_text()
+            assert self.told.wait(100), said.read_text()
         return self.results
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from gateway.ledger.store import Store, database
 from tests.faults.conftest import FULL
 from tests.support import postgres
 from tests.support.nginx import nginx
+from tests.support.ports import reserved
 from tests.support.process import Gateway, gateway
 from tests.support.redis_server import redis_server
 from tests.support.running import KEY, until
@@ -39,15 +39,6 @@ LINGER = 4
 SITE = re.search(r"^```nginx\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 _RELAYS = (1, 2, 1)  # both ways of accepting connections
 _HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-
-
-@contextmanager
-def held(host: str) -> Iterator[int]:
-    """A port that is listened on again and again, and that nobody else is given meanwhile."""
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers' have: both may be bound
-        bound.bind((host, 0))
-        yield bound.getsockname()[1]
 
 
 @dataclass
@@ -193,8 +184,8 @@ async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_
     with ExitStack() as stack:
         servers = [stack.enter_context(simulated(MODEL)) for _ in range(2)]
         redis, base = stack.enter_context(redis_server()), stack.enter_context(postgres.postgres())
-        ports = [stack.enter_context(held(host)) for host in _HOSTS]
-        front, url = stack.enter_context(held("127.0.0.1")), base.database()
+        ports = [stack.enter_context(reserved(host)) for host in _HOSTS]
+        front, url = stack.enter_context(reserved("127.0.0.1")), base.database()
         async with replicas(tmp_path, ports, configuration(servers, redis.url, url)) as three:
             log = stack.enter_context(nginx(site(front, ports), front))
             async with load(front) as clients:

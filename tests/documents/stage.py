@@ -25,7 +25,7 @@ from tests.support.running import KEY
 HERE = Path(__file__).resolve().parent
 OWN = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 """Namespaces: the loopback interface's ports are the page's, and its processes end with it."""
-SECONDS = 200
+SECONDS = 500
 SHELLS = ("sh", "bash")
 ENVIRONMENTS = {"anthropic": "current", "langchain_openai": "current", "litellm": "litellm"}
 """Packages that are not in the project's own environment, and those of the tests' clients that have them."""

@@ -21,6 +21,7 @@ from tests.support.chromium import chromium
 from tests.support.http_server import threaded
 from tests.support.process import wait_for
 
+pytestmark = pytest.mark.timeout(540)  # the first test has the site built
 LOADED = {"src", "srcset", "data", "poster", "action", "formaction", "background"}
 """Attributes whose addresses a browser asks for by itself, or sends a form to."""
 _ELSEWHERE = re.compile(r"^\s*(?:[a-z][a-z+.-]*:)?//|^\s*(?!data:)[a-z][a-z+.-]*:", re.IGNORECASE)
@@ -58,7 +59,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("site")
     words = [str(program), "build", "--strict", "--site-dir", str(place)]
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return place
 
@@ -134,7 +135,7 @@ def test_a_browser_asks_nobody_else(site: Path, tmp_path: Path) -> None:
     with served(site) as url, chromium(tmp_path) as browser:
         for page in ("configuration.html", "performance.html", "monitoring.html", "tree/CHANGELOG.html", "kubernetes.html"):
             browser.open(f"{url}/{page}")
-            wait_for(lambda: browser.evaluate("document.readyState === 'complete' && document.querySelector('article h1') !== null"))
-        wait_for(lambda: browser.evaluate(f"{SEARCH}, {FOUND}"), why=lambda: str(browser.complaints))
+            wait_for(lambda: browser.evaluate("document.readyState === 'complete' && document.querySelector('article h1') !== null"), 60)
+        wait_for(lambda: browser.evaluate(f"{SEARCH}, {FOUND}"), 60, why=lambda: str(browser.complaints))
         assert browser.asked and all(each.startswith((url, "data:", "blob:")) for each in browser.asked), browser.asked
         assert browser.complaints == []

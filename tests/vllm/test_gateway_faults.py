@@ -36,7 +36,7 @@ UNDER_WAY: Mapping[str, tuple[str, Json]] = {
 }
 FAILED = {"server_error", "upstream_disconnected"}
 SENT_AGAIN = {"upstream_unreachable", "no_healthy_server"}  # nothing of it had been answered within a second, and then nobody was there
-GONE_WITHIN = {"EngineCore": 20.0, "API server": 5.0}  # seconds: without its engine vLLM ends by itself, in its own time
+GONE_WITHIN = {"EngineCore": 20.0, "API server": 15.0}  # seconds: without its engine vLLM ends by itself, in its own time
 
 
 def option(keeper: psutil.Process, name: str) -> Path:
@@ -156,8 +156,8 @@ def test_nothing_outlives_a_killed_control_and_it_can_be_started_again_at_once(r
     ports = real.gateway.data, real.gateway.admin
     os.kill(real.gateway.process.pid, signal.SIGKILL)
     killed = time.monotonic()
-    real.gateway.process.wait(5)
-    wait_for(lambda: not alive(tree), 5.0, why=lambda: str(alive(tree)))
+    real.gateway.process.wait(30)
+    wait_for(lambda: not alive(tree), 15.0, why=lambda: str(alive(tree)))
     print(f"nothing was left {1000 * (time.monotonic() - killed):.0f} ms after control was killed")
     assert not folder.exists()
     again = configuration(launched(), port=ports[0], admin={"port": ports[1]})

@@ -85,7 +85,7 @@ def _leave_in_mid_answer(real: Real, beside: Real) -> int:
         reading = [pool.submit(_leave_after, 5, beside.gateway.url + CHAT, request) for _ in range(8)]
         work_until(lambda: all(each.done() for each in reading))
         wait_for(lambda: beside.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
-        time.sleep(0.3)  # for the server to see that its connections have been closed
+        time.sleep(1.5)  # for the server to see that its connections have been closed
     return len(reading)
 
 
