@@ -185,7 +185,7 @@ async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_
         servers = [stack.enter_context(simulated(MODEL)) for _ in range(2)]
         redis, base = stack.enter_context(redis_server()), stack.enter_context(postgres.postgres())
         ports = [stack.enter_context(reserved(host)) for host in _HOSTS]
-        front, url = stack.enter_context(reserved("127.0.0.1")), base.database()
+        front, url = stack.enter_context(reserved()), base.database()
         async with replicas(tmp_path, ports, configuration(servers, redis.url, url)) as three:
             log = stack.enter_context(nginx(site(front, ports), front))
             async with load(front) as clients:

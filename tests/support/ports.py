@@ -16,11 +16,11 @@ def refusing() -> Iterator[int]:
 
 
 @contextmanager
-def reserved() -> Iterator[int]:
+def reserved(host: str = "127.0.0.1") -> Iterator[int]:
     """A port for a server that binds it as most do, with SO_REUSEADDR: both may have it bound, and nobody else is given it meanwhile."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind((host, 0))
         yield held.getsockname()[1]
 
 

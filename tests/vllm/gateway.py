@@ -115,12 +115,12 @@ class Real:
 
     def keeper(self) -> psutil.Process:
         """The process between control and vLLM, of which all vLLM's processes are descendants."""
-        [keeper] = [each for each in self.gateway.named("upstream.keeper") if MODEL in " ".join(process.words(each))]
+        [keeper] = [each for each in self.gateway.named("upstream.keeper") if MODEL in " ".join(process.words_of(each))]
         return keeper
 
     def process(self, title: str) -> psutil.Process:
         """Another of vLLM's processes: `EngineCore` or `Worker`."""
-        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.words(each))]
+        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.words_of(each))]
         return found
 
     @contextmanager
