@@ -23,6 +23,7 @@ from gateway.catalog import Entry
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.gate import Gate
 from gateway.keepalive import Keepalive
+from gateway.limits.estimate import Outcome
 from gateway.metrics import OTHER
 from gateway.outbound import Outbound
 from gateway.record import USER_LIMIT, Record
@@ -91,8 +92,7 @@ class Account(msgspec.Struct, eq=False):
                 self._failed(error)
         finally:
             record = self._record()
-            if self.call.permit is not None:
-                self.call.permit.settle(record)
+            self.settle_limits(record.status)
             self.gate.settled(record)
             self.call.settled()
         return isinstance(error, Exception | asyncio.CancelledError)
@@ -149,6 +149,12 @@ class Account(msgspec.Struct, eq=False):
     def upstream_failed(self, error: UpstreamError) -> None:
         """The server gave no whole answer; the words are for the log."""
         self.detail = str(error)
+
+    def settle_limits(self, status: int) -> None:
+        """What the request has used of its key's limits is known, unless it was before the end of its answer went out."""
+        if (permit := self.call.permit) is not None and permit.holds:
+            asked, passing = self.attempt is not None and bool(self.attempt.tried), self.passing or _NOTHING
+            permit.settle(Outcome(asked, status, passing.usage, passing.events, self.incomplete))
 
     def _record(self) -> Record:
         now = monotonic()
@@ -232,8 +238,10 @@ def _refuse(account: Account, refusal: Refusal) -> None:
         return
     if call.started:
         account.incomplete = account.incomplete or "upstream"
+        account.settle_limits(call.status)
         break_off(call, refusal)
         return
+    account.settle_limits(refusal.row.status)
     headers = b"content-type: application/json\r\n" + b"".join(
         b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in refusal.headers.items()
     )

@@ -58,6 +58,7 @@ def lane(
             if (
                 data[:begins] == line  # as methods, with their arguments to parse, these two take twice as long
                 and data[-4:] == EVENT_END
+                and data.find(b"\n\n") == size - 4  # one event, not several that somebody on the way has put together
                 and data.find(first) < 0  # ``in`` makes and drops an exception each time
                 and data.find(second) < 0
                 and data.find(third) < 0

@@ -282,13 +282,22 @@ class InFlight:
 
 
 class Gaps:
-    """Times between the reads of one stream, gathered beside it and counted once at its end."""
+    """Times between the reads of one stream, gathered beside it and counted once at its end.
 
-    __slots__ = ("_began", "counts", "last")
+    ``more``: the events beyond one of each read.
+    """
+
+    __slots__ = ("_began", "counts", "last", "more")
 
     def __init__(self, now: float) -> None:
         self._began = self.last = now
         self.counts = [0] * len(BETWEEN)
+        self.more = 0
+
+    @property
+    def events(self) -> int:
+        """How many events passed."""
+        return 1 + sum(self.counts) + self.more
 
     @property
     def total(self) -> float:

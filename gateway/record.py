@@ -16,9 +16,13 @@ USER_LIMIT = 256
 
 
 class GapCounts(Protocol):
-    """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds."""
+    """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds; and how many events it had."""
 
     counts: list[int]
+
+    @property
+    def events(self) -> int:
+        """All that passed, the first one too."""
 
     @property
     def total(self) -> float:

@@ -8,8 +8,10 @@ the first event becomes a real status. Nothing is buffered but the event that is
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -18,13 +20,14 @@ import orjson
 from gateway.call import Call
 from gateway.errors import Refusal, event_status, fault, from_event, render, render_event
 from gateway.lane import lane
+from gateway.limits.estimate import Outcome
 from gateway.metrics import Gaps
 from gateway.rename import Renaming, renamed
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
 from gateway.usage import USAGE, Observer, Usage, find, merged, read
 from upstream.attempt import Answer
-from upstream.errors import Aborted, BadAnswer, Disconnected
+from upstream.errors import Aborted, BadAnswer, Disconnected, UpstreamError
 from upstream.sse import EventTooLongError, Splitter, data_of, split
 
 EVENT_LIMIT = 1024 * 1024
@@ -32,6 +35,10 @@ EVENT_LIMIT = 1024 * 1024
 
 TRANSLATED_LIMIT = 64 * 1024 * 1024
 """Bytes of an answer that is translated as a whole."""
+
+_READ_ON = 64 * 1024 * 1024  # bytes of an answer that is read to its end though its client has left
+_HURRY = 5.0  # seconds that may take
+_PAUSE = 0.03  # seconds in which more of it comes, or it has got stuck
 
 EVENT_STREAM = b"text/event-stream"
 _ABORTED = b'"finish_reason":"abort"'
@@ -62,6 +69,19 @@ class Passing:
     """An error that the server put into the answer itself."""
     aborted = False
     """The engine was stopped: vLLM ends such answers as if they were whole."""
+    _call: Call
+    _answer: Answer
+
+    @property
+    def events(self) -> int:
+        """How many events of a stream passed."""
+        return 0 if self.gaps is None else self.gaps.events
+
+    def _settle(self) -> None:
+        """The end of the answer is about to go out: whoever has it may ask again at once, and is to find its limits as they are."""
+        if (permit := self._call.permit) is not None:
+            incomplete = "upstream" if self.aborted or self.failure is not None else None
+            permit.settle(Outcome(True, self._answer.status, self.usage, self.events, incomplete))
 
     @property
     def delivered(self) -> bool:
@@ -88,16 +108,36 @@ class BodyRelay(Passing):
                 self._note_abort()
             if self._name is not None:
                 body = renamed(body, self._name)
+            self._settle()
             call.respond(answer.status, content_type(answer), body)
         else:
             self._observer = Observer()
             call.begin(answer.status, content_type(answer), None if self._name is not None else _length(answer))
             _couple(call, answer, self._pass if self._name is None else self._renaming(self._name))
-            await answer.ended()
+            await self._ended()
+            self._settle()
             call.finish()
+
+    async def _ended(self) -> None:
+        """Wait for the end. Raises UpstreamError.
+
+        A server has generated all of an answer whose length it tells, and its usage stands at the end: when the client leaves before
+        that, the rest is read for it.
+        """
+        try:
+            await self._answer.ended()
+        except asyncio.CancelledError:
+            length = _length(self._answer)
+            if self._call.disconnected and length is not None and length <= _READ_ON:
+                self._answer.hurry(_PAUSE, _HURRY)
+                with suppress(UpstreamError):
+                    await self._answer.ended()
+            raise
 
     def _pass(self, data: bytes) -> None:
         self._observe(data)
+        if self._answer.complete:
+            self._settle()
         self._call.write(data)
 
     def _renaming(self, name: str) -> Callable[[bytes], None]:
@@ -105,6 +145,8 @@ class BodyRelay(Passing):
 
         def passed(data: bytes) -> None:
             self._observe(data)
+            if self._answer.complete:
+                self._settle()
             self._call.write(renaming.feed(data))
 
         return passed
@@ -140,6 +182,7 @@ class TranslatedRelay(BodyRelay):
             self._note_abort()
         if self._name is not None:
             document["model"] = self._name
+        self._settle()
         call.respond(answer.status, content_type(answer), orjson.dumps(self._translation.answer(document)))
 
 
@@ -202,6 +245,9 @@ class EventRelay(Passing):
             self.gaps = Gaps(now)
         else:
             self.gaps.mark(now)
+        count = whole.count(b"\n\n") or whole.count(b"\n\r\n")
+        if count > 1:
+            self.gaps.more += count - 1
         if not whole.isspace():  # blank lines behind the last event are none
             self._last = whole
         if self._translation is not None or _tells(whole):
@@ -215,6 +261,8 @@ class EventRelay(Passing):
             self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
         if self._name is not None:
             whole = b"".join(renamed(event, self._name) for event in split(whole))
+        if self._call.permit is not None and self._has_ended():
+            self._settle()
         if not self._call.started:
             self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
             if self._translation is None and self._name is None:
@@ -253,8 +301,11 @@ class EventRelay(Passing):
     @property
     def delivered(self) -> bool:
         """The stream's own end has gone out: many clients leave there and do not wait for that of the body."""
-        last = _LAST_EVENT.get(self._route.dialect)
-        return self._call.started and last is not None and _is_last(last, self._last, b"")
+        return self._call.started and self._has_ended()
+
+    def _has_ended(self) -> bool:
+        last = _LAST_EVENT.get(self._route.dialect, ())
+        return any(self._last.find(mark) >= 0 for mark in last) and _is_last(last, self._last, b"")
 
     def _finish(self) -> None:
         """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
@@ -262,6 +313,7 @@ class EventRelay(Passing):
         last = _LAST_EVENT.get(self._route.dialect)
         if last is not None and not _is_last(last, self._last, rest):
             raise Disconnected(self._answer.server.name, "ended its stream before its last event")
+        self._settle()
         self._call.write(rest)
         self._call.finish()
 

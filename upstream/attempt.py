@@ -8,6 +8,7 @@ answer is closed, which makes vLLM abort the request.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
 from types import TracebackType
@@ -115,6 +116,20 @@ class Answer(msgspec.Struct, eq=False):
         self.flow_to(keep)
         await self.ended()
         return bytes(kept)
+
+    def hurry(self, pause: float, patience: float) -> None:
+        """Nobody is slow any more: what has come is enough once nothing more comes for two of these pauses, or after ``patience``
+        seconds. It takes two, because after one it may be this process that stood still."""
+        self._patience = monotonic() + patience
+        self.resume()
+        asyncio.get_running_loop().call_later(pause, self._look, pause, self.last_byte, False)
+
+    def _look(self, pause: float, last_byte: float, was_quiet: bool) -> None:
+        is_quiet = self.last_byte == last_byte
+        if is_quiet and was_quiet:
+            self.cut()
+        elif self._wanted:
+            asyncio.get_running_loop().call_later(pause, self._look, pause, self.last_byte, is_quiet)
 
     def cut(self) -> None:
         """What has come is enough: take it for the whole. The connection is closed."""

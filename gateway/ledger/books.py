@@ -83,7 +83,7 @@ class Books:
             told.completion if usage else None,
             told.cached if usage else None,
             told.reasoning if usage else None,
-            sum(record.gaps.counts) if record.gaps is not None and record.incomplete is not None else 0,
+            _chunks(record),
             record.duration,
             record.first_token,
             record.queued,
@@ -97,6 +97,13 @@ class Books:
         """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process."""
         reading = self._journal.read()
         save(folder, reading.data, self._journal.held())
+
+
+def _chunks(record: Record) -> int:
+    """Of a stream whose count is not known, or perhaps not that of all of it."""
+    if record.gaps is None or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
+        return 0
+    return record.gaps.events - 1
 
 
 def _user(value: object) -> str | None:

@@ -26,8 +26,9 @@ LOST = "lost"
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` since the epoch; None is what is not known.
 
-    ``incomplete`` is as in ``Record``, or LOST. The tokens are the server's count; ``chunks`` is how many pieces of a stream came
-    after its first, for one that broke off. ``price`` is per million prompt and completion tokens, as it was when the request ended.
+    ``incomplete`` is as in ``Record``, or LOST. The tokens are the server's count; ``chunks`` is how many events of a stream came
+    after its first, for one that broke off or told no count.
+    ``price`` is per million prompt and completion tokens, as it was when the request ended.
     """
 
     id: str
@@ -59,9 +60,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Completion tokens, and whether they are an estimate.
 
         The server tells its count in a stream's last event but one, which a stream that broke off never had. vLLM sends an event for
-        each step of its engine, in general one token, and the pieces that passed are counted: so many there were at least.
+        each step of its engine, in general one token, and the events that passed are counted: so many there were at least. A client
+        may have the count with each event; of several answers in one stream that is each one's own.
         """
-        if self.completion or self.incomplete is None or self.first_token is None:
+        known = self.completion or 0
+        if self.first_token is None or (self.incomplete is None and not self.chunks) or (known and known >= self.chunks):
             return self.completion, False
         return self.chunks, True
 

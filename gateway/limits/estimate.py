@@ -7,14 +7,14 @@ before its usage came, what the client has seen of it counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
 from gateway.limits.rules import Ask
-from gateway.record import Record
 from gateway.routes import OUTPUTS, Output
+from gateway.usage import Usage
 
 BYTES_PER_TOKEN = 4
 """Of a body; English text has a little more in a token, most other languages less."""
@@ -92,25 +92,36 @@ def ask(tokens: Tokens, price: tuple[float, float] | None, requests: int = 0, sl
     return Ask(requests, slots, tokens.prompt + tokens.completion, cost)
 
 
-def used(record: Record, guess: Tokens) -> Tokens:
+class Outcome(NamedTuple):
+    """What became of a request: whether a server was asked, the status sent, the server's count, the events of a stream that
+    passed, and who broke the answer off, if anybody."""
+
+    asked: bool
+    status: int
+    usage: Usage | None
+    events: int
+    incomplete: str | None
+
+
+def used(outcome: Outcome, guess: Tokens) -> Tokens:
     """What counts of a request that is over.
 
-    Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever.
+    Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever, and of a
+    stream whose server told no count.
     """
-    if record.server is None or (record.status >= 400 and record.status != CLIENT_CLOSED_REQUEST):
+    _, status, usage, events, incomplete = outcome
+    if not outcome.asked or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
         return Tokens()
-    usage = record.usage
-    if record.incomplete is None:
+    if incomplete is None and (usage is not None or not events):
         return Tokens() if usage is None else Tokens(usage.prompt, usage.completion)
-    seen = 0 if record.gaps is None else 1 + sum(record.gaps.counts)
     if usage is None:
-        return Tokens(guess.prompt, seen)
-    return Tokens(usage.prompt or guess.prompt, max(usage.completion, seen))
+        return Tokens(guess.prompt, events)
+    return Tokens(usage.prompt or guess.prompt, max(usage.completion, events))
 
 
-def counts_as_request(record: Record) -> bool:
+def counts_as_request(outcome: Outcome) -> bool:
     """Whether a request counts as one: not where a limit, the gateway or the server refused or failed it."""
-    return record.status < 500 and record.status != 429
+    return outcome.status < 500 and outcome.status != 429
 
 
 def smallest(limits: Iterable[int | None]) -> int | None:

@@ -1,7 +1,8 @@
 """One request's share of the limits of its key: asked for when it comes, and settled when it is over.
 
 The rules: what needs only the head is asked before the body is read, the rest when the model and the size are known;
-whatever was taken, in this gateway's memory or in the store, is settled once, by the request's record.
+whatever was taken, in this gateway's memory or in the store, is settled once, before the client has the end of its answer: whoever
+asks one request after the other is never in its own way, whichever relay takes the next.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.limits import estimate, headers, rules
-from gateway.limits.estimate import Tokens
+from gateway.limits.estimate import Outcome, Tokens
 from gateway.limits.meters import Holder
 from gateway.limits.rules import Ask, Moment, Refused
 from gateway.limits.store import Answer, StoreAwayError
-from gateway.record import Record
 from gateway.state import Model
 
 if TYPE_CHECKING:
@@ -155,14 +155,19 @@ class Permit(msgspec.Struct, eq=False):
 
     # The end
 
-    def settle(self, record: Record) -> None:
-        """Put what the request has used in the place of what was reserved for it."""
+    @property
+    def holds(self) -> bool:
+        """Whether something is still to be settled."""
+        return bool(self._reserved)
+
+    def settle(self, outcome: Outcome) -> None:
+        """Put what the request has used in the place of what was reserved for it. A second time means nothing."""
         reserved, self._reserved = self._reserved, ()
         if not reserved:
             return
         model = self._model
         price = None if model is None else model.price
-        self._settle(reserved, estimate.ask(estimate.used(record, self._guess), price, estimate.counts_as_request(record)))
+        self._settle(reserved, estimate.ask(estimate.used(outcome, self._guess), price, estimate.counts_as_request(outcome)))
 
     def _settle(self, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
         if self._answer is None:

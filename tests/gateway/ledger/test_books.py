@@ -13,7 +13,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.row import LOST, Row, decode, frames
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, EVENTS, HELLO, ROLE, STOP, Client, ask, chat, client, request
+from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, Client, ask, chat, client, event, request
 
 TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_centre": "17"}}
 
@@ -37,16 +37,16 @@ async def _completion(talk: Conversation) -> None:
 
 async def _stream(talk: Conversation) -> None:
     await talk.begin_stream()
-    for event in EVENTS:
-        await talk.chunk(event)
+    for each in EVENTS:
+        await talk.chunk(each)
     await talk.end_stream()
 
 
 async def _endless(talk: Conversation) -> None:
     """A first event and three more, each by itself, and then silence."""
     await talk.begin_stream()
-    for event in (ROLE, HELLO, HELLO, HELLO):
-        await talk.chunk(event)
+    for each in (ROLE, HELLO, HELLO, HELLO):
+        await talk.chunk(each)
         await asyncio.sleep(0.05)
     await talk.closed_by_peer()
 
@@ -117,11 +117,102 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
     assert row.generated == (3, True) and row.cost == 6000 and journal.held() == []
 
 
+@pytest.mark.parametrize("together", [2, 20, 200])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+async def test_events_that_come_together_count_each(journal: Journal, together: int, newline: bytes) -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"padding":"so that it is an ordinary one"}\n\n'.replace(b"\n", newline)
+
+    async def several(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for _ in range(3):
+            await talk.chunk(together * event)
+            await asyncio.sleep(0.05)
+        await talk.closed_by_peer()
+
+    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, n=2)))
+        for _ in range(3 * together):
+            await one.reader.readuntil(event)
+        one.leave()
+        await until(lambda: not served.stories)
+        (row,) = rows(journal)
+    assert row.generated == (3 * together - 1, True)
+
+
+async def test_of_several_answers_with_a_count_each_the_events_are_counted(journal: Journal) -> None:
+    def counted(index: int, tokens: int) -> bytes:
+        return event(f'[{{"index":{index},"delta":{{"content":"a"}}}}]', f',"usage":{{"prompt_tokens":3,"completion_tokens":{tokens}}}')
+
+    async def several(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for tokens in range(1, 5):
+            for index in range(3):
+                await talk.chunk(counted(index, tokens))
+        await talk.closed_by_peer()
+
+    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, n=3)))
+        await one.reader.readuntil(counted(2, 4))
+        one.leave()
+        await until(lambda: not served.stories)
+        (row,) = rows(journal)
+    assert (row.completion, row.generated) == (4, (11, True))
+
+
+async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Journal) -> None:
+    async def silent(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in (ROLE, HELLO, HELLO, STOP, DONE):
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async with scripted(silent) as server, serving([model(server.port)], books=Books(journal)) as served:
+        assert (await ask(served.port, request(chat(stream=True)))).status == 200
+        (row,) = rows(journal)
+    assert (row.incomplete, row.completion, row.generated) == (None, None, (4, True))
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_count(journal: Journal, renamed: bool) -> None:
+    whole = COMPLETION.replace(b'"choices"', b'"padding":"' + 8_000_000 * b"x" + b'","choices"')
+
+    async def large(talk: Conversation) -> None:
+        await talk.respond(whole)
+
+    async with (
+        scripted(large) as server,
+        serving([model(server.port, rewrite=renamed)], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request())
+        await one.reader.readexactly(50_000)
+        one.leave()
+        await until(lambda: not served.stories)
+        (row,) = rows(journal)
+        assert (await ask(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
+
+
+async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal: Journal) -> None:
+    async def stuck(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION))
+        await talk.write(COMPLETION[:20])
+        await talk.closed_by_peer()
+
+    async with scripted(stuck) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request())
+        await one.reader.readuntil(COMPLETION[:20])
+        one.leave()
+        await until(lambda: not served.stories, 30.0)
+        (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
+
+
 async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Journal) -> None:
     async def breaks(talk: Conversation) -> None:
         await talk.begin_stream()
-        for event in (ROLE, HELLO, STOP):
-            await talk.chunk(event)
+        for each in (ROLE, HELLO, STOP):
+            await talk.chunk(each)
             await asyncio.sleep(0.05)
         talk.writer.transport.abort()
 
