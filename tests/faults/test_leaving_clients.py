@@ -68,7 +68,9 @@ class Server:
         """A form that never ends: which one it is stands in its beginning."""
         heard = b""
         while (found := re.search(rb"number-(\d+)-", heard)) is None:
-            heard += await reader.read(65536)
+            piece = await reader.read(65536)
+            assert piece, f"it ended: {heard!r}"
+            heard += piece
         self.asked[int(found[1])].set()
         while await reader.read(65536):
             pass

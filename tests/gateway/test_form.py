@@ -157,6 +157,7 @@ async def test_a_large_file_streams_through() -> None:
         await reader.readuntil(b"\r\n\r\n")
         await release.wait()
         while not (data := await reader.read(1 << 20)).endswith(END):
+            assert data, f"it ended after {got} bytes"
             got += len(data)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
         await reader.read()

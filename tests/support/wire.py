@@ -114,6 +114,14 @@ class Client:
             reply.whole = False
         return reply
 
+    async def events(self, count: int) -> None:
+        """Read until so many events of a stream have come. Raises AssertionError where the connection ends before."""
+        data = b""
+        while data.count(b"\n\n") < count:
+            piece = await self.reader.read(65536)
+            assert piece, f"it ended: {data!r}"
+            data += piece
+
     async def _chunks(self, reply: Reply) -> None:
         while size := int((await self.reader.readuntil(b"\r\n")).strip(), 16):
             piece = await self.reader.readexactly(size)

@@ -13,7 +13,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.row import LOST, Row, decode, frames
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, Client, ask, chat, client, event, request
+from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, ask, chat, client, event, request
 
 TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_centre": "17"}}
 
@@ -109,7 +109,7 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
-        await _events(one, 4)
+        await one.events(4)
         one.leave()
         await until(lambda: not served.stories)
         (row,) = rows(journal)
@@ -230,7 +230,7 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
-        await _events(one, 1)
+        await one.events(1)
         (payload,) = journal.held()
         row = decode(payload)
         one.leave()
@@ -249,10 +249,3 @@ async def test_no_room_fails_no_request() -> None:
             assert (await ask(served.port, request(chat()))).status == 200
     assert (journal.dropped, rows(journal)) == (3, [])
     journal.close()
-
-
-async def _events(one: Client, count: int) -> None:
-    data = b""
-    async with asyncio.timeout(20):
-        while data.count(b"\n\n") < count:
-            data += await one.reader.read(65536)

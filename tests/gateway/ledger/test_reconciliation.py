@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
-from tests.support.wire import Client, client, request
+from tests.support.wire import client, request
 from tests.upstream.test_simulator_process import Simulated, running
 
 MODEL, ANY = "tiny", "sim/one"
@@ -61,7 +61,7 @@ async def leave_early(port: int, number: int) -> None:
     """A stream that its client leaves after some events."""
     async with client(port) as asking:
         asking.send(request({**body("/v1/chat/completions", number), "stream": True, "simulate": SLOW}))
-        await _events(asking, 2 + number % 5)
+        await asking.events(2 + number % 5)
 
 
 async def be_refused(port: int, number: int) -> None:
@@ -91,12 +91,6 @@ async def run_mixed(port: int, count: int) -> None:
     async with asyncio.timeout(100), asyncio.TaskGroup() as group:
         for number in range(count):
             group.create_task(one_of(number))
-
-
-async def _events(asking: Client, count: int) -> None:
-    data = b""
-    while data.count(b"\n\n") < count:
-        data += await asking.reader.read(65536)
 
 
 def rows(one: Gateway) -> list[dict[str, Any]]:

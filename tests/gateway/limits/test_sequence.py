@@ -14,6 +14,7 @@ from tests.support.redis_server import redis_server
 from tests.support.running import KEY
 
 MODEL = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 0})
+BEARER = {"authorization": f"Bearer {KEY}"}
 LIMITED = {"id": "team-a", "hash": keys.hash_of(KEY), "limits": {"concurrent": 1, "tokens_per_day": 4000}}
 
 
@@ -27,9 +28,7 @@ def asked_in_turn(one: Gateway) -> list[int]:
             "max_tokens": 2100,
             "stream": number % 2 == 1,
         }
-        answer = httpx2.post(
-            f"{one.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=False
-        )
+        answer = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=BEARER, timeout=60, verify=False)
         statuses.append(answer.status_code)
     return statuses
 
