@@ -6,6 +6,7 @@ The rule: what a request of a key without limits pays is one look at the key.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from secrets import token_hex
 from time import monotonic, time
 
 from gateway.limits import estimate
@@ -66,6 +67,7 @@ class Limiter:
         self.meters = meters
         self.store: Store | None = None
         self._metrics = metrics
+        self._name = token_hex(8)
         self._counted: dict[str, Counted] = {}
         self._subjects: dict[tuple[str, str | None], Counted] = {}  # of tokens, in the team that each is in
         self._place: LimitsStore | None = None
@@ -81,7 +83,7 @@ class Limiter:
         if place != self._place:
             self.close()
             self._place = place
-            self.store = Store(place) if place is not None else None
+            self.store = Store(place, self._name) if place is not None else None
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""

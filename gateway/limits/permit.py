@@ -134,12 +134,7 @@ class Permit(msgspec.Struct, eq=False):
             return
         before = self._answer
         if before is not None and self._reserved:
-            answer = answer._replace(
-                day=before.day,
-                month=before.month,
-                standings=(*before.standings, *answer.standings),
-                reserved={**before.reserved, **answer.reserved},
-            )
+            answer = answer._replace(standings=(*before.standings, *answer.standings))
         self._heed(answer)
         self._reserved = (*self._reserved, *wanted)
 
@@ -173,7 +168,7 @@ class Permit(msgspec.Struct, eq=False):
         if self._answer is None:
             self._limiter.meters.settle(reserved, self._ends, used, self._then, monotonic())
         elif reserved and self._limiter.store is not None:
-            self._limiter.store.settle(self._identity, reserved, used, self._answer)
+            self._limiter.store.settle(self._identity, reserved, used)
 
     def lines(self) -> bytes:
         """How the minute's limits that the request was judged by stand, as lines of an answer's head."""

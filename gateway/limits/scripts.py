@@ -3,6 +3,10 @@
 A script runs whole or not at all, and by the store's own clock, so that the clocks of gateways do not matter. A holder has a
 hash of the numbers of a meter and, for what is in flight, a sorted set of leases by when they end. Both go away by
 themselves when they mean nothing any more. A lease that is not renewed ends, so the places of a gateway that died come back.
+
+What a request has reserved is written down in a hash of its relay's when it is taken, and crossed out when it is settled. Only what is
+found there is settled: so a settlement may be told twice, or of a request of which nobody knows whether it was let in. What comes
+so late that nobody waits for it any more takes nothing.
 """
 
 from __future__ import annotations
@@ -71,10 +75,11 @@ ADMIT = (
     _COMMON
     + CALENDAR
     + """
--- KEYS: of each holder its meter and its leases. ARGV: the request's id, the seconds of a lease, then of each holder its
--- limits (requests, tokens per minute, tokens a day, a month, cost a day, a month, at once; 0 for none) and what is asked
--- (requests, slots, tokens, cost).
+-- KEYS: of each holder its meter and its leases, and last what the relay has reserved. ARGV: the request's id, the seconds of
+-- a lease, the second after which it is too late, then of each holder its limits (requests, tokens per minute, tokens a day, a
+-- month, cost a day, a month, at once; 0 for none) and what is asked (requests, slots, tokens, cost).
 local id, lease = ARGV[1], tonumber(ARGV[2])
+if now > tonumber(ARGV[3]) then return {-1, 0, 0, math.floor(now * 1000000)} end
 local day = math.floor(now / 86400)
 local month = month_of(day)
 local left_of_day = (day + 1) * 86400 - now
@@ -104,11 +109,11 @@ local function quota(holder, reason, used, limit, amount, left)
   if limit > 0 and amount > 0 and used + math.min(amount, limit) > limit then refuse(holder, reason, left) end
 end
 
-local holders = #KEYS / 2
+local holders = (#KEYS - 1) / 2
 local meters, wanted = {}, {}
 for i = 1, holders do
   local a = {}
-  for j = 1, 11 do a[j] = tonumber(ARGV[2 + (i - 1) * 11 + j]) end
+  for j = 1, 11 do a[j] = tonumber(ARGV[3 + (i - 1) * 11 + j]) end
   local meter = read(KEYS[2 * i - 1])
   meters[i], wanted[i] = meter, a
   if a[3] > 0 or a[5] > 0 then turn(meter, 'd', day) end
@@ -125,6 +130,7 @@ for i = 1, holders do
   quota(i, 6, meter.mc, a[6], a[11], left_of_month)
 end
 if who == 0 then
+  local reserved = {}
   for i = 1, holders do
     local a, meter = wanted[i], meters[i]
     if a[1] > 0 then take(meter, 'r', 60 * a[8] / a[1]) end
@@ -134,19 +140,21 @@ if who == 0 then
     if a[5] > 0 then meter.dc = meter.dc + math.min(a[11], a[5]) end
     if a[6] > 0 then meter.mc = meter.mc + math.min(a[11], a[6]) end
     write(KEYS[2 * i - 1], meter, keep(meter))
+    reserved[2 * i - 1] = id .. ' ' .. KEYS[2 * i - 1]
+    reserved[2 * i] = string.format('%d %d %.17g %.17g %.17g', day, month, now, meter.r + meter.rb, meter.t + meter.tb)
     if a[7] > 0 and a[9] > 0 then
       redis.call('ZADD', KEYS[2 * i], now + lease, id)
       redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease) + 1)
     end
   end
+  redis.call('HSET', KEYS[#KEYS], unpack(reserved))
+  redis.call('EXPIRE', KEYS[#KEYS], 3 * 86400)
 end
-local reply = {who, why, math.ceil(worst * 1000), day, month, math.floor(now * 1000000)}
+local reply = {who, why, math.ceil(worst * 1000), math.floor(now * 1000000)}
 for i = 1, holders do
   local meter = meters[i]
   reply[#reply + 1] = math.ceil(math.max(meter.r - now, 0) * 1000)
   reply[#reply + 1] = math.ceil(math.max(meter.t - now, 0) * 1000)
-  reply[#reply + 1] = math.floor((meter.r + meter.rb) * 1000000)
-  reply[#reply + 1] = math.floor((meter.t + meter.tb) * 1000000)
 end
 return reply
 """
@@ -155,9 +163,9 @@ return reply
 SETTLE = (
     _COMMON
     + """
--- KEYS as before. ARGV: the request's id, the day and the month in which it was admitted, then of each holder what is added:
--- seconds to the buckets of requests and of tokens, tokens and cost to the day, tokens and cost to the month; and of what was
--- reserved when that was, and the ends in both buckets, in microseconds.
+-- KEYS as before. ARGV: the request's id, then of each holder what is added: seconds to the buckets of requests and of tokens,
+-- tokens and cost to the day, tokens and cost to the month. What was reserved says on which day, in which month and when that
+-- was, and its ends in both buckets.
 local function give_back(meter, bucket, seconds, at, till)
   -- Who was admitted at a moment is missing for a minute at most; a meter that went away since has forgotten what it was given.
   local given = math.min(seconds, at + 60 - now, till - meter[bucket .. 'b'] - now)
@@ -166,17 +174,27 @@ local function give_back(meter, bucket, seconds, at, till)
     meter[bucket .. 'b'] = meter[bucket .. 'b'] + given
   end
 end
-for i = 1, #KEYS / 2 do
-  local a = {}
-  for j = 1, 9 do a[j] = tonumber(ARGV[3 + (i - 1) * 9 + j]) end
-  local meter = read(KEYS[2 * i - 1])
+local function settle(key, a, reserved)
+  local words = {}
+  for word in string.gmatch(reserved, '%S+') do words[#words + 1] = tonumber(word) end
+  local day, month, at, requests_end, tokens_end = unpack(words)
+  local meter = read(key)
   take(meter, 'r', a[1])
   take(meter, 't', a[2])
-  give_back(meter, 'r', -a[1], a[7] / 1000000, a[8] / 1000000)
-  give_back(meter, 't', -a[2], a[7] / 1000000, a[9] / 1000000)
-  add(meter, tonumber(ARGV[2]), a[3], a[4], 'd')
-  add(meter, tonumber(ARGV[3]), a[5], a[6], 'm')
-  write(KEYS[2 * i - 1], meter, keep(meter))
+  give_back(meter, 'r', -a[1], at, requests_end)
+  give_back(meter, 't', -a[2], at, tokens_end)
+  add(meter, day, a[3], a[4], 'd')
+  add(meter, month, a[5], a[6], 'm')
+  write(key, meter, keep(meter))
+end
+for i = 1, (#KEYS - 1) / 2 do
+  local key, a = KEYS[2 * i - 1], {}
+  for j = 1, 6 do a[j] = tonumber(ARGV[1 + (i - 1) * 6 + j]) end
+  local reserved = redis.call('HGET', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
+  if reserved then
+    settle(key, a, reserved)
+    redis.call('HDEL', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
+  end
   redis.call('ZREM', KEYS[2 * i], ARGV[1])
 end
 return 0
@@ -184,11 +202,12 @@ return 0
 )
 
 RENEW = """
--- KEYS: leases, ARGV: the seconds of a lease, then for each key the id of a request.
+-- KEYS: leases, ARGV: the seconds of a lease, the second after which it is too late, then for each key the id of a request.
 local clock = redis.call('TIME')
-local till = tonumber(clock[1]) + tonumber(clock[2]) / 1000000 + tonumber(ARGV[1])
+local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
+if now > tonumber(ARGV[2]) then return 0 end
 for i, key in ipairs(KEYS) do
-  redis.call('ZADD', key, till, ARGV[i + 1])
+  redis.call('ZADD', key, now + tonumber(ARGV[1]), ARGV[i + 2])
   redis.call('EXPIRE', key, math.ceil(tonumber(ARGV[1])) + 1)
 end
 return 0

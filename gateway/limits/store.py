@@ -3,6 +3,10 @@
 The rules: a request costs the store one script when it is admitted and one, which nobody waits for, when it is over; nobody waits
 for a store that is away, and it is tried again beside the requests; what could not be told it is told when it is back.
 
+What is sent may have been read by the store or not when it is given up, and may still be read at any time later. So who asks says
+until when, by the store's clock, and nothing is taken after that; and what was used is told until the store says that it has heard,
+since what it has heard before means nothing to it.
+
 No part of this asks asyncio for the current task, since requests run without one. Replies come in the order of the commands,
 so one look a few times a second at the oldest is enough to see that they do not come.
 """
@@ -13,7 +17,8 @@ import asyncio
 import logging
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from time import monotonic
 from typing import NamedTuple, cast
 
@@ -28,8 +33,9 @@ LEASE = 10.0
 """Seconds after which the places of a gateway that died are free again."""
 _READING = 0.001  # seconds in which the loop looks at what has arrived
 _RENEW_EVERY = LEASE / 3
-_RETRY_EVERY = 1.0
-_UNSENT = 10_000  # settlements that are kept while the store is away
+_RETRY_EVERY = 1.0  # longer than a store may take: what it was asked before is over by then
+_OWED = 10_000  # settlements that are kept while the store is away
+_LATE, _NOBODY = -1, 0  # who refuses, as the script says it
 _PREFIX = "vllm-gateway:"
 REASONS = (
     "requests_per_minute",
@@ -48,23 +54,36 @@ class StoreAwayError(Exception):
     """The store can't be asked."""
 
 
-class Reserved(NamedTuple):
-    """When something was reserved in a holder's buckets, and until when it is missing there, as the script counts (microseconds)."""
-
-    at: int
-    requests_end: int
-    tokens_end: int
-
-
 class Answer(NamedTuple):
-    """What the store says to a request: why not, or that it was admitted on that day in that month; how the minute's limits stand; and,
-    by the holders' names, what the script is to be told when it is settled."""
+    """What the store says to a request: why not, or that it was admitted; and how the minute's limits stand."""
 
     refused: tuple[Holder, Refused] | None
-    day: int
-    month: int
     standings: Sequence[tuple[Limits, float, float]]
-    reserved: Mapping[str, Reserved]
+
+
+class UnansweredError(ReplyError):
+    """The connection was given up before the reply came: what was sent was run, will be, or never."""
+
+
+class Clock:
+    """The store's clock, by this process's own: as exact as a reply is quick, and never ahead of it but for one that was set back.
+
+    A reply proves that it was written at some time between when its command was sent and now; what was known before is believed as
+    far as it can be true. So no reply that is slow spoils what a quick one has told, and a clock that is set is followed at once.
+    """
+
+    __slots__ = ("_ahead",)
+
+    def __init__(self) -> None:
+        self._ahead = -inf
+
+    def heed(self, told: float, sent: float, now: float) -> None:
+        """Learn from a reply: the store's time, in seconds since the epoch, and when it was sent for and read, by ``monotonic``."""
+        self._ahead = min(max(self._ahead, told - now), told - sent)
+
+    def at(self, moment: float) -> float:
+        """What it says at a moment of ``monotonic``."""
+        return moment + self._ahead
 
 
 class Pending:
@@ -143,21 +162,24 @@ class Line(asyncio.Protocol):
         lost, self._pending = self._pending, deque()
         self._on_lost(self, reason)
         for pending in lost:
-            pending.tell(ReplyError(reason))
+            pending.tell(UnansweredError(reason))
 
 
 class Store:
-    """The store as a relay knows it. It is opened by the first request that needs it."""
+    """The store as a relay knows it, which has a name that no other has. It is opened by the first request that needs it."""
 
-    def __init__(self, place: LimitsStore) -> None:
+    def __init__(self, place: LimitsStore, relay: str) -> None:
         self.refuses = place.refuses
         self._place = place
+        self._reserved = f"{_PREFIX}reserved {relay}"
+        self._clock = Clock()
         self._line: Line | None = None
         self._opening: asyncio.Task[None] | None = None
         self._opened_at = 0.0
         self._comers: list[Signal] = []
         self._was_up: bool | None = None
-        self._unsent: deque[bytes] = deque(maxlen=_UNSENT)
+        self._owed: dict[int, tuple[bytes, Callable[[], bytes]]] = {}
+        self._settled = 0
         self._leases: dict[str, tuple[str, ...]] = {}
         self._renewed = 0.0
         self._known: dict[str, tuple[float, Answer]] = {}
@@ -166,14 +188,29 @@ class Store:
 
     async def admit(self, identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> Answer:
         """Take what is asked of each holder, or nothing. Raises StoreAwayError."""
+        pending = await self._asked(identity, wanted)
+        if _is_late(pending.reply) and monotonic() - pending.sent < self._place.patience:  # its clock was set, as is known now
+            pending = await self._asked(identity, wanted)
+        return self._understood(identity, wanted, pending.reply)
+
+    async def _asked(self, identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> Pending:
+        """The script, with its reply or why there is none. Raises StoreAwayError."""
         line = self._line or await self._first_line()
-        pending = line.send(*_script(scripts.ADMIT, *_admission(identity, wanted)))
+        pending = line.send(*_script(scripts.ADMIT, *_admission(identity, wanted, self._reserved, self._not_after())))
         try:
             await pending.signal
         except asyncio.CancelledError:
             pending.on_reply = lambda reply: self._undo(identity, wanted, reply)
             raise
-        return self._understood(identity, wanted, pending.reply)
+        if isinstance(pending.reply, list):
+            self._clock.heed(cast(int, pending.reply[3]) / 1_000_000, pending.sent, monotonic())
+        else:
+            self._undo(identity, wanted, pending.reply)
+        return pending
+
+    def _not_after(self) -> float:
+        """Until when the store may run what is sent to it now, by its clock."""
+        return self._clock.at(monotonic() + self._place.patience)
 
     def known(self, holders: Sequence[Holder], now: float) -> Answer | None:
         """A refusal that was told before and still holds: that of a bucket of requests, which fills evenly."""
@@ -184,19 +221,29 @@ class Store:
                 return answer._replace(refused=(who, refused._replace(wait=until - now)))
         return None
 
-    def settle(self, identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask, answer: Answer) -> None:
-        """Put what was used in the place of what was reserved; nobody waits for it."""
+    def settle(self, identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:
+        """Put what was used in the place of what was reserved, if it was; nobody waits for it."""
         held = self._leases.pop(identity, ())
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
             self._leases[identity] = left
-        data, again = _script(scripts.SETTLE, *_settlement(identity, reserved, used, answer))
+        self._settled += 1
+        self._owed[self._settled] = _script(scripts.SETTLE, *_settlement(identity, reserved, used, self._reserved))
+        if len(self._owed) > _OWED:
+            del self._owed[next(iter(self._owed))]
         if self._line is not None:
-            self._line.send(data, again)
-        else:
-            self._unsent.append(again())
+            self._tell(self._line, self._settled)
+
+    def _tell(self, line: Line, settlement: int) -> None:
+        """Of one that is owed, until it is heard."""
+        line.send(*self._owed[settlement]).on_reply = lambda reply: self._heard(settlement, reply)
+
+    def _heard(self, settlement: int, reply: Reply) -> None:
+        if not isinstance(reply, UnansweredError):
+            self._owed.pop(settlement, None)
 
     def _understood(self, identity: str, wanted: Sequence[tuple[Holder, Ask]], reply: Reply) -> Answer:
-        if not isinstance(reply, list):
+        """What a reply says. Raises StoreAwayError: there is none, or the store has got to it too late."""
+        if not isinstance(reply, list) or _is_late(reply):
             raise StoreAwayError
         answer = _answer([holder for holder, _ in wanted], cast(list[int], reply), monotonic())
         if answer.refused is None:
@@ -208,13 +255,9 @@ class Store:
         return answer
 
     def _undo(self, identity: str, wanted: Sequence[tuple[Holder, Ask]], reply: Reply) -> None:
-        """The client left while the store was asked, and it has said yes."""
-        try:
-            answer = self._understood(identity, wanted, reply)
-        except StoreAwayError:
-            return
-        if answer.refused is None:
-            self.settle(identity, wanted, Ask(), answer)
+        """Nobody has been waiting for what the store says: it was yes, or may have been."""
+        if not isinstance(reply, list) or reply[0] == _NOBODY:
+            self.settle(identity, wanted, Ask())
 
     # Being there
 
@@ -235,7 +278,8 @@ class Store:
         self._renewed = now
         held = [(key, identity) for identity, keys in self._leases.items() for key in keys]
         if held:
-            line.send(*_script(scripts.RENEW, [key for key, _ in held], [LEASE, *(identity for _, identity in held)]))
+            arguments: list[str | float] = [LEASE, self._not_after(), *(identity for _, identity in held)]
+            line.send(*_script(scripts.RENEW, [key for key, _ in held], arguments))
 
     async def _first_line(self) -> Line:
         """The connection, for those who come before the first attempt is over. Raises StoreAwayError."""
@@ -279,6 +323,8 @@ class Store:
                 await pending.signal
                 if isinstance(pending.reply, ReplyError):
                     raise pending.reply
+            seconds, microseconds = map(int, cast(list[bytes], pending.reply))
+            self._clock.heed(seconds + microseconds / 1_000_000, pending.sent, monotonic())
         except BaseException:
             line.transport.abort()
             raise
@@ -288,9 +334,9 @@ class Store:
         if self._was_up is False:
             _log.warning("the limits' store at %s is back", self._place)
         self._line, self._was_up = line, True
-        self._renewed = 0.0  # what is in flight may have lost its places
-        while self._unsent:
-            line.send(self._unsent.popleft())
+        for settlement in tuple(self._owed):
+            self._tell(line, settlement)
+        self._renew(line, monotonic())  # what is in flight may have lost its places
 
     def _lost(self, line: Line, reason: str) -> None:
         if line is self._line:
@@ -325,9 +371,11 @@ class Store:
 
 
 def _greeting(place: LimitsStore) -> list[bytes]:
+    """What is said first on a connection. The last reply is the time."""
     who = [] if place.password is None else [command("AUTH", *([place.user] if place.user else []), place.password)]
     where = [command("SELECT", place.database)] if place.database else []
-    return [*who, *where, *(command("SCRIPT", "LOAD", each) for each in (scripts.ADMIT, scripts.SETTLE, scripts.RENEW))]
+    load = (command("SCRIPT", "LOAD", each) for each in (scripts.ADMIT, scripts.SETTLE, scripts.RENEW))
+    return [*who, *where, *load, command("TIME")]
 
 
 _DIGESTS = {script: argument(scripts.digest(script)) for script in (scripts.ADMIT, scripts.SETTLE, scripts.RENEW)}
@@ -346,38 +394,42 @@ def _keys(holder: Holder) -> tuple[str, str]:
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
-def _admission(identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> tuple[list[str], list[str | float]]:
+def _admission(identity: str, wanted: Sequence[tuple[Holder, Ask]], reserved: str, not_after: float) -> tuple[list[str], list[str | float]]:
     keys: list[str] = []
-    arguments: list[str | float] = [identity, LEASE]
+    arguments: list[str | float] = [identity, LEASE, not_after]
     for holder, ask in wanted:
         keys += _keys(holder)
         arguments += [getattr(holder.limits, name) or 0 for name in REASONS]
         arguments += (ask.requests, ask.slots, ask.tokens, ask.cost)
-    return keys, arguments
+    return [*keys, reserved], arguments
 
 
-def _settlement(identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask, answer: Answer) -> tuple[list[str], list[str | float]]:
+def _settlement(identity: str, wanted: Sequence[tuple[Holder, Ask]], used: Ask, reserved: str) -> tuple[list[str], list[str | float]]:
     keys: list[str] = []
-    arguments: list[str | float] = [identity, answer.day, answer.month]
-    for holder, ask in reserved:
+    arguments: list[str | float] = [identity]
+    for holder, ask in wanted:
         keys += _keys(holder)
         arguments += rules.owed(holder.limits, ask, used)
         arguments += rules.owed_of_calendar(holder.limits, ask, used) if holder.limits.calendar else (0, 0, 0, 0)
-        arguments += answer.reserved[holder.name]
-    return keys, arguments
+    return [*keys, reserved], arguments
+
+
+def _is_late(reply: Reply) -> bool:
+    """Whether the script had come to be run when it was too late, by the store's clock."""
+    return isinstance(reply, list) and reply[0] == _LATE
 
 
 def _answer(holders: Sequence[Holder], reply: Sequence[int], now: float) -> Answer:
-    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, the day, the month, its time, and of
-    each holder the milliseconds until its buckets are full and the ends of what was reserved in them."""
-    who, why, wait, day, month, at, *rest = reply
-    standings, reserved = [], {}
-    for holder, requests, tokens, *ends in zip(holders, rest[::4], rest[1::4], rest[2::4], rest[3::4], strict=True):
-        standings.append((holder.limits, now + requests / 1000, now + tokens / 1000))
-        reserved[holder.name] = Reserved(at, *ends)
-    if not who:
-        return Answer(None, day, month, standings, reserved)
+    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, its time (microseconds), and of each
+    holder the milliseconds until its buckets are full."""
+    who, why, wait, _, *rest = reply
+    standings = [
+        (holder.limits, now + requests / 1000, now + tokens / 1000)
+        for holder, requests, tokens in zip(holders, rest[::2], rest[1::2], strict=True)
+    ]
+    if who == _NOBODY:
+        return Answer(None, standings)
     holder, reason = holders[who - 1], REASONS[why - 1]
     limit = getattr(holder.limits, reason)
     refusal = holder, Refused(reason, limit, None if reason == "concurrent" else wait / 1000)
-    return Answer(refusal, day, month, standings, reserved)
+    return Answer(refusal, standings)

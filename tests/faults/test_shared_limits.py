@@ -201,6 +201,30 @@ async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: 
             assert [await in_time(one) for one in three] == [200, 200, 200]
 
 
+async def test_a_redis_that_stalls_under_load_counts_what_was_used(tmp_path: Path) -> None:
+    """To the token: of what waited in it, of what it had run when nobody heard of it, and of what ended meanwhile."""
+    with redis_server() as redis:
+        more = {"limits_store": redis.url, "limits": REFUSING}
+        async with gateways(tmp_path, 3, {"tokens_per_day": 10**9, "concurrent": 100}, **more) as three:
+            load = asyncio.create_task(hammer([one.data for one in three], SECONDS / 2, chat(max_tokens=300)))
+            for _ in range(2):
+                await stall(redis, SECONDS / 10)
+            seen = (await load).seen
+            await until(lambda: all("is back" in one.said for one in three), 30)
+            assert seen.keys() == {200, 503}
+            with redis.client() as each:
+                await until(lambda: [bytes(name) for name in each.scan_iter()] == [b"vllm-gateway:key team-a"], 30)
+                assert float(each.hget("vllm-gateway:key team-a", "dt") or 0) == seen[200] * USED
+
+
+async def stall(redis: RedisServer, pause: float) -> None:
+    """Freeze it after a while, and let it go on after another."""
+    await asyncio.sleep(pause)
+    redis.signal(signal.SIGSTOP)
+    await asyncio.sleep(pause)
+    redis.signal(signal.SIGCONT)
+
+
 async def in_time(one: Gateway) -> int:
     """The status of a request that is made until its limit lets it pass."""
     while (found := await status(one)) == 429:  # noqa: ASYNC110  # nothing tells that a bucket has filled

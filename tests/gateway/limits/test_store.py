@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from gateway.limits import scripts
 from gateway.limits.meters import Holder, Meters
 from gateway.limits.rules import Ask, moment, month_of
-from gateway.limits.store import Reserved, Store, StoreAwayError
+from gateway.limits.store import Clock, Store, StoreAwayError
 from gateway.state import Allowance, Limits, LimitsStore
-from tests.faults.chaos import Weather, chaos
+from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.ports import refusing
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, HELLO, ROLE, ask, chat, client, request
+from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, ask, chat, client, request
 
 LIMITS = Limits(
     requests_per_minute=6,
@@ -54,8 +54,8 @@ def server(shared: RedisServer) -> RedisServer:
 
 
 @asynccontextmanager
-async def opened(place: LimitsStore) -> AsyncIterator[Store]:
-    store = Store(place)
+async def opened(place: LimitsStore, relay: str = "a relay") -> AsyncIterator[Store]:
+    store = Store(place, relay)
     try:
         yield store
     finally:
@@ -101,14 +101,14 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                     return
                 assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
                 if answer.refused is None:
-                    running.append((identity, wanted, at, ends, answer))
+                    running.append((identity, wanted, at, ends))
                 elif expected is not None and expected[1].wait is not None:
                     assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
             elif running:
-                identity, wanted, at, ends, answer = running.pop(amount % len(running))
+                identity, wanted, at, ends = running.pop(amount % len(running))
                 used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
                 meters.settle(wanted, ends, used, at, monotonic())
-                store.settle(identity, wanted, used, answer)
+                store.settle(identity, wanted, used)
 
 
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
@@ -117,14 +117,17 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
     wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
     with server.client() as each:
         async with opened(server.place()) as store:
-            long_ago, now = [await store.admit(name, wanted) for name in ("r1", "r2")]
-            at, *ends = long_ago.reserved["key a"]
-            aged = Reserved(at - 90_000_000, *(end + (forgotten - 90) * 1_000_000 for end in ends))
+            for name in ("r1", "r2"):
+                assert (await store.admit(name, wanted)).refused is None
+            written = "vllm-gateway:reserved a relay", "r1 vllm-gateway:key a"
+            day, month, at, *ends = map(float, each.hget(*written).split())
+            aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
+            each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
-            store.settle("r1", wanted, Ask(), long_ago._replace(reserved={"key a": aged}))
+            store.settle("r1", wanted, Ask())
             assert (await store.admit("r3", [(wanted[0][0], Ask())])).refused is None
             assert [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")] == before
-            store.settle("r2", wanted, Ask(), now)
+            store.settle("r2", wanted, Ask())
             assert (await store.admit("r4", [(wanted[0][0], Ask())])).refused is None
             found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
             assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
@@ -181,13 +184,13 @@ async def test_what_the_store_says(server: RedisServer) -> None:
         before = monotonic()
         answer = await store.admit("r1", [(holder, Ask(1, 1, 10))])
         after, now = monotonic(), datetime.now(UTC)
-        assert (answer.day, answer.month) == (int(now.timestamp() // 86400), now.year * 12 + now.month - 1)
         assert before + 0.9 < answer.standings[0][2] < after + 1.1
         answer = await store.admit("r2", [(holder, Ask(1, 1, 1))])
         assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
     with server.client() as each:
         each.execute_command("SELECT", 3)
-        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True], "every key ends by itself"
+        assert each.hget("vllm-gateway:key a", "m") == str(now.year * 12 + now.month - 1).encode()
+        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True, True], "every key ends by itself"
 
 
 async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
@@ -199,7 +202,7 @@ async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: Re
             assert answer.refused is None
             with server.client() as each:
                 each.script_flush()
-            store.settle(f"r{number}", wanted, Ask(1), answer)
+            store.settle(f"r{number}", wanted, Ask(1))
 
 
 async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
@@ -208,6 +211,104 @@ async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
         for number in range(3):
             with pytest.raises(StoreAwayError):
                 await store.admit(f"r{number}", [(holder, Ask(1, 1))])
+
+
+def test_the_stores_clock_by_ones_own() -> None:
+    """It is between what a reply says at the moment at which its command was sent, and at that at which it was read."""
+    clock = Clock()
+    clock.heed(1000.4, sent=10.0, now=11.0)
+    assert clock.at(10.0) == pytest.approx(999.4), "never too late"
+    clock.heed(1010.1, sent=20.0, now=20.3)
+    assert clock.at(20.0) == pytest.approx(1009.8), "what a quick one says is nearer"
+    clock.heed(1020.1, sent=30.0, now=35.0)
+    assert clock.at(30.0) == pytest.approx(1019.8), "a slow one knows no better"
+    clock.heed(1090.1, sent=40.0, now=40.1)
+    assert clock.at(40.0) == pytest.approx(1090.0), "it was set forward"
+    clock.heed(1050.0, sent=50.0, now=51.0)
+    assert clock.at(50.0) == pytest.approx(1050.0), "it was set back"
+
+
+async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServer) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Ask(1, 1, 10))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        store.settle("r1", wanted, Ask(1, 0, 5))
+        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        assert (await store.admit("r2", wanted)).refused is None
+    with server.client() as each:
+        assert each.hget("vllm-gateway:key a", "dt") == b"15"
+
+
+async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: RedisServer) -> None:
+    """What it had asked waits in the socket, and nobody will give it back."""
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Ask(1, 1, 10))]
+    async with opened(server.place(patience=1.0)) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        server.signal(signal.SIGSTOP)
+        try:
+            asked = asyncio.create_task(store.admit("r2", wanted))
+            while not asked.done():
+                store.tick()
+                await asyncio.sleep(0.02)
+            assert isinstance(asked.exception(), StoreAwayError)
+            store.close()
+            await asyncio.sleep(0.02)
+        finally:
+            server.signal(signal.SIGCONT)
+    with server.client() as each:
+        await until(lambda: each.info("clients")["connected_clients"] == 1)
+        assert each.hget("vllm-gateway:key a", "dt") == b"10"
+        assert b"r2" not in each.zrange("vllm-gateway:key a leases", 0, -1)
+
+
+async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisServer) -> None:
+    """Before, in and after the replies to both scripts: what the store let in counts as what it used, and the rest as nothing."""
+    cuts = range(120, 240, 3)
+
+    async def one(network: Chaos, number: int) -> tuple[str, float]:
+        """The holder, and what it has used; once the store has heard of it."""
+        wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Ask(1, 1, 900))]
+        async with opened(server.place(port=network.port, patience=0.9), f"relay {number}") as store:
+            try:
+                assert (await store.admit("r1", wanted)).refused is None
+            except StoreAwayError:
+                used = 0
+            else:
+                used = 7
+                store.settle("r1", wanted, Ask(1, 0, used))
+            await heard(store)
+        return f"vllm-gateway:key {number}", used
+
+    def weather(number: int) -> Weather:
+        return Weather(cut_at=cuts[number], end=End.RESET) if number < len(cuts) else CLEAR
+
+    async with chaos(server.port, weather) as network:
+        found = await asyncio.gather(*(one(network, number) for number in range(len(cuts))))
+    assert {used for _, used in found} == {0, 7}
+    with server.client() as each:
+        assert [float(each.hget(holder, "dt") or 0) for holder, _ in found] == [used for _, used in found]
+        assert [name for name in each.scan_iter() if name.startswith(b"vllm-gateway:reserved")] == []
+        assert [name for name in each.scan_iter() if name.endswith(b"leases")] == []
+
+
+async def heard(store: Store) -> None:
+    """Wait until the store has been told everything."""
+    async with asyncio.timeout(60):
+        while store._owed:
+            store.tick()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        assert store._line is not None
+        store._line.transport.abort()
+        store.settle("r1", wanted, Ask(1, 0, 7))
+        await heard(store)
+    with server.client() as each:
+        assert each.hget("vllm-gateway:key a", "dt") == b"7"
 
 
 # Behind a relay
@@ -259,7 +360,7 @@ async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
         assert await statuses(served, 4) == [200] * 4
         with server.client() as each:
             await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
-            assert each.exists("vllm-gateway:key team-a leases") == 0
+            assert list(each.scan_iter()) == [b"vllm-gateway:key team-a"], "nothing is left of what they had reserved"
         assert served.in_flight == 0
 
 
@@ -338,3 +439,50 @@ async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(serve
                 await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
             assert [record.status for record in served.relay.records][-1] == 499
             await until(lambda: not served.relay.limits.store._leases)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What waits in its socket is run when it goes on. Two streams were let in before it: one ends while the settlement still goes into
+    the socket too, the other when the store is known to be away."""
+    end, holder = [asyncio.Event(), asyncio.Event()], "vllm-gateway:key team-a"
+
+    async def respond_in_time(talk: Conversation) -> None:
+        if not talk.request.json.get("stream"):
+            await talk.respond(COMPLETION)
+            return
+        await talk.begin_stream()
+        for each in (ROLE, HELLO):
+            await talk.chunk(each)
+        await end[int(str(talk.request.json["user"]))].wait()
+        for each in (STOP, COUNT, DONE):
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async def streamed(visitor: Client, number: int) -> Reply:
+        return await visitor.ask(request(chat(stream=True, user=str(number), max_tokens=300)))
+
+    allowance = Allowance("key team-a", Limits(tokens_per_day=50_000, concurrent=20))
+    place = server.place(patience=2.0, refuses=refuses)
+    async with scripted(respond_in_time) as upstream:
+        one = key(allowances=(allowance,))
+        async with serving([model(upstream.port)], [one], limits_store=place) as served, client(served.port) as a, client(served.port) as b:
+            assert await statuses(served, 1) == [200]
+            streams = [asyncio.create_task(streamed(visitor, number)) for number, visitor in enumerate((a, b))]
+            with server.client() as each:
+                await until(lambda: each.zcard(f"{holder} leases") == 2)
+            server.signal(signal.SIGSTOP)
+            try:
+                end[0].set()
+                asked = [ask(served.port, request(chat(max_tokens=300))) for _ in range(6)]
+                ended, *replies = await asyncio.wait_for(asyncio.gather(streams[0], *asked), 60)
+                assert ended.status == 200 and {reply.status for reply in replies} == {503 if refuses else 200}
+                end[1].set()
+                assert (await asyncio.wait_for(streams[1], 30)).status == 200
+            finally:
+                server.signal(signal.SIGCONT)
+            await until(lambda: "is back" in caplog.text, 60)
+            with server.client() as each:
+                await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read what all others had sent
+                assert {bytes(name): float(each.hget(name, "dt") or 0) for name in each.scan_iter()} == {holder.encode(): 3 * 5}
+            assert await statuses(served, 1) == [200]
