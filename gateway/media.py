@@ -8,7 +8,7 @@ addresses in odd bases, trailing dots) is refused without a look at the list. ``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"
@@ -47,7 +47,7 @@ class MediaHosts:
 
     def allows(self, url: str) -> bool:
         """Whether a server may be given this URL."""
-        if url[:5].lower() == "data:":
+        if _is_data(url):
             return True
         found = _URL.fullmatch(url) if len(url) <= _LONGEST else None
         if found is None:
@@ -100,7 +100,7 @@ def in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
         kind = type(child)
         if kind is list:
             found = in_list(child, hosts)
-        elif kind is dict and not (name == "arguments" or (name == "input" and value.get("type") == "tool_use")):  # a tool's own
+        elif kind is dict and not _is_a_tools(name, value):
             found = in_object(child, hosts)
         else:
             continue
@@ -109,10 +109,35 @@ def in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
     return None
 
 
+def data_urls(value: Any) -> Iterator[str]:
+    """The ``data:`` URLs of the media below a message, or a list of such: in the same places."""
+    if type(value) is list:
+        below = value
+    else:
+        urls = (_url(name, value[name]) for name in MEMBERS & value.keys())
+        yield from (url for url in urls if isinstance(url, str) and _is_data(url))
+        below = [child for name, child in value.items() if not _is_a_tools(name, value)]
+    for child in below:
+        if type(child) in CONTAINERS:
+            yield from data_urls(child)
+
+
+def _is_a_tools(name: str, value: Mapping[str, Any]) -> bool:
+    """Whether a member is what a tool is called with."""
+    return name == "arguments" or (name == "input" and value.get("type") == "tool_use")
+
+
 def _may_be_sent(name: str, value: Any, hosts: MediaHosts) -> bool:
+    url = _url(name, value)
+    return url is None or (isinstance(url, str) and hosts.allows(url))
+
+
+def _url(name: str, value: Any) -> Any:
     """A member is a URL or an object with one; ``source`` and the like may also be words that nobody fetches."""
     if isinstance(value, dict):
-        value = value.get("url")
-    elif name in ("source", "input_audio"):
-        return True
-    return value is None or (isinstance(value, str) and hosts.allows(value))
+        return value.get("url")
+    return None if name in ("source", "input_audio") else value
+
+
+def _is_data(url: str) -> bool:
+    return url[:5].lower() == "data:"

@@ -87,7 +87,7 @@ OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Fields whose older names clients still use."""
 
-_NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
+NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
 """Where what looks like a message's part is none: schemas and such."""
 
 
@@ -142,7 +142,7 @@ class Policy:
         if "chat_template_kwargs" in document:
             self._template(document["chat_template_kwargs"])
         for name, value in document.items():
-            if type(value) in CONTAINERS and name not in _NO_MEDIA:
+            if type(value) in CONTAINERS and name not in NO_MEDIA:
                 self._look_into(name, value)
 
     def refused_of(self, names: Set[str]) -> str | None:

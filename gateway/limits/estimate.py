@@ -13,15 +13,18 @@ import msgspec
 
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
 from gateway.limits.rules import Ask
+from gateway.media import CONTAINERS, data_urls
+from gateway.policy import NO_MEDIA
 from gateway.routes import OUTPUTS, Output
 from gateway.usage import Usage
+from gateway.whole import whole
 
 BYTES_PER_TOKEN = 4
 """Of a body; English text has a little more in a token, most other languages less."""
 DEFAULT_COMPLETION = 1024
 """Tokens that an answer may have where the request does not say."""
 MEDIA_TOKENS = 1024
-"""Tokens for an image, sound or film that the body holds."""
+"""Tokens for an image, sound or film that the body holds as a ``data:`` URL."""
 
 _MEDIA = b";base64,"
 _MILLION = 1_000_000
@@ -37,20 +40,17 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
 def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
     output = OUTPUTS.get(path)
-    prompt = _with_media(body) if _MEDIA in body else len(body) // BYTES_PER_TOKEN
+    prompt = _with_media(document, len(body)) if _MEDIA in body else len(body) // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
         completion *= _choices(document)
     return Tokens(prompt or 1, completion)
 
 
-def _with_media(body: bytes) -> int:
-    size, media, start = len(body), 0, body.find(_MEDIA)
-    while start >= 0:
-        end = body.find(b'"', start)
-        end = len(body) if end < 0 else end
-        size, media, start = size - (end - start), media + 1, body.find(_MEDIA, end)
-    return size // BYTES_PER_TOKEN + media * MEDIA_TOKENS
+def _with_media(document: Mapping[str, Any], size: int) -> int:
+    """A body of ``size`` bytes in which there may be media: what stands in an ordinary text is none."""
+    media = [len(url) for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA for url in data_urls(value)]
+    return max(size - sum(media), 0) // BYTES_PER_TOKEN + len(media) * MEDIA_TOKENS
 
 
 def _completion(document: Mapping[str, Any], output: Output) -> int:
@@ -59,14 +59,22 @@ def _completion(document: Mapping[str, Any], output: Output) -> int:
             value = document[name]
             if type(value) is int and value > 0:
                 return value
+            number = whole(value)
+            if number is not None and number > 0:
+                return number
     return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
 
 
 def _choices(document: Mapping[str, Any]) -> int:
-    """Answers that are asked for: of each prompt of a list as many as ``n`` says."""
+    """Answers that are asked for: of each prompt of a list as many as ``n`` says, which is the width of a beam search, too.
+
+    vLLM 0.32 knows no ``best_of``.
+    """
     n, prompt = document.get("n"), document.get("prompt")
     many = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
-    return many * n if type(n) is int and n > 1 else many
+    if n is not None and type(n) is not int:
+        n = whole(n)
+    return many * n if n is not None and n > 1 else many
 
 
 def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
@@ -78,6 +86,8 @@ def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
     for name in given:
         value = document[name]
         if type(value) is not int:
+            value = whole(value)
+        if value is None:
             raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
         if value > limit:
             raise Refusal("invalid_value", f"The field '{name}' may be {limit} at most for this key.", param=name)

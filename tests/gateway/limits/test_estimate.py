@@ -23,7 +23,17 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
         (CHAT, {"max_tokens": 50, "max_completion_tokens": 70}, 70),
         (CHAT, {"max_tokens": None}, 1024),
         (CHAT, {"max_tokens": 50, "n": 3}, 150),
-        (CHAT, {"max_tokens": "50", "n": "x"}, 1024),
+        (CHAT, {"max_tokens": "50", "n": "3"}, 150),
+        (CHAT, {"max_tokens": 50.0, "n": 3.0}, 150),
+        (CHAT, {"max_tokens": "x", "n": "x"}, 1024),
+        (CHAT, {"max_tokens": 50.5, "n": [3]}, 1024),
+        (CHAT, {"max_tokens": 50, "n": None}, 50),
+        (CHAT, {"max_tokens": True}, 1),
+        (CHAT, {"max_completion_tokens": False, "max_tokens": " 7_0 "}, 70),
+        (CHAT, {"max_tokens": 50, "n": 3, "use_beam_search": True, "best_of": 9}, 150),
+        (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": "5.0", "n": 2.0}, 20),
+        (RESPONSES, {"max_output_tokens": 9.0}, 9),
+        (MESSAGES, {"max_tokens": "8"}, 8),
         (CHAT, {"max_tokens": -1}, 1024),
         (COMPLETIONS, {"prompt": "a"}, 16),
         (COMPLETIONS, {"prompt": "a", "max_tokens": None}, 1024),
@@ -42,8 +52,38 @@ def test_the_answer_is_guessed(path: str, fields: dict[str, Any], completion: in
 def test_media_do_not_count_by_their_bytes() -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     body = orjson.dumps({"messages": [{"role": "user", "content": [picture, picture, {"type": "text", "text": "b" * 4000}]}]})
-    assert 3048 <= estimate({}, CHAT, body).prompt <= 3148
-    assert estimate({}, CHAT, b'{"a":";base64,AAAA').prompt == 1024 + 1
+    assert 3048 <= estimate(orjson.loads(body), CHAT, body).prompt <= 3148
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+URL = "data:;base64," + "A" * 40_000
+
+
+@pytest.mark.parametrize(
+    ("document", "media"),
+    [
+        ({"messages": [{"role": "user", "content": ";base64," + "A" * 40_000}]}, 0),
+        ({"messages": [{"role": "user", "content": URL}]}, 0),
+        ({"prompt": URL}, 0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": URL}]}]}, 0),
+        ({"messages": [{"role": "user", "content": [image("https://a.example/" + URL)]}]}, 0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "source": URL}]}]}, 0),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"image_url": URL}}]}]}, 0),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"image_url": URL}}}]}, 0),
+        ({"messages": [{"role": "user", "content": [image(URL), image("DATA:" + URL[5:])]}]}, 2),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}, 1),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": URL}}]}]}, 1),
+        ({"documents": {"content": [{"type": "video_url", "video_url": {"url": URL}}]}}, 1),
+    ],
+)
+def test_media_are_where_messages_have_them(document: dict[str, Any], media: int) -> None:
+    """A text is no picture, whatever is written in it."""
+    body = orjson.dumps(document)
+    urls = media * len(URL)
+    assert estimate(document, CHAT, body).prompt == max((len(body) - urls) // 4 + media * 1024, 1)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +92,8 @@ def test_media_do_not_count_by_their_bytes() -> None:
         (CHAT, {}, {"max_tokens": 100}),
         (CHAT, {"max_tokens": None}, {"max_tokens": 100}),
         (CHAT, {"max_completion_tokens": 100}, {"max_completion_tokens": 100}),
+        (CHAT, {"max_tokens": 100.0}, {"max_tokens": 100.0}),
+        (CHAT, {"max_tokens": "100"}, {"max_tokens": "100"}),
         (COMPLETIONS, {}, {}),
         (COMPLETIONS, {"max_tokens": None}, {"max_tokens": 100}),
         (RESPONSES, {}, {"max_output_tokens": 100}),
@@ -71,7 +113,17 @@ def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"max_tokens": 101}, {"max_tokens": 5, "max_completion_tokens": 101}, {"max_tokens": "50"}, {"max_tokens": 5.0}]
+    "fields",
+    [
+        {"max_tokens": 101},
+        {"max_tokens": 5, "max_completion_tokens": 101},
+        {"max_tokens": "101"},
+        {"max_tokens": 101.0},
+        {"max_tokens": "1_0_1"},
+        {"max_tokens": 5.5},
+        {"max_tokens": "x"},
+        {"max_tokens": [5]},
+    ],
 )
 def test_a_longer_answer_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Refusal) as caught:

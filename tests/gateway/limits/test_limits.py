@@ -147,6 +147,17 @@ async def test_a_day_is_counted_by_usage_alone() -> None:
         assert limited_total(served, "tokens_per_day") == 1
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": number} for number in (5000, 5000.0, "5000", " 5_000 ")] + [{"n": 5}, {"n": 5.0}])
+async def test_a_number_in_another_form_is_reserved_as_that_number(fields: dict[str, Any]) -> None:
+    async with gateway(limited(tokens_per_day=8000)) as (served, server):
+        async with client(served.port) as first:
+            first.send(request(prompt("stay", stream=True, **fields)))
+            await first.reader.readuntil(HELLO)
+            assert await statuses(served, 1, request(prompt("more", **fields))) == [429]
+        await until(lambda: served.in_flight == 0)
+        assert len(server.requests) == 1
+
+
 async def test_costs_are_tokens_by_price() -> None:
     async with gateway(limited(cost_per_day=0.01), price=(1000.0, 1000.0)) as (served, _):
         assert await statuses(served, 3, request(chat(max_tokens=1))) == [200, 429, 429]

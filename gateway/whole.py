@@ -1,0 +1,35 @@
+"""What a server reads as a whole number, though it may be written in another form. Pure.
+
+vLLM's fields are pydantic's, which takes ``50.0``, ``"50"``, ``" 5_0 "`` and ``true`` for integers (its lax mode). The rule: whatever
+it takes is read here as the same number. What it refuses may be read as a number or not: its server answers with an error.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+MOST = 2**63 - 1
+"""Larger numbers in texts, which pydantic has, are as good as this one."""
+
+_TEXT = re.compile(r"([+-]?)([0-9][0-9_]*)(?:\.0+)?", re.ASCII)
+_LONGEST = 18  # digits of a number that is surely below ``MOST``
+
+
+def whole(value: Any) -> int | None:
+    """A member of a JSON object as a whole number; None for what is none."""
+    kind = type(value)
+    if kind is int or kind is bool:
+        return int(value)
+    if kind is float:
+        return int(value) if value.is_integer() and abs(value) <= MOST else None
+    return _of_text(value) if kind is str else None
+
+
+def _of_text(text: str) -> int | None:
+    found = _TEXT.fullmatch(text.strip())
+    if found is None:
+        return None
+    digits = found[2].replace("_", "").lstrip("0") or "0"
+    number = int(digits) if len(digits) <= _LONGEST else MOST
+    return -number if found[1] == "-" else number
