@@ -92,16 +92,24 @@ def month_of(day: int) -> int:
 
 
 class Refused(NamedTuple):
-    """A limit that is reached: its name in the configuration, its size, and the seconds after which this would be admitted; None: nobody
-    can know."""
+    """A limit that has no room: its name in the configuration, its size, and the seconds after which this would be admitted; None: nobody
+    can know. Of tokens and costs also what is left of it, and what this would have reserved."""
 
     reason: str
     limit: float
     wait: float | None
+    left: float = 0.0
+    asked: float = 0.0
 
 
 QUOTAS = frozenset({"tokens_per_day", "tokens_per_month", "cost_per_day", "cost_per_month"})
 """The limits that last longer than one would wait for."""
+
+
+def amount(reason: str, ask: Ask) -> float:
+    """How much of a limit on tokens or costs is asked for; of another there is no amount."""
+    kind = reason.partition("_")[0]
+    return ask.tokens if kind == "tokens" else ask.cost if kind == "cost" else 0.0
 
 
 def refused(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, at: Moment) -> Refused | None:
@@ -114,17 +122,19 @@ def refused(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask
         if wait:
             worst = Refused("requests_per_minute", limits.requests_per_minute, wait)
     if ask.tokens and limits.tokens_per_minute is not None:
-        wait = _wait(cells[meter + TOKENS] - at.now, limits.tokens_per_minute, ask.tokens)
+        behind = cells[meter + TOKENS] - at.now
+        wait = _wait(behind, limits.tokens_per_minute, ask.tokens)
         if wait and (worst is None or wait > (worst.wait or 0)):
-            worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait)
+            left = limits.tokens_per_minute * (1 - behind / _MINUTE)
+            worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait, left, ask.tokens)
     if limits.calendar:
         of_day, cost_of_day, of_month, cost_of_month = limits.quotas
         for_day = _reached(cells, meter + DAY, at.day, ask, of_day, cost_of_day)
-        if for_day:
-            worst = _longer(worst, limits, for_day + "_per_day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
+        if for_day is not None:
+            worst = _longer(worst, limits, for_day, "day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
         for_month = _reached(cells, meter + MONTH, at.month, ask, of_month, cost_of_month)
-        if for_month:
-            worst = _longer(worst, limits, for_month + "_per_month", _left_of_month(at.wall))
+        if for_month is not None:
+            worst = _longer(worst, limits, for_month, "month", _left_of_month(at.wall))
     return worst
 
 
@@ -139,16 +149,23 @@ def _wait(behind: float, limit: float, amount: float) -> float:
     return wait if wait > _ROUNDING else 0.0
 
 
-def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float, of_cost: float) -> str:
+class _Reached(NamedTuple):
+    what: str
+    left: float
+    asked: float
+
+
+def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float, of_cost: float) -> _Reached | None:
     """Which limit of a period has no room for what is asked for, or for all of itself where that is less."""
     known = _known(cells, window, period)
     if known is None:
-        return ""
-    if ask.tokens and cells[known + USED] + min(ask.tokens, of_tokens) > of_tokens:
-        return "tokens"
-    if ask.cost and cells[known + SPENT] + min(ask.cost, of_cost) > of_cost:
-        return "cost"
-    return ""
+        return None
+    used, spent = cells[known + USED], cells[known + SPENT]
+    if ask.tokens and used + min(ask.tokens, of_tokens) > of_tokens:
+        return _Reached("tokens", of_tokens - used, ask.tokens)
+    if ask.cost and spent + min(ask.cost, of_cost) > of_cost:
+        return _Reached("cost", of_cost - spent, ask.cost)
+    return None
 
 
 def _known(cells: Cells, window: int, period: int) -> int | None:
@@ -158,8 +175,9 @@ def _known(cells: Cells, window: int, period: int) -> int | None:
     return window + _OTHER if cells[window + _OTHER] == period else None
 
 
-def _longer(worst: Refused | None, limits: Limits, quota: str, left: float) -> Refused:
-    found = Refused(quota, getattr(limits, quota), left)
+def _longer(worst: Refused | None, limits: Limits, reached: _Reached, period: str, seconds: float) -> Refused:
+    quota = f"{reached.what}_per_{period}"
+    found = Refused(quota, getattr(limits, quota), seconds, reached.left, reached.asked)
     return found if worst is None or outlasts(found, worst) else worst
 
 

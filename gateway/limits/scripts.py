@@ -95,18 +95,18 @@ local function turn(meter, p, period)
   meter[p], meter[p .. 't'], meter[p .. 'c'] = found[1], found[2], found[3]
 end
 
-local worst, who, why = -1, 0, 0
-local function refuse(holder, reason, wait)
-  if wait > worst then worst, who, why = wait, holder, reason end
+local worst, who, why, left = -1, 0, 0, 0
+local function refuse(holder, reason, wait, still)
+  if wait > worst then worst, who, why, left = wait, holder, reason, still end
 end
 local function bucket(holder, reason, full, limit, amount)
   if limit > 0 and amount > 0 then
     local wait = full - now - 60 * (1 - math.min(amount / limit, 1))
-    if wait > 0.000001 then refuse(holder, reason, wait) end
+    if wait > 0.000001 then refuse(holder, reason, wait, limit * (1 - (full - now) / 60)) end
   end
 end
-local function quota(holder, reason, used, limit, amount, left)
-  if limit > 0 and amount > 0 and used + math.min(amount, limit) > limit then refuse(holder, reason, left) end
+local function quota(holder, reason, used, limit, amount, wait)
+  if limit > 0 and amount > 0 and used + math.min(amount, limit) > limit then refuse(holder, reason, wait, limit - used) end
 end
 
 local holders = (#KEYS - 1) / 2
@@ -120,7 +120,7 @@ for i = 1, holders do
   if a[4] > 0 or a[6] > 0 then turn(meter, 'm', month) end
   if a[7] > 0 and a[9] > 0 then
     redis.call('ZREMRANGEBYSCORE', KEYS[2 * i], '-inf', now)
-    if redis.call('ZCARD', KEYS[2 * i]) + a[9] > a[7] then refuse(i, 7, 1e12) end
+    if redis.call('ZCARD', KEYS[2 * i]) + a[9] > a[7] then refuse(i, 7, 1e12, 0) end
   end
   bucket(i, 1, meter.r, a[1], a[8])
   bucket(i, 2, meter.t, a[2], a[10])
@@ -150,7 +150,7 @@ if who == 0 then
   redis.call('HSET', KEYS[#KEYS], unpack(reserved))
   redis.call('EXPIRE', KEYS[#KEYS], 3 * 86400)
 end
-local reply = {who, why, math.ceil(worst * 1000), math.floor(now * 1000000)}
+local reply = {who, why, math.ceil(worst * 1000), math.floor(now * 1000000), math.floor(left * 1000000)}
 for i = 1, holders do
   local meter = meters[i]
   reply[#reply + 1] = math.ceil(math.max(meter.r - now, 0) * 1000)

@@ -245,7 +245,7 @@ class Store:
         """What a reply says. Raises StoreAwayError: there is none, or the store has got to it too late."""
         if not isinstance(reply, list) or _is_late(reply):
             raise StoreAwayError
-        answer = _answer([holder for holder, _ in wanted], cast(list[int], reply), monotonic())
+        answer = _answer(wanted, cast(list[int], reply), monotonic())
         if answer.refused is None:
             leases = tuple(_keys(holder)[1] for holder, ask in wanted if ask.slots and holder.limits.concurrent is not None)
             if leases:
@@ -419,17 +419,18 @@ def _is_late(reply: Reply) -> bool:
     return isinstance(reply, list) and reply[0] == _LATE
 
 
-def _answer(holders: Sequence[Holder], reply: Sequence[int], now: float) -> Answer:
-    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, its time (microseconds), and of each
-    holder the milliseconds until its buckets are full."""
-    who, why, wait, _, *rest = reply
+def _answer(wanted: Sequence[tuple[Holder, Ask]], reply: Sequence[int], now: float) -> Answer:
+    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, its time (microseconds), millionths that
+    are left of the limit, and of each holder the milliseconds until its buckets are full."""
+    who, why, wait, _, left, *rest = reply
     standings = [
         (holder.limits, now + requests / 1000, now + tokens / 1000)
-        for holder, requests, tokens in zip(holders, rest[::2], rest[1::2], strict=True)
+        for (holder, _), requests, tokens in zip(wanted, rest[::2], rest[1::2], strict=True)
     ]
     if who == _NOBODY:
         return Answer(None, standings)
-    holder, reason = holders[who - 1], REASONS[why - 1]
-    limit = getattr(holder.limits, reason)
-    refusal = holder, Refused(reason, limit, None if reason == "concurrent" else wait / 1000)
-    return Answer(refusal, standings)
+    holder, ask = wanted[who - 1]
+    reason = REASONS[why - 1]
+    limit, asked = getattr(holder.limits, reason), rules.amount(reason, ask)
+    refused = Refused(reason, limit, None if reason == "concurrent" else wait / 1000, left / 1_000_000 if asked else 0.0, asked)
+    return Answer((holder, refused), standings)

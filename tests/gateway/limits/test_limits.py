@@ -158,6 +158,47 @@ async def test_a_number_in_another_form_is_reserved_as_that_number(fields: dict[
         assert len(server.requests) == 1
 
 
+def told(reply: Reply) -> str:
+    """The message of a refusal, without how long it lasts."""
+    assert reply.status == 429
+    message, _, wait = str(reply.error["message"]).rpartition(" Try again in ")
+    assert wait == f"{reply.headers['retry-after']} s."
+    return message
+
+
+async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
+    """Nothing is said to be reached that a shorter answer would find room in."""
+    async with gateway(limited(tokens_per_day=200)) as (served, _):
+        assert await statuses(served, 6, request(chat(max_tokens=1))) == [200] * 6
+        guess, day = len(orjson.dumps(chat())) // 4, "of the limit of 200 tokens per day only 170 are left (key team-a)."
+        fits = "With a smaller 'max_tokens' it may fit now."
+        reply = await ask(served.port, request(chat()))
+        assert told(reply) == f"This request reserves {guess + 1024} tokens, and {day} {fits}"
+        assert reply.error["code"] == "insufficient_quota" and reply.headers["x-should-retry"] == "false"
+        long = prompt("a" * 800, max_tokens=1)
+        guess = len(orjson.dumps(long)) // 4
+        assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
+        place = served.relay.limits.meters.holder("key team-a", Limits()).meter
+        served.relay.limits.meters.cells[place + rules.DAY + rules.USED] = 200
+        assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
+
+
+async def test_a_refusal_of_a_minute_and_of_a_cost() -> None:
+    async with gateway(limited(tokens_per_minute=2000, cost_per_month=0.5), price=(0.0, 1000.0)) as (served, _):
+        assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
+        assert told(await ask(served.port, request(chat(max_tokens=499)))) == (
+            "This request reserves a cost of 0.499, and of the limit of a cost of 0.5 per month only 0.498 is left (key team-a)."
+            " With a smaller 'max_tokens' it may fit now."
+        )
+    async with gateway(limited(tokens_per_minute=20_000_000)) as (served, _):
+        async with client(served.port) as first:
+            first.send(request(prompt("stay", stream=True, max_tokens=12_000_000)))
+            await first.reader.readuntil(HELLO)
+            message = told(await ask(served.port, request(chat(max_tokens=12_000_000))))
+            assert " and of the limit of 20000000 tokens per minute only 8" in message and message.endswith("it may fit now.")
+        await until(lambda: served.in_flight == 0)
+
+
 async def test_costs_are_tokens_by_price() -> None:
     async with gateway(limited(cost_per_day=0.01), price=(1000.0, 1000.0)) as (served, _):
         assert await statuses(served, 3, request(chat(max_tokens=1))) == [200, 429, 429]

@@ -104,6 +104,8 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                     running.append((identity, wanted, at, ends))
                 elif expected is not None and expected[1].wait is not None:
                     assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
+                    assert answer.refused[1].asked == expected[1].asked
+                    assert answer.refused[1].left == pytest.approx(expected[1].left, abs=3)
             elif running:
                 identity, wanted, at, ends = running.pop(amount % len(running))
                 used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
