@@ -140,9 +140,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
         form.check_end()
     name = name or named_model({}, call.target.mounted)
     entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
-    form.obey(entry.policy)
-    if call.permit is not None:
-        call.permit.weigh_form(entry.model)
+    form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     call.pass_on()
@@ -153,9 +151,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
 
 def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
     """A form whose beginning was checked for another model."""
-    form.obey(entry.policy)
-    if call.permit is not None:
-        call.permit.weigh_form(entry.model)
+    form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     return Outbound.of_form(call, entry, name, form)
 
 
@@ -222,6 +218,8 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     if b"content-encoding" in answer.headers and answer.headers[b"content-encoding"].lower() != b"identity":
         raise BadAnswer(answer.server.name, "its answer is encoded, and nobody asked for that")
     if is_stream(answer):
+        if outbound.form is not None:
+            account.stream, outbound.hides_usage = True, outbound.form.hides_usage
         relay: BodyRelay | EventRelay = EventRelay(
             call,
             answer,

@@ -2,7 +2,8 @@
 
 The rule: the form is parsed with the parser that vLLM's own framework uses, so that both sides see the same
 fields, and it is parsed to its end: a second ``model`` or a forbidden field, wherever it stands, ends the request
-before the server has the whole of it.
+before the server has the whole of it. What the gateway adds stands behind all others, where it is the one that counts: of several
+fields of a name FastAPI takes the last (``_get_multidict_value`` in its dependencies/utils.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from gateway.policy import NUMBERS, Policy, check_number
 from upstream.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
-_NUMBER_LIMIT = 18  # and a number that is checked
+_TEXT_LIMIT = 18  # and a number that is checked, or a flag
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
 _EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
+_BOUND = "max_completion_tokens"
+_STREAM, _USAGE, _CONTINUOUS = "stream", "stream_include_usage", "stream_continuous_usage_stats"
+_READ = NUMBERS | {_STREAM, _USAGE, _CONTINUOUS}
+_TRUE = frozenset({b"1", b"on", b"t", b"true", b"y", b"yes"})  # in any case: what pydantic takes for true
+_UNSAID = frozenset({b"", b"0", b"off", b"f", b"false", b"n", b"no"})  # and for false, or FastAPI for nothing
 MAX_PARTS = 1000
 """Parts of a form, as many as vLLM's own framework takes."""
 NextBytes = Callable[[], Awaitable[bytes]]
@@ -49,6 +55,7 @@ class Form:
             },
         )
         self._first = b"--" + boundary
+        self._closing = b"\r\n--%b--" % boundary
         self._held = bytearray()
         self._offset = 0
         self._parts = 0
@@ -62,9 +69,12 @@ class Form:
         self._model_read = False
         # What is checked when the model's policy is known
         self._policy: Policy | None = None
+        self._most: int | None = None
         self._names: set[str] = set()
         self._numbers: list[tuple[str, bytes]] = []
-        self._number = b""
+        # The fields that say what is to be added: of each name the last
+        self._text = b""
+        self._texts: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, content_type: bytes) -> Form:
@@ -75,12 +85,23 @@ class Form:
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
 
-    def obey(self, policy: Policy) -> None:
-        """Check what has been read, and what is to come, by the policy of the model. Raises Refusal."""
-        self._policy = policy
+    def obey(self, policy: Policy, most: int | None = None) -> None:
+        """Check what has been read, and what is to come, by the policy of the model, and by the largest answer in tokens that the key may
+        have. Raises Refusal."""
+        self._policy, self._most = policy, most
         _check_names(self._names, policy)
         for name, text in self._numbers:
-            _check_number(name, text, policy)
+            self._check_number(name, text, policy)
+
+    @property
+    def ended(self) -> bool:
+        """The last boundary has been read."""
+        return bool(self._parser.state == MultipartState.END)
+
+    @property
+    def hides_usage(self) -> bool:
+        """The server was asked for a usage event that the client did not ask for."""
+        return self.ended and _USAGE in self._added()
 
     async def read_model(self, next_bytes: NextBytes) -> str | None:
         """Read up to the end of the ``model`` field; None when the form has none. Raises Refusal for a bad form."""
@@ -104,33 +125,70 @@ class Form:
     def check_end(self) -> None:
         """All has been read. Raises Refusal where that is no whole form: what stands behind its last boundary would then be read in a way
         that depends on how the bytes were cut."""
-        if self._parser.state != MultipartState.END:
+        if not self.ended:
             raise Refusal("invalid_value", "The form does not end with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
-        """The bytes read so far, with the model's name at the server in place of the client's."""
-        if self._span is None:
-            return bytes(self._held)
-        start, end = self._span
-        return bytes(self._held[:start]) + served_model.encode() + bytes(self._held[end:])
+        """The bytes read so far, with the model's name at the server in place of the client's; without the last of them where the
+        form's end is still to come."""
+        start, end = self._span or (0, 0)
+        name = b"" if self._span is None else served_model.encode()
+        rest = self._held[end:]
+        if not self.ended:
+            del rest[len(rest) - len(self._kept()) :]
+        opening = bytes(self._held[:start]) + name + bytes(rest)
+        return self._completed(opening) if self.ended else opening
+
+    def _kept(self) -> bytes:
+        """What of the bytes read so far may be the beginning of the last boundary: it is sent with the rest."""
+        end = 0 if self._span is None else self._span[1]
+        return b"" if self.ended else bytes(self._held[max(end, len(self._held) - len(self._closing)) :])
+
+    def _completed(self, data: bytes) -> bytes:
+        """The bytes in which a form's last boundary stands, with the gateway's own fields before it."""
+        at = data.find(self._closing)
+        if at < 0:
+            return data  # a form without any part
+        at += len(self._closing) - 2
+        added = b"".join(
+            b'\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n%b' % (name.encode(), value, self._first)
+            for name, value in self._added().items()
+        )
+        return data[:at] + added + data[at:]
+
+    def _added(self) -> dict[str, bytes]:
+        """The gateway's own fields: usage is asked for on streams, and an answer is bounded where the client does not bound it."""
+        texts, added = self._texts, dict[str, bytes]()
+        if texts.get(_STREAM, b"").lower() in _TRUE and texts.get(_USAGE, b"").lower() in _UNSAID:
+            added[_USAGE] = b"true"
+            if _CONTINUOUS in texts:
+                added[_CONTINUOUS] = b"false"  # without usage it has no effect
+        of_model = None if self._policy is None else self._policy.max_tokens
+        bounds = [bound for bound in (self._most, of_model) if bound is not None]
+        if bounds and not texts.get(_BOUND):
+            added[_BOUND] = b"%d" % min(bounds)
+        return added
 
     def opening_chunk(self, served_model: str) -> bytes:
         """The same as the first chunk of a body without a length."""
         return _chunk(self.opening(served_model))
 
     def behind(self, length: int) -> int:
-        """How many bytes of a form of the client's ``length`` follow its opening."""
+        """How many bytes of a form of the client's ``length`` follow its opening, where that has its end in it."""
         return length - len(self._held)
 
     def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
         """Streams what comes behind the opening."""
 
         async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
-            last = b""  # is kept back, so that the server has no whole form before it was seen to be one
+            last = self._kept()  # is kept back, so that the server has no whole form before it was seen to be one
+            keep, had_ended = len(self._closing), self.ended
             while data := await next_bytes():
                 self._feed(data)
                 data = last + data
-                data, last = data[:-1], data[-1:]
+                if self.ended and not had_ended:
+                    data, had_ended = self._completed(data), True
+                data, last = data[:-keep], data[-keep:]
                 send(_chunk(data) if chunked and data else data, True)
                 if not await drained():
                     return
@@ -161,6 +219,8 @@ class Form:
         self._value += data[start:end]
 
     def _header_end(self) -> None:
+        if self._header.startswith(b"--"):
+            raise Refusal("invalid_value", "The form has a header that looks like a boundary.")
         if self._header.lower() == b"content-disposition":
             _, options = parse_options_header(self._value)
             name = None if _EXTENDED_NAME.search(self._value) else options.get(b"name")
@@ -170,7 +230,7 @@ class Form:
     def _headers_finished(self) -> None:
         if self._name is None:
             raise Refusal("invalid_value", "The form has a part without a plain name.")
-        self._number = b""
+        self._text = b""
         if self._policy is None:
             self._names.add(self._name)
         else:
@@ -179,8 +239,8 @@ class Form:
             raise Refusal("invalid_value", "The field 'model' was sent more than once.", param="model")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name in NUMBERS:
-            self._number = (self._number + data[start:end])[: _NUMBER_LIMIT + 1]
+        if self._name in _READ:
+            self._text = (self._text + data[start:end])[: _TEXT_LIMIT + 1]
         if self._name != "model":
             return
         self._model += data[start:end]
@@ -191,25 +251,32 @@ class Form:
 
     def _part_end(self) -> None:
         self._model_read = self._model_read or self._name == "model"
+        if self._name not in _READ:
+            return
+        self._texts[self._name] = self._text
         if self._name not in NUMBERS:
             return
         if self._policy is None:
-            self._numbers.append((self._name, self._number))
+            self._numbers.append((self._name, self._text))
         else:
-            _check_number(self._name, self._number, self._policy)
+            self._check_number(self._name, self._text, self._policy)
+
+    def _check_number(self, name: str, text: bytes, policy: Policy) -> None:
+        """Plain digits only: what else vLLM would take for a number is not guessed at."""
+        most, of_key = policy.most(name), self._most if name == _BOUND else None
+        if not text or (most is None and of_key is None):
+            return
+        number = int(text) if _NUMBER.fullmatch(text) else None
+        if most is not None or number is None:
+            check_number(name, number, most or 0)
+        if of_key is not None and number is not None and number > of_key:
+            raise Refusal("invalid_value", f"The field '{name}' may be {of_key} at most for this key.", param=name)
 
 
 def _check_names(names: Set[str], policy: Policy) -> None:
     refused = policy.refused_of(names)
     if refused is not None:
         raise Refusal("invalid_value", f"The field '{refused}' is not allowed here.", param=refused)
-
-
-def _check_number(name: str, text: bytes, policy: Policy) -> None:
-    """Plain digits only: what else vLLM would take for a number is not guessed at."""
-    most = policy.most(name)
-    if most is not None and text:
-        check_number(name, int(text) if _NUMBER.fullmatch(text) else None, most)
 
 
 def _chunk(data: bytes) -> bytes:

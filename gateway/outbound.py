@@ -38,6 +38,8 @@ class Outbound(msgspec.Struct):
     """Bytes of the body that are uploaded behind what is encoded; None where nobody knows."""
     composed_at: float | None = None
     hint: int | None = None
+    form: Form | None = None
+    """What the upload is read from."""
     more_head: bytes = b""
     """Lines of the head that belong to this request alone."""
 
@@ -59,10 +61,12 @@ class Outbound(msgspec.Struct):
 
     @classmethod
     def of_form(cls, call: Call, entry: Entry, name: str, form: Form) -> Outbound:
-        """A form whose beginning was checked; the rest is checked as it streams."""
+        """A form whose beginning was checked; the rest is checked as it streams. How long that will be is known only where all of it
+        has been read, since the gateway may add to its end."""
         length = call.headers.get(b"content-length")
-        encode = form.opening_chunk if length is None else form.opening
-        upload = form.upload(call.next_bytes, chunked=length is None)
+        chunked = length is None or not form.ended
+        encode = form.opening_chunk if chunked else form.opening
+        upload = form.upload(call.next_bytes, chunked=chunked)
         return cls(
             call,
             entry,
@@ -72,7 +76,8 @@ class Outbound(msgspec.Struct):
             call.target.route.upstream,
             call.target.route.input_field,
             upload=upload,
-            behind=None if length is None else form.behind(int(length)),
+            behind=None if chunked or length is None else form.behind(int(length)),
+            form=form,
         )
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:

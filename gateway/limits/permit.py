@@ -65,9 +65,10 @@ class Permit(msgspec.Struct, eq=False):
             estimate.cap(document, path, self._counted.max_tokens(model))
         self._guess = estimate.estimate(document, path, body)
 
-    def weigh_form(self, model: Model) -> None:
-        """Nothing is known of what a form will use."""
+    def weigh_form(self, model: Model) -> int | None:
+        """Nothing is known of what a form will use. Returns how many tokens its answer may have."""
         self._model, self._guess = model, Tokens(prompt=1)
+        return self._counted.max_tokens(model) if self._counted.caps else None
 
     async def claim(self) -> None:
         """Ask for the tokens, and for what the model's own limits count; again for each further model. Raises Refusal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.form import MAX_PARTS, Form
-from gateway.policy import FORBIDDEN
-from gateway.state import BodyRules
-from tests.support.running import KEY, Served, model, serving, until
+from gateway.policy import FORBIDDEN, Policy
+from gateway.state import Allowance, BodyRules, Limits
+from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import Client, Reply, ask, client
 
@@ -92,6 +93,7 @@ REFUSED = {
     "a long boundary": (form(MODEL, content_type="multipart/form-data; boundary=" + "b" * 71), 400, "invalid_value"),
     "another boundary": (form(MODEL, content_type="multipart/form-data; boundary=other"), 400, "invalid_value"),
     "JSON": (form(MODEL, content_type="application/json"), 415, "unsupported_media_type"),
+    "a header like a boundary": (form(MODEL, f"--{BOUNDARY}\r\n--{BOUNDARY}--: x\r\n\r\ny\r\n".encode()), 400, "invalid_value"),
     "other fields": (form(MODEL, content_type="application/x-www-form-urlencoded"), 415, "unsupported_media_type"),
     **{f"the field {name}": (form(part(name, b"1"), MODEL), 400, "invalid_value") for name in sorted(FORBIDDEN)},
 }
@@ -156,9 +158,11 @@ async def test_a_large_file_streams_through() -> None:
         nonlocal got
         await reader.readuntil(b"\r\n\r\n")
         await release.wait()
-        while not (data := await reader.read(1 << 20)).endswith(END):
+        tail = b""
+        while not tail.endswith(b"\r\n0\r\n\r\n"):
+            data = await reader.read(1 << 20)
             assert data, f"it ended after {got} bytes"
-            got += len(data)
+            got, tail = got + len(data), (tail + data)[-7:]
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
         await reader.read()
         writer.close()
@@ -231,9 +235,9 @@ def test_the_model_is_found_however_the_reads_are_cut(parts: list[bytes], sizes:
         one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
         name = await one.read_model(next_bytes)
         sent.append(one.opening("a-longer-name"))
-        behind = one.behind(len(body))
+        behind = one.behind(len(body)) if one.ended else None
         await one.upload(next_bytes, chunked=False)(lambda data, _: sent.append(data), drained)
-        assert len(sent[0]) + behind == sum(map(len, sent))
+        assert behind is None or len(sent[0]) + behind == sum(map(len, sent))
         return name
 
     assert asyncio.run(run()) == "tiny"
@@ -268,3 +272,99 @@ async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
         for fine in (part("vllm_xargs", b"{}"), part("max_completion_tokens", b"10"), part("n", b""), part("temperature", b"1" * 50)):
             for parts in ((fine, MODEL, FILE), (MODEL, FILE, fine)):
                 assert (await ask(served.port, form(*parts))).status == 200
+
+
+# What the gateway adds
+
+STREAM, USAGE = part("stream", b"true"), part("stream_include_usage", b"true")
+SAID = part("max_completion_tokens", b"7")
+
+
+def bound(tokens: int) -> bytes:
+    return part("max_completion_tokens", b"%d" % tokens)
+
+
+ADDED = {
+    "nothing to what is no stream": ((MODEL, FILE), None, None, b""),
+    "a stream": ((MODEL, STREAM, FILE), None, None, USAGE),
+    "a stream behind the file": ((MODEL, FILE, part("stream", b"ON")), None, None, USAGE),
+    "a stream of a client that declines usage": ((MODEL, STREAM, part("stream_include_usage", b"False"), FILE), None, None, USAGE),
+    "a stream that says more about usage": (
+        (MODEL, STREAM, part("stream_continuous_usage_stats", b"1"), FILE),
+        None,
+        None,
+        USAGE + part("stream_continuous_usage_stats", b"false"),
+    ),
+    "nothing where usage is asked for": ((MODEL, STREAM, part("stream_include_usage", b"1"), FILE), None, None, b""),
+    "nothing to what the server refuses": ((MODEL, STREAM, part("stream_include_usage", b"maybe"), FILE), None, None, b""),
+    "nothing to what is no stream in the end": ((MODEL, STREAM, part("stream", b"false"), FILE), None, None, b""),
+    "the key's bound": ((MODEL, FILE), None, 10, bound(10)),
+    "the model's bound": ((MODEL, FILE), 9, None, bound(9)),
+    "the smaller bound": ((FILE, MODEL), 9, 10, bound(9)),
+    "no bound where one is named": ((MODEL, FILE, SAID), 9, 10, b""),
+    "a bound where the last one is empty": ((MODEL, SAID, part("max_completion_tokens", b""), FILE), None, 10, bound(10)),
+    "both": ((STREAM, FILE, MODEL), None, 10, USAGE + bound(10)),
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+@pytest.mark.parametrize("behind", [b"", b"epilogue\r\n" + END], ids=["", "with something behind the form"])
+async def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
+    """However the reads are cut: nothing of the last boundary has been sent before."""
+    parts, of_model, of_key, added = ADDED[what]
+    body = b"".join(parts) + END + behind
+    whole = b"".join(parts) + added + END + behind
+    for size in (1, 2, 3, 5, 17, 1000, len(body)):
+        reads = iter([body[at : at + size] for at in range(0, len(body), size)])
+        sent = bytearray()
+
+        async def next_bytes(reads: Iterator[bytes] = reads) -> bytes:
+            return next(reads, b"")
+
+        async def drained() -> bool:
+            return True
+
+        one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
+        assert await one.read_model(next_bytes) == "tiny"
+        one.obey(Policy(BodyRules(max_tokens=of_model), {}, {}), of_key)
+        sent += one.opening("tiny")
+        await one.upload(next_bytes, chunked=False)(lambda data, _, sent=sent: sent.extend(data), drained)  # type: ignore[misc]
+        assert bytes(sent) == whole
+        assert one.hides_usage is (USAGE in added)
+
+
+@pytest.mark.parametrize("chunks", [0, 700])
+@pytest.mark.parametrize("asked", [False, True])
+async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
+    """vLLM tells usage at the end of a transcription's stream where it is asked to, and the client sees it only where it has asked."""
+    text = b'data: {"object":"transcription.chunk","choices":[{"delta":{"content":"hi"}}]}\n\n'
+    count = b'data: {"object":"transcription.chunk","choices":[],"usage":{"prompt_tokens":30,"completion_tokens":7,"total_tokens":37}}\n\n'
+    done = b"data: [DONE]\n\n"
+
+    async def tells(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in (text, count, done) if USAGE in talk.request.body else (text, done):
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=1000)),))
+    async with scripted(tells) as server, serving([model(server.port)], [limited]) as served:
+        parts = (MODEL, STREAM, USAGE, FILE) if asked else (MODEL, FILE, STREAM)
+        reply = await ask(served.port, form(*parts, chunks=chunks))
+        assert (reply.status, reply.body) == (200, text + count + done if asked else text + done)
+        await until(lambda: served.total("tokens_total") == 37)
+        assert served.relay.records[-1].stream
+
+
+async def test_a_keys_bound_holds_for_forms() -> None:
+    limited = key(allowances=(Allowance("key team-a", Limits(max_tokens=10)),))
+    async with scripted(answers) as server, serving([model(server.port)], [limited]) as served:
+        for wrong in (b"11", b"9999", b"11.0", b" 11", b"1_1", b"-1"):
+            for parts in ((part("max_completion_tokens", wrong), MODEL, FILE), (MODEL, FILE, part("max_completion_tokens", wrong))):
+                reply = await ask(served.port, form(*parts))
+                assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "invalid_value", "max_completion_tokens"), wrong
+        assert server.requests == []
+        assert (await ask(served.port, form(MODEL, bound(10), FILE))).status == 200
+        assert (await ask(served.port, form(MODEL, FILE))).status == 200
+        assert server.requests[0].body == MODEL + bound(10) + FILE + END
+        assert server.requests[1].body == MODEL + FILE + bound(10) + END
