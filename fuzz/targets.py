@@ -140,11 +140,11 @@ def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
         try:
             name = await one.read_model(more)
             one.obey(_POLICIES[1])
-            rest = bytearray()
-            await one.upload(more, chunked=False)(lambda piece, _: rest.extend(piece), _always)
+            sent = bytearray(one.opening("inside"))
+            await one.upload(more, chunked=False)(lambda piece, _: sent.extend(piece), _always)
         except Refusal as refusal:
             return refusal.code
-        return name, one.opening("inside") + bytes(rest)
+        return name, bytes(sent)
 
     return _done(story())
 
