@@ -1,7 +1,8 @@
 """What a server reads as a whole number, though it may be written in another form. Pure.
 
 vLLM's fields are pydantic's, which takes ``50.0``, ``"50"``, ``" 5_0 "`` and ``true`` for integers (its lax mode). The rule: whatever
-it takes is read here as the same number. What it refuses may be read as a number or not: its server answers with an error.
+it takes for a number above 0 is read here as the same. What it refuses may be read as a number or not: its server answers with an error.
+(Of numbers below 1 it also takes such as ``"0-5"``, which is none here.)
 """
 
 from __future__ import annotations
