@@ -26,9 +26,10 @@ _ENDPOINTS = frozenset(ENDPOINTS)
 
 
 class _Under(msgspec.Struct, frozen=True, gc=False):
-    """A request under way: its slot, and what its body said for the ledger."""
+    """A request under way: its slot, the prices of its generation, and what its body said for the ledger."""
 
     slot: int | None
+    prices: Mapping[str, tuple[float, float] | None]
     user: str | None
     metadata: dict[str, Any] | None
 
@@ -39,11 +40,11 @@ class Books:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._under_way: dict[str, _Under] = {}
-        self._prices: dict[str, tuple[float, float] | None] = {}
+        self._prices: Mapping[str, tuple[float, float] | None] = {}
         self._with_user = self._with_metadata = False
 
     def take(self, state: State) -> None:
-        """Write by this generation's prices from now on."""
+        """Write by this generation's prices from now on; what is under way keeps those that it began with."""
         self._prices = {model.id: model.price for model in state.models}
         self._with_user, self._with_metadata = state.ledger_user, state.ledger_metadata
 
@@ -52,6 +53,7 @@ class Books:
         row = encode(Row(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
         self._under_way[id] = _Under(
             self._journal.hold(row),
+            self._prices,
             _user(body.get("user")) if self._with_user else None,
             _metadata(body.get("metadata")) if self._with_metadata else None,
         )
@@ -67,6 +69,7 @@ class Books:
     def _row(self, record: Record, key: Key, under: _Under | None) -> Row:
         usage = record.usage
         told = usage or _NOTHING
+        prices = self._prices if under is None else under.prices
         return Row(
             record.id,
             record.started,
@@ -87,7 +90,7 @@ class Books:
             record.duration,
             record.first_token,
             record.queued,
-            self._prices.get(record.model) if record.model else None,
+            prices.get(record.model) if record.model else None,
             key.labels,
             under.user if under else None,
             under.metadata if under else None,

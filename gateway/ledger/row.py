@@ -28,7 +28,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``incomplete`` is as in ``Record``, or LOST. The tokens are the server's count; ``chunks`` is how many events of a stream came
     after its first, for one that broke off or told no count.
-    ``price`` is per million prompt and completion tokens, as it was when the request ended.
+    ``price`` is per million prompt and completion tokens, as it was when its model was chosen.
     """
 
     id: str

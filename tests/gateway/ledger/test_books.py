@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,6 +241,56 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
     assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
         settled.key, settled.team, settled.labels, settled.model, True, settled.started,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("later", [None, (9.0, 9.0)])
+async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journal, later: tuple[float, float] | None) -> None:
+    """A configuration without the model, or with another price, comes while it is under way; the limits keep the model's price too."""
+    go_on = asyncio.Event()
+
+    async def waits(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(EVENTS[0])
+        await go_on.wait()
+        for each in EVENTS[1:]:
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async with scripted(waits) as server:
+        dear, other = model(server.port, price=(1.0, 2.0)), model(server.port, identity="other", price=(5.0, 5.0))
+        async with serving([dear, other], books=Books(journal)) as served, client(served.port) as one:
+            one.send(request(chat(stream=True)))
+            await one.events(1)
+            left = [other] if later is None else [model(server.port, price=later), other]
+            served.relay.take(replace(served.relay.state, generation=2, models=tuple(left)))
+            go_on.set()
+            await until(lambda: not served.stories)
+            (row,) = rows(journal)
+            assert (row.model, row.prompt, row.completion, row.cost) == ("tiny", 3, 2, 3 * 1000 + 2 * 2000)
+            await ask(served.port, request(chat(stream=True)))
+            (row,) = rows(journal)
+    assert (row.model, row.cost) == ((None, None) if later is None else ("tiny", 5 * 9000))
+
+
+async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Journal) -> None:
+    """The fallback is left out of the configuration, while it answers."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waits(talk: Conversation) -> None:
+        asked.set()
+        await go_on.wait()
+        await talk.respond(COMPLETION)
+
+    async with scripted(waits) as server:
+        models = [model(identity="tiny", fallbacks=("other",), price=(5.0, 5.0)), model(server.port, identity="other", price=(1.0, 2.0))]
+        async with serving(models, books=Books(journal)) as served:
+            reply = asyncio.create_task(ask(served.port, request(chat())))
+            await asked.wait()
+            served.relay.take(replace(served.relay.state, generation=2, models=(replace(models[0], fallbacks=()),)))
+            go_on.set()
+            assert (await reply).status == 200
+            (row,) = rows(journal)
+    assert (row.model, row.cost) == ("other", 3 * 1000 + 2 * 2000)
 
 
 async def test_no_room_fails_no_request() -> None:
