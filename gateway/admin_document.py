@@ -18,7 +18,10 @@ from gateway.reference import page as openapi_page
 
 __all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
+_TWICE = "the header host or authorization was sent more than once"
+_MISDIRECTED = "the Host is a name, where the port listens on the machine itself and asks for no token"
 _FORBIDDEN = "no token is configured, or a page in a browser asks"
+_BEGUN = "`stop` is done; the others have begun, and relays know of it: the model's entry of /status"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
@@ -38,9 +41,11 @@ class Described:
     @property
     def meanings(self) -> dict[int, str]:
         """What each status means, those of the port's guard among them."""
-        if self.path in OPEN:
-            return dict(self.answers)
-        return dict(sorted({**self.answers, 401: "the token is not shown", **({403: _FORBIDDEN} if self.acts else {})}.items()))
+        guards = {400: _TWICE}
+        if self.path not in OPEN:
+            guards |= {401: "the token is not shown"} | ({403: _FORBIDDEN} if self.acts else {421: _MISDIRECTED})
+        both = {400: f"{self.answers[400]}, or {_TWICE}"} if 400 in self.answers else {}
+        return dict(sorted({**guards, **self.answers, **both}.items()))
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
@@ -108,7 +113,7 @@ ROUTES = (
     Described(
         "/models/{id:path}/{operation}",
         "Do something to a model's servers.",
-        {200: "it is done: the model's entry of /status", 404: "no such model or operation", 409: "it is not done; the text says why"},
+        {200: _BEGUN, 404: "no such model or operation", 409: "it is not done; the text says why"},
         (JSON,),
         method="POST",
         acts=True,

@@ -1,8 +1,8 @@
 """Who may use the admin port: a bearer token where one is configured, and no page of another site.
 
 The rules: the probes of a supervisor stay open, since they say nothing but yes or no; nothing is done without the token, whatever may
-be seen without one, and nothing at all for a page in a browser. The admin socket needs none of this: the kernel says who is at its
-other end.
+be seen without one, and nothing at all for a page in a browser; a header that decides comes once, so that whatever stands in front
+cannot have gone by another one. The admin socket needs none of this: the kernel says who is at its other end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ OPEN = frozenset({"/livez", "/readyz"})
 READING = frozenset({"GET", "HEAD"})
 _PAGES = (b"origin", b"sec-fetch-site")
 """What browsers send with what a page asks for (Fetch Standard; Fetch Metadata Request Headers), and nobody else."""
+_ONCE = (b"host", b"authorization")
+"""What decides here (RFC 9112, section 3.2, for Host; RFC 9110, section 5.3, for the other)."""
 _PORT = re.compile(r":\d*\Z", re.ASCII)
 
 
@@ -36,6 +38,8 @@ class Guard:
         await (self._refusal(scope) or self._application)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
+        if _repeats(scope["headers"]):
+            return _TWICE
         if scope["method"] not in READING:
             scope["state"] = {**scope.get("state", {}), "who": f"the token, from {(scope['client'] or ('nowhere',))[0]}"}
             return self._refusal_to_act(scope["headers"])
@@ -62,6 +66,12 @@ class Guard:
         return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(token.strip(b" ")), self._digest)
 
 
+def _repeats(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a header that decides comes more than once."""
+    deciding = [name for name, _ in headers if name in _ONCE]
+    return len(deciding) != len(set(deciding))
+
+
 def _digest(token: bytes) -> bytes:
     return sha256(token).digest()
 
@@ -78,6 +88,7 @@ def _is_local(host: str) -> bool:
     return True
 
 
+_TWICE = JSONResponse({"error": "the header host or authorization was sent more than once"}, 400)
 _UNAUTHORIZED = JSONResponse({"error": "the admin port asks for its token"}, 401, {"www-authenticate": "Bearer"})
 _NO_TOKEN = JSONResponse(
     {"error": "nothing is done over the admin port without a server.admin.token; on the gateway's own machine the commands use its socket"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,33 @@ def test_no_other_sites_page_reads_the_loopback_port(one: Gateway, host: str, st
     for path in ("/status", "/metrics"):
         assert asked(one, path, host=host).status_code == status
     assert asked(one, "/livez", host=host).status_code == 200
+
+
+def twice(one: Gateway, path: str, name: str, *values: str, method: str = "GET") -> tuple[int, str]:
+    """The status and the words for a header that comes more than once."""
+    with closing(HTTPConnection("127.0.0.1", one.admin, timeout=10)) as connection:
+        connection.putrequest(method, path, skip_host=name == "Host")
+        for value in values:
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())["error"]
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics", "/livez", "/nothing"])
+def test_a_second_host_is_refused(one: Gateway, path: str) -> None:
+    for hosts in (("evil.example.com", "localhost"), ("localhost", "evil.example.com"), ("localhost", "localhost")):
+        assert twice(one, path, "Host", *hosts) == (400, "the header host or authorization was sent more than once")
+
+
+def test_a_second_authorization_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    right, wrong = f"Bearer {TOKEN}", "Bearer wrong"
+    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as guarded:
+        for shown in ((wrong, right), (right, wrong), (right, right)):
+            for path, method in (("/status", "GET"), ("/reload", "POST")):
+                assert twice(guarded, path, "Authorization", *shown, method=method)[0] == 400
+        assert asked(guarded, "/status", authorization=right).status_code == 200
 
 
 @pytest.fixture(scope="module")
