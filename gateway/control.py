@@ -82,7 +82,9 @@ class Control:
         self.launches: dict[tuple[str, str], int] = {}
         self._expect_launches()
         self._stages: dict[str, Stage] = {}
-        self.changed_at: dict[str, float] = {}
+        self._conditions: Mapping[str, Condition] = {}
+        self.changed_at: Mapping[str, float] = {}
+        """Since when each server is in its condition, in seconds since the epoch."""
         self.rates = Rates()
 
     # Starting and stopping
@@ -215,11 +217,6 @@ class Control:
             self.announcer.found(change)
         self.fleet.find(filled)
         self.configure()
-        self._forget_gone_ones()
-
-    def _forget_gone_ones(self) -> None:
-        there = {place.name for place in plan.places(self.config)}
-        self.changed_at = {name: when for name, when in self.changed_at.items() if name in there}
 
     async def taken(self, number: int, within: float = _TAKEN) -> None:
         """Wait until every relay serves by what it was told under this number, or for so many seconds."""
@@ -277,7 +274,6 @@ class Control:
         """The prober tells of a change."""
         if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
             self.announcer.probed(probe)
-        self.changed_at[probe.name] = time.time()
         if not self._news:  # one look may tell of a thousand models
             self._news = True
             asyncio.get_running_loop().call_soon(self._pass_on)
@@ -319,7 +315,14 @@ class Control:
     def _health(self) -> Health:
         self._look_for_results()
         known = self.known
-        return Health(plan.conditions(self.config, known), plan.max_model_len(self.config, known), self.fleet.telling())
+        conditions = plan.conditions(self.config, known)
+        self._date(conditions)
+        return Health(conditions, plan.max_model_len(self.config, known), self.fleet.telling())
+
+    def _date(self, conditions: Mapping[str, Condition]) -> None:
+        """Note when each server has come into its condition; relays are told of every change."""
+        now, before, self._conditions = time.time(), self._conditions, conditions
+        self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in conditions.items()}
 
     def conditions(self) -> Mapping[str, Condition]:
         """What is known of every server."""
@@ -344,7 +347,7 @@ class Control:
         await self.fleet.stop(model)
 
     async def restart(self, model: str) -> None:
-        """Replace a model's servers, one after the other."""
+        """Begin to replace a model's servers, one after the other."""
         await self.fleet.restart(model)
 
     async def wake(self, model: str) -> None:

@@ -141,22 +141,28 @@ class Report:
             "waiting_s": standing.waiting,
             "discovery": control.discovery.shown(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
-            "servers": [self._server_status(place, known, series) for place in places],
+            "servers": [self._server_status(place, standing.since, known, series) for place in places],
         }
 
     def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
         return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.rates.of(model))}
 
-    def _server_status(self, place: plan.Place, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
-        control = self._control
+    def _server_status(
+        self, place: plan.Place, model_since: float, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]
+    ) -> dict[str, Any]:
+        """A server's entry. One that is put away is as its model is, which changes meanwhile: it drains before it is stopped."""
+        control, condition = self._control, plan.condition(place.name, known)
         snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
+        moments = [control.changed_at.get(place.name, 0.0), snapshot.since if snapshot else 0.0]
+        if condition is Condition.AWAY:
+            moments.append(model_since)
         shown: dict[str, Any] = {
             "name": place.name,
-            "condition": plan.condition(place.name, known).value,
+            "condition": condition.value,
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
             "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
-            "since": control.changed_at.get(place.name),
+            "since": max(moments) or None,
             "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
         }
         standing = control.discovery.standing(place.name)
@@ -165,7 +171,6 @@ class Report:
         if snapshot is not None:
             shown |= {
                 "state": snapshot.state.value,
-                "since": snapshot.since,
                 "pid": snapshot.pid,
                 "restarts": snapshot.restarts,
                 "given_up": snapshot.given_up,
