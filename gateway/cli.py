@@ -291,7 +291,9 @@ def _operation(name: str, about: str) -> Callable[..., int]:
         admin: AdminUrl = None,
         token_file: TokenFile = None,
     ) -> int:
-        return asked(Where(config, admin, token_file), lambda gateway: typer.echo(f"{model}: {gateway.operate(name, model)['state']}"))
+        from gateway.picture import in_a_line
+
+        return asked(Where(config, admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model))))
 
     run.__doc__ = about
     return run
@@ -340,10 +342,10 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "reload": reload,
     "drain": drain,
     "usage": usage,
-    "start": _operation("start", "Start a model's servers in the running gateway."),
-    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`."),
-    "restart": _operation("restart", "Stop a model's servers and start them anew."),
-    "wake": _operation("wake", "Bring a model up as a request for it would."),
+    "start": _operation("start", "Start a model's servers in the running gateway. It does not wait until they are up."),
+    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. It waits until they have ended."),
+    "restart": _operation("restart", "Replace a model's servers, one after the other. It does not wait for the new ones."),
+    "wake": _operation("wake", "Bring a model up as a request for it would. It does not wait until it is."),
     "command": command,
     "schema": schema,
     "demo": demo,

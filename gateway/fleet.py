@@ -310,10 +310,7 @@ class Fleet:
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
         self.look()
-        number = self._host.tell_health()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_WORD):
-                await until(lambda: self._relays.hold(number))
+        await self._heard(self._host.tell_health())
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
@@ -333,13 +330,25 @@ class Fleet:
         await until(lambda: resident.phase is Phase.STOPPED or not resident.held)
 
     async def restart(self, model: str) -> None:
-        """Have a model's servers replaced, one after the other; returns when that has begun. Raises RefusedOperation."""
+        """Have a model's servers replaced, one after the other; returns when the first one gets no more requests.
+
+        Raises RefusedOperation.
+        """
         resident = self._resident(model)
         if resident.task is not None and not resident.ending:
             raise RefusedOperation(f"{model} is being worked on; try again when it is ready, or stop it")
         if resident.phase in (Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING):
             raise RefusedOperation(f"{model} is {resident.phase}; only a model that runs can be restarted")
-        self._spawn(resident, self._handling.roll(resident))
+        specs = self._handling.in_turn(resident.specs)
+        number = self._handling.set_aside(resident, [specs[0].name])
+        self._spawn(resident, self._handling.roll(resident, specs))
+        await self._heard(number)
+
+    async def _heard(self, number: int) -> None:
+        """Wait until every relay has taken a word, or for as long as that should last."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WORD):
+                await until(lambda: self._relays.hold(number))
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)

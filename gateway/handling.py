@@ -93,10 +93,14 @@ class Handling:
             resident.step = None
             self._host.tell_health()
 
-    async def roll(self, resident: Resident) -> None:
-        """One server after the other, those that are down first, so that never more than one is missing. Raises RefusedOperation."""
+    def in_turn(self, specs: Iterable[LaunchSpec]) -> list[LaunchSpec]:
+        """Those that are down first, so that never more than one is missing while they are replaced."""
         conditions = self._host.conditions()
-        for spec in sorted(resident.specs, key=lambda spec: conditions[spec.name] is Condition.UP):
+        return sorted(specs, key=lambda spec: conditions[spec.name] is Condition.UP)
+
+    async def roll(self, resident: Resident, specs: Iterable[LaunchSpec]) -> None:
+        """Replace one server after the other. Raises RefusedOperation."""
+        for spec in specs:
             await self._renew(resident, spec)
 
     async def reshape(self, resident: Resident, change: Reshape) -> None:
@@ -107,9 +111,7 @@ class Handling:
         _log.info("%s: its configuration has changed", resident.id)
         await asyncio.gather(*(self._part_with(resident, name) for name in change.leave))
         resident.settled()
-        conditions = self._host.conditions()
-        for spec in sorted(change.renew, key=lambda spec: conditions[spec.name] is Condition.UP):
-            await self._renew(resident, spec)
+        await self.roll(resident, self.in_turn(change.renew))
         for spec in change.add:
             self._launcher.start(spec)
 
@@ -124,10 +126,14 @@ class Handling:
         await self._quiet(resident, [name], math.inf)
         await self._launcher.stop(name, STOP_GRACE)
 
+    def set_aside(self, resident: Resident, names: Collection[str]) -> int:
+        """Take servers out of routing; returns the number of the word by which relays know."""
+        resident.away |= set(names)
+        return self._host.tell_health()
+
     async def _quiet(self, resident: Resident, names: Collection[str], patience: float) -> None:
         """Take servers out of routing, and wait until nothing is in flight on them, or for so long."""
-        resident.away |= set(names)
-        number = self._host.tell_health()
+        number = self.set_aside(resident, names)
         with suppress(TimeoutError):
             async with asyncio.timeout(None if patience == math.inf else patience):
                 await until(lambda: self._relays.hold(number) and not self._in_flight(names))

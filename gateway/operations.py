@@ -17,7 +17,11 @@ class RefusedOperation(Exception):
 
 
 class Operations(Protocol):
-    """Those of ``OPERATIONS`` take a model's id. Each raises RefusedOperation."""
+    """Those of ``OPERATIONS`` take a model's id. Each raises RefusedOperation.
+
+    They return when the relays know of it and what /status says of the model is the answer; how long servers take to come up nobody
+    waits for.
+    """
 
     async def reload(self) -> Reading:
         """Read the configuration again, and serve by it if it is good."""
@@ -26,13 +30,13 @@ class Operations(Protocol):
         """Begin to stop as at a SIGTERM: requests under way go on to their end."""
 
     async def start(self, model: str) -> None:
-        """Bring the servers up and keep them up."""
+        """Begin to bring the servers up, and keep them up."""
 
     async def stop(self, model: str) -> None:
-        """End the servers; none is started again until ``start`` or ``wake``."""
+        """End the servers, and wait for that; none is started again until ``start`` or ``wake``."""
 
     async def restart(self, model: str) -> None:
-        """End the servers and start them anew."""
+        """Begin to replace the servers, one after the other: the first one gets no more requests."""
 
     async def wake(self, model: str) -> None:
-        """Bring the servers up as a request would."""
+        """Begin to bring the servers up as a request would."""

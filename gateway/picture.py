@@ -142,11 +142,22 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
 
 
 def _state(server: Mapping[str, Any], model: str) -> str:
-    """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is."""
+    """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is.
+
+    A model that is ready without it has it replaced, or not started yet.
+    """
     stage = server.get("state") or _BY_ENDPOINT.get(server.get("endpoint", ""))
     if stage is None or stage == "ready":
-        return _BY_CONDITION.get(server["condition"], model)
+        away = model if model != "ready" else "draining" if stage else "stopped"
+        return _BY_CONDITION.get(server["condition"], away)
     return _BY_STAGE.get(stage, str(stage))
+
+
+def in_a_line(model: Mapping[str, Any]) -> str:
+    """A model of /status and its state, with those of its servers that are in another: ``m: ready (m#0: draining)``."""
+    state = model["state"]
+    others = [f"{server['name']}: {own}" for server in model["servers"] if (own := _state(server, state)) != state]
+    return f"{model['id']}: {state}" + (f" ({', '.join(others)})" if others else "")
 
 
 def _since(moment: float | None, now: float) -> str:

@@ -54,8 +54,10 @@ def test_a_model_is_stopped_and_started(running: Gateway) -> None:
 
 def test_a_model_is_started_anew(running: Gateway) -> None:
     before = until_ready(running, ID)["servers"][0]["pid"]
-    assert running.command("restart", ID).returncode == 0
-    wait_for(lambda: until_ready(running, ID)["servers"][0]["pid"] != before)
+    restarted = running.command("restart", ID)
+    assert (restarted.returncode, restarted.stderr) == (0, "")
+    assert restarted.stdout in (f"{ID}: draining\n", f"{ID}: starting\n")
+    assert until_ready(running, ID)["servers"][0]["pid"] != before
     wait_for(lambda: running.ask(model=ID).status_code == 200)
 
 

@@ -133,7 +133,8 @@ async def test_it_sleeps_when_unused_and_a_request_wakes_it(tmp_path: Path, leve
     async with controlled(tmp_path, on_demand(A, idle_sleep="500ms", sleep_level=level)) as one:
         assert (await one.ask(A)).status_code == 200
         await one.reaches(A, "sleeping")
-        [pid] = one.pids(A)
+        [pid], asleep = one.pids(A), one.status(A)
+        assert [each["since"] for each in asleep["servers"]] == [asleep["since"]]
         with server_itself(pid) as server:
             assert server.get("/is_sleeping").json() == {"is_sleeping": True}
             for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"), ("POST", "/collective_rpc")):
@@ -276,6 +277,7 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
 
         watching = asyncio.create_task(watch())
         await one.control.restart(A)
+        assert sorted(each["condition"] for each in one.status(A)["servers"]) == ["away", "up"] and one.state(A) == "ready"
         with pytest.raises(RefusedOperation, match="being worked on"):
             await one.control.restart(A)
         more = [asyncio.create_task(one.ask(A, stream=True, simulate={"tokens": 20, "tokens_per_second": 10})) for _ in range(100)]
@@ -285,6 +287,41 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
         watching.cancel()
         assert fewest == 1 and not set(one.pids(A)) & set(before) and len(one.pids(A)) == 2
         assert one.value("incomplete_total", A, "upstream") == 0
+
+
+async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
+    """Its old server has got its last request: one that comes now is served by the new one."""
+    async with controlled(tmp_path, on_demand(A), drain="60s", relays=2) as one:
+        stream, *_ = await one.streams(A)
+        await one.control.restart(A)
+        assert one.state(A) == "draining" and not stream.done()
+        assert (await one.ask(A)).status_code == 200 and one.launches(A) == 2
+        assert whole(await stream)
+
+
+async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> None:
+    found = {"id": B, "servers": [{"url": "http://127.0.0.1:9"}]}
+    async with controlled(tmp_path, on_demand(A), found, drain="60s") as one:
+
+        def since(model: str) -> float:
+            [server] = one.status(model)["servers"]
+            return float(server["since"])
+
+        assert since(A) <= time.time()
+        await one.reaches(B, "failed")
+        failed = since(B)
+        stream, *_ = await one.streams(A)
+        ready, asked = since(A), time.time()
+        stopping = asyncio.create_task(one.control.stop(A))
+        await one.reaches(A, "draining")
+        draining = since(A)
+        assert ready < asked <= draining
+        assert whole(await stream)
+        ended = time.time()
+        await stopping
+        assert draining < ended <= since(A) <= time.time() and one.status(A)["servers"][0]["condition"] == "away"
+        await one.heard()
+        assert since(B) == failed
 
 
 async def test_the_restart_of_a_single_one_lets_requests_wait(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gateway.markup import Html, tag
-from gateway.picture import STATES, duration, picture
+from gateway.picture import STATES, duration, in_a_line, picture
 from gateway.rates import Rates, Tokens
 from gateway.status_page import page
 from gateway.status_terminal import show
@@ -63,6 +63,19 @@ def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
     for known in ({}, {"state": "ready"}):
         shown = picture(status(server(condition="away", **known), state=state))
         assert shown.models[0].servers[0].state == state
+
+
+@pytest.mark.parametrize(("known", "state"), [({"state": "ready"}, "draining"), ({}, "stopped"), ({"state": "starting"}, "starting")])
+def test_a_server_that_a_ready_model_goes_without_is_not_ready(known: dict[str, Any], state: str) -> None:
+    model = status(server(condition="away", **known), server(name="m#1"))["models"][0]
+    assert in_a_line(model) == f"m: ready (m#0: {state})"
+    assert picture(status(*model["servers"])).models[0].servers[0].state == state
+
+
+def test_a_model_in_a_line() -> None:
+    assert in_a_line(status(server(), server(name="m#1"))["models"][0]) == "m: ready"
+    down = [server(condition="down"), server(), server(condition="loading", name="m#2")]
+    assert in_a_line(status(*down)["models"][0]) == "m: ready (m#0: failed, m#2: starting)"
 
 
 def test_a_bounded_server_says_of_how_many() -> None:
