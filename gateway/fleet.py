@@ -10,6 +10,7 @@ Times are in seconds of the monotonic clock, which relays share; what operators 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -277,24 +278,19 @@ class Fleet:
         self._spawn(resident, self._handling.rouse(resident))
 
     def _spawn(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
-        task = resident.task = asyncio.create_task(self._done(resident, work), name=f"fleet {resident.id}")
+        task = resident.task = asyncio.create_task(_told(resident, work), name=f"fleet {resident.id}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(functools.partial(self._over, resident, work))
 
-    async def _done(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
-        """The outer edge of what is done with a model: the next look sees what has become of it."""
-        try:
-            await work
-        except RefusedOperation as error:
-            _log.error("%s: %s", resident.id, error)
-        except Exception:  # noqa: BLE001  it is logged, and the next look goes on from what there is
-            _log.exception("%s", resident.id)
-        finally:
-            resident.task, resident.ending = None, False
-            if resident.away:
-                resident.away.clear()
-                self._host.tell_health()
-            self.nudge()
+    def _over(self, resident: Resident, work: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
+        """The next look sees what has become of it. A task may also be over before its first step, and its work never begun."""
+        work.close()
+        self._tasks.discard(task)
+        resident.task, resident.ending = None, False
+        if resident.away:
+            resident.away.clear()
+            self._host.tell_health()
+        self.nudge()
 
     # What operators ask for
 
@@ -355,3 +351,13 @@ class Fleet:
         if resident is None or resident.gone:
             raise RefusedOperation(f"{model} is not launched by the gateway" if model in self._found else f"there is no model {model}")
         return resident
+
+
+async def _told(resident: Resident, work: Coroutine[Any, Any, None]) -> None:
+    """The outer edge of what is done with a model: whoever operates it reads what went wrong."""
+    try:
+        await work
+    except RefusedOperation as error:
+        _log.error("%s: %s", resident.id, error)
+    except Exception:  # noqa: BLE001  it is logged, and the next look goes on from what there is
+        _log.exception("%s", resident.id)

@@ -299,6 +299,18 @@ async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
         assert whole(await stream)
 
 
+async def test_what_is_called_off_before_it_has_begun_leaves_the_model_to_others(tmp_path: Path) -> None:
+    async with controlled(tmp_path, on_demand(A)) as one:
+        await one.control.start(A)
+        await one.reaches(A, "ready")
+        async with asyncio.timeout(60):
+            await asyncio.gather(one.control.restart(A), one.control.stop(A))
+        assert one.state(A) == "stopped"
+        await one.control.start(A)
+        await one.reaches(A, "ready")
+        assert (await one.ask(A)).status_code == 200
+
+
 async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> None:
     found = {"id": B, "servers": [{"url": "http://127.0.0.1:9"}]}
     async with controlled(tmp_path, on_demand(A), found, drain="60s") as one:
