@@ -26,7 +26,9 @@ DEFAULT_COMPLETION = 1024
 MEDIA_TOKENS = 1024
 """Tokens for an image, sound or film that the body holds as a ``data:`` URL."""
 
-_MEDIA = b";base64,"
+_MEDIA, _IN_URL = b";base64,", ";base64,"
+_TYPE = 256  # characters in which a media type is over
+_FEW = 4096  # bytes that are searched in the time in which a message is looked through
 _MILLION = 1_000_000
 
 
@@ -40,16 +42,25 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
 def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
     output = OUTPUTS.get(path)
-    prompt = _with_media(document, len(body)) if _MEDIA in body else len(body) // BYTES_PER_TOKEN
+    size = len(body)
+    may_have_media = _MEDIA in body if size < _FEW else _few_to_look_through(document, size) or _MEDIA in body
+    prompt = _with_media(document, size) if may_have_media else size // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
         completion *= _choices(document)
     return Tokens(prompt or 1, completion)
 
 
+def _few_to_look_through(document: Mapping[str, Any], size: int) -> bool:
+    """To search a long body costs more than to look through a few messages."""
+    messages = document.get("messages")
+    return type(messages) is list and len(messages) * _FEW < size
+
+
 def _with_media(document: Mapping[str, Any], size: int) -> int:
     """A body of ``size`` bytes in which there may be media: what stands in an ordinary text is none."""
-    media = [len(url) for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA for url in data_urls(value)]
+    members = (value for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA)
+    media = [len(url) for value in members for url in data_urls(value) if _IN_URL in url[:_TYPE]]
     return max(size - sum(media), 0) // BYTES_PER_TOKEN + len(media) * MEDIA_TOKENS
 
 

@@ -60,6 +60,7 @@ def image(url: str) -> dict[str, Any]:
 
 
 URL = "data:;base64," + "A" * 40_000
+PLAIN = "data:text/plain," + "A" * 40_000  # as long as a text, which it is
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,8 @@ URL = "data:;base64," + "A" * 40_000
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "source": URL}]}]}, 0),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"image_url": URL}}]}]}, 0),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"image_url": URL}}}]}, 0),
+        ({"messages": [{"role": "user", "content": [image(PLAIN)]}]}, 0),
+        ({"messages": [{"role": "user", "content": "a"}] * 20 + [{"role": "user", "content": [image(URL), image(PLAIN)]}]}, 1),
         ({"messages": [{"role": "user", "content": [image(URL), image("DATA:" + URL[5:])]}]}, 2),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}, 1),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": URL}}]}]}, 1),
