@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway import __version__
-from gateway.admin_guard import OPEN
+from gateway.admin_guard import OPEN, TWICE
 from gateway.operations import OPERATIONS
 from gateway.reference import HEADERS
 from gateway.reference import page as openapi_page
 
 __all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
-_TWICE = "the header host or authorization was sent more than once"
 _MISDIRECTED = "the Host is a name, where the port listens on the machine itself and asks for no token"
 _FORBIDDEN = "no token is configured, or a page in a browser asks"
 _BEGUN = "`stop` is done; the others have begun, and relays know of it: the model's entry of /status"
@@ -41,10 +40,10 @@ class Described:
     @property
     def meanings(self) -> dict[int, str]:
         """What each status means, those of the port's guard among them."""
-        guards = {400: _TWICE}
+        guards = {400: TWICE}
         if self.path not in OPEN:
             guards |= {401: "the token is not shown"} | ({403: _FORBIDDEN} if self.acts else {421: _MISDIRECTED})
-        both = {400: f"{self.answers[400]}, or {_TWICE}"} if 400 in self.answers else {}
+        both = {400: f"{self.answers[400]}, or {TWICE}"} if 400 in self.answers else {}
         return dict(sorted({**guards, **self.answers, **both}.items()))
 
     @property

@@ -23,6 +23,7 @@ _PAGES = (b"origin", b"sec-fetch-site")
 """What browsers send with what a page asks for (Fetch Standard; Fetch Metadata Request Headers), and nobody else."""
 _ONCE = (b"host", b"authorization")
 """What decides here (RFC 9112, section 3.2, for Host; RFC 9110, section 5.3, for the other)."""
+TWICE = "the header host or authorization was sent more than once"
 _PORT = re.compile(r":\d*\Z", re.ASCII)
 
 
@@ -88,7 +89,7 @@ def _is_local(host: str) -> bool:
     return True
 
 
-_TWICE = JSONResponse({"error": "the header host or authorization was sent more than once"}, 400)
+_TWICE = JSONResponse({"error": TWICE}, 400)
 _UNAUTHORIZED = JSONResponse({"error": "the admin port asks for its token"}, 401, {"www-authenticate": "Bearer"})
 _NO_TOKEN = JSONResponse(
     {"error": "nothing is done over the admin port without a server.admin.token; on the gateway's own machine the commands use its socket"},

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
 _ENDING = 30.0  # seconds for what has no other bound of its own on the way down
-_TAKEN = 5.0  # seconds in which every relay should have taken a generation
 
 
 def speak_by(config: Config) -> None:
@@ -218,12 +217,9 @@ class Control:
         self.fleet.find(filled)
         self.configure()
 
-    async def taken(self, number: int, within: float = _TAKEN) -> None:
-        """Wait until every relay serves by what it was told under this number, or for so many seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                while not self.relays.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
-                    await asyncio.sleep(0.005)
+    async def taken(self, number: int) -> None:
+        """Wait until every relay serves by what it was told under this number, within reason."""
+        await self.relays.taken(number)
 
     def read(self, reading: Reading) -> None:
         """Tell the operator of a reading of the files."""

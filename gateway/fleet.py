@@ -32,7 +32,6 @@ from upstream.launcher import State as Stage
 from upstream.launcher.schedule import PARKED, Do, Phase, View, compete, decide, forecast
 
 _LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one
-_WORD = 5.0  # seconds in which every relay should have taken a word
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
 _SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
@@ -306,7 +305,7 @@ class Fleet:
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
         self.look()
-        await self._heard(self._host.tell_health())
+        await self._relays.taken(self._host.tell_health())
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
@@ -338,13 +337,7 @@ class Fleet:
         specs = self._handling.in_turn(resident.specs)
         number = self._handling.set_aside(resident, [specs[0].name])
         self._spawn(resident, self._handling.roll(resident, specs))
-        await self._heard(number)
-
-    async def _heard(self, number: int) -> None:
-        """Wait until every relay has taken a word, or for as long as that should last."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_WORD):
-                await until(lambda: self._relays.hold(number))
+        await self._relays.taken(number)
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)

@@ -136,8 +136,6 @@ class BodyRelay(Passing):
 
     def _pass(self, data: bytes) -> None:
         self._observe(data)
-        if self._answer.complete:
-            self._settle()
         self._call.write(data)
 
     def _renaming(self, name: str) -> Callable[[bytes], None]:
@@ -145,8 +143,6 @@ class BodyRelay(Passing):
 
         def passed(data: bytes) -> None:
             self._observe(data)
-            if self._answer.complete:
-                self._settle()
             self._call.write(renaming.feed(data))
 
         return passed
@@ -156,6 +152,8 @@ class BodyRelay(Passing):
         self.usage = self._observer.usage
         if text.find(_ABORTED) >= 0:
             self._note_abort()
+        if self._answer.complete:
+            self._settle()
 
     def _note_abort(self) -> None:
         self.aborted = True

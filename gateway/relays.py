@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ LOOK = 5.0
 """Seconds between two looks at whether relays answer."""
 _PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
 _PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
+_TAKEN = 5.0  # seconds in which every relay should have taken a word
 _WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -281,6 +282,13 @@ class Relays:
     def hold(self, number: int) -> bool:
         """Whether no relay does anything by an older word than the one told under this number."""
         return all(relay.holds(number) for relay in self._relays)
+
+    async def taken(self, number: int, within: float = _TAKEN) -> None:
+        """Wait until they hold this word, or for so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not self.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
+                    await asyncio.sleep(0.005)
 
     def asked_since(self, model: str) -> float | None:
         """Since when requests wait for a model, in seconds of the monotonic clock; None: none does."""

@@ -43,7 +43,7 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
     output = OUTPUTS.get(path)
     size = len(body)
-    may_have_media = _MEDIA in body if size < _FEW else _few_to_look_through(document, size) or _MEDIA in body
+    may_have_media = (size >= _FEW and _few_to_look_through(document, size)) or _MEDIA in body
     prompt = _with_media(document, size) if may_have_media else size // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
@@ -68,9 +68,7 @@ def _completion(document: Mapping[str, Any], output: Output) -> int:
     for name in output.names:
         if name in document:
             value = document[name]
-            if type(value) is int and value > 0:
-                return value
-            number = whole(value)
+            number = value if type(value) is int else whole(value)
             if number is not None and number > 0:
                 return number
     return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
