@@ -46,10 +46,11 @@ class _Member(msgspec.Struct, gc=False):
     input_tokens_details: _Details | None = None
     output_tokens_details: _Details | None = None
     cache_read_input_tokens: _Count | None = None
+    cache_creation_input_tokens: _Count | None = None
 
     def usage(self) -> Usage | None:
         """None when it is in none of those words."""
-        prompt = self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
+        prompt = self._input() if self.prompt_tokens is None else self.prompt_tokens
         completion = self.output_tokens if self.completion_tokens is None else self.completion_tokens
         if prompt is None and completion is None:
             return None
@@ -57,6 +58,13 @@ class _Member(msgspec.Struct, gc=False):
         outward = self.completion_tokens_details or self.output_tokens_details
         cached = (inward.cached_tokens if inward is not None else None) or self.cache_read_input_tokens
         return Usage(prompt or 0, completion or 0, cached or 0, (outward.reasoning_tokens or 0) if outward is not None else 0)
+
+    def _input(self) -> int | None:
+        """Anthropic's ``input_tokens`` are without what the cache had and what it was given, and vLLM's are so too
+        (``_build_anthropic_usage`` in its entrypoints/anthropic/serving.py); OpenAI's are all, and have no such members."""
+        if self.input_tokens is None:
+            return None
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
 
 _decode = msgspec.json.Decoder(_Member).decode

@@ -25,7 +25,9 @@ SHAPES = {
     CHAT.replace(b'{"cached_tokens":4}', b"null"): Usage(15, 22),
     RESPONSES: Usage(15, 22, 3, 11),
     b'"usage":{"input_tokens":15,"output_tokens":22}': Usage(15, 22),
-    b'"usage":{"input_tokens":15,"output_tokens":22,"cache_read_input_tokens":7}': Usage(15, 22, 7),
+    b'"usage":{"input_tokens":8,"cache_read_input_tokens":7,"output_tokens":22}': Usage(15, 22, 7),
+    b'"usage":{"input_tokens":3,"cache_creation_input_tokens":5,"cache_read_input_tokens":7,"output_tokens":22}': Usage(15, 22, 7),
+    b'"usage":{"input_tokens":15,"cache_creation_input_tokens":null,"cache_read_input_tokens":null,"output_tokens":22}': Usage(15, 22),
     b'"usage":{"prompt_tokens":7,"total_tokens":7}': Usage(7),
     b'"usage": {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}': Usage(7),
 }
@@ -108,6 +110,8 @@ def test_what_is_no_count(value: dict[str, object]) -> None:
 
 def test_counts_of_one_stream_grow() -> None:
     assert merged(Usage(15, 0), Usage(0, 22, reasoning=3)) == Usage(15, 22, 0, 3)
+    start, end = {"input_tokens": 15, "output_tokens": 0}, {"input_tokens": 8, "output_tokens": 22, "cache_read_input_tokens": 7}
+    assert merged(read(start), read(end)) == Usage(15, 22, 7)
     assert merged(None, Usage(1)) == merged(Usage(1), None) == Usage(1)
     assert merged(None, None) is None
 

@@ -172,6 +172,9 @@ def test_usage_everywhere_by_flag_and_cached_tokens_by_flag() -> None:
         assert details[0] == salted == 0
         assert details[1] > 64
         assert one.metric("vllm:prefix_cache_hits_total") == details[1]
+        told = one.post("/v1/messages", {"model": "tiny", "messages": long, "max_tokens": 1}).json()["usage"]
+        entry = last_entry(one)
+        assert told["cache_read_input_tokens"] == details[1] == entry["prompt_tokens"] - told["input_tokens"]
 
 
 def test_the_counters_are_the_sum_of_usage_and_of_what_was_broken_off(simulated: Simulated) -> None:

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, field_validator
 
-from upstream.simulator import chat, fields
+from upstream.simulator import chat, fields, usage
 from upstream.simulator.chat import Prepared
 from upstream.simulator.engine import Emission
 from upstream.simulator.fields import MOST_STOPS, Fields
+from upstream.simulator.flags import Settings
 from upstream.simulator.job import Call, Job, Said, Transcript
 from upstream.simulator.plan import Kind, Token
 from upstream.simulator.refusals import Refusal
@@ -96,7 +97,8 @@ def job(call: Call) -> Job:
     prepared = _prepared(call, _as_chat(request))
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    return Job(transcript, MessagesAnswer(prepared, transcript), bool(request.stream), call.behaviour, prepared.refusal or refusal)
+    answer = MessagesAnswer(prepared, transcript, call.settings)
+    return Job(transcript, answer, bool(request.stream), call.behaviour, prepared.refusal or refusal)
 
 
 def count(call: Call) -> dict[str, Any]:
@@ -170,9 +172,10 @@ def _block_text(block: dict[str, Any]) -> str:
 class MessagesAnswer:
     """A message's shapes: named events, one content block open at a time."""
 
-    def __init__(self, prepared: Prepared, transcript: Transcript) -> None:
+    def __init__(self, prepared: Prepared, transcript: Transcript, settings: Settings) -> None:
         self._prepared = prepared
         self._transcript = transcript
+        self._settings = settings
         self._open: str | None = None
         self._index = 0
 
@@ -194,7 +197,7 @@ class MessagesAnswer:
         yield from self._close()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield _event({"type": "message_delta", "delta": delta, "usage": self._usage(self._transcript.completion_tokens)})
+        yield _event({"type": "message_delta", "delta": delta, "usage": usage.message(self._transcript, self._settings)})
         yield _event({"type": "message_stop"})
 
     def failure(self, refusal: Refusal) -> Iterable[bytes]:
@@ -219,12 +222,9 @@ class MessagesAnswer:
             "model": self._prepared.model,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(0),
+            "usage": {"input_tokens": self._transcript.prompt_tokens, "output_tokens": 0},  # what was cached is told at the end
         }
         return _event({"type": "message_start", "message": message})
-
-    def _usage(self, output: int) -> dict[str, int]:
-        return {"input_tokens": self._transcript.prompt_tokens, "output_tokens": output}
 
     def _shown(self, token: Token) -> Iterator[bytes]:
         if token.kind is Kind.CALL:
@@ -278,7 +278,7 @@ class MessagesAnswer:
             "model": self._prepared.model,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": self._usage(self._transcript.completion_tokens),
+            "usage": usage.message(self._transcript, self._settings),
         }
         return {name: member for name, member in answer.items() if member is not None}
 

@@ -60,6 +60,13 @@ def completion(transcript: Transcript, settings: Settings) -> dict[str, Any]:
     }
 
 
+def message(transcript: Transcript, settings: Settings) -> dict[str, int]:
+    """The totals of a message, in Anthropic's words: what the cache had is no part of ``input_tokens``."""
+    cached = {"cache_read_input_tokens": transcript.cached, "cache_creation_input_tokens": 0} if settings.prompt_tokens_details else {}
+    read = transcript.prompt_tokens - sum(cached.values())
+    return {"input_tokens": read, "output_tokens": transcript.completion_tokens, **cached}
+
+
 def pooled(prompt: int) -> dict[str, Any]:
     """The usage of a request that generates nothing."""
     return {**counts(prompt, 0), "prompt_tokens_details": None, "completion_tokens_details": None}

@@ -7,6 +7,7 @@ import random
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ def one(servers: list[Simulated], tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
-def body(path: str, number: int) -> dict[str, Any]:
-    words = f"Request {number} " + "and more " * (number % 7)
+def body(path: str, number: int, more: int = 1) -> dict[str, Any]:
+    words = f"Request {number} " + "and more " * (number % 7) * more
     shape: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": words},
         "/v1/responses": {"input": words},
@@ -177,6 +178,22 @@ async def test_whole_answers_are_the_servers_own_count(one: Gateway, servers: li
     await asyncio.to_thread(wait_for, lambda: len(rows(one)) == number + 60)
     used = tuple(after - earlier for after, earlier in zip(of_servers(servers), before, strict=True))
     assert tuple(after - earlier for after, earlier in zip(of_ledger(), ours, strict=True)) == used
+
+
+@pytest.mark.parametrize("path", ENDPOINTS[:-1])
+def test_what_a_server_had_in_its_cache_is_part_of_the_prompt(tmp_path: Path, path: str) -> None:
+    """In whatever words its answer tells it: Anthropic's leave it out of ``input_tokens``."""
+    asked = body(path, 6, more=10)
+    with running("--sim-tokens-per-second", "0", "--enable-prompt-tokens-details") as server:
+        config = configuration({"id": MODEL, "servers": [{"url": server.url}]}) | {"ledger": "sqlite:///usage.db"}
+        with gateway(tmp_path, config) as one:
+            for stream in (False, True, False):
+                assert one.ask(path, **asked, stream=stream).status_code == 200
+            wait_for(lambda: len(rows(one)) == 3)
+            found = sorted(rows(one), key=lambda row: row["time"])
+        entries = [entry for entry in server.requests() if entry["path"] == path]
+    assert [row["prompt_tokens"] for row in found] == [entry["prompt_tokens"] for entry in entries]
+    assert found[0]["cached_tokens"] == 0 < found[1]["cached_tokens"] == found[2]["cached_tokens"] < found[2]["prompt_tokens"]
 
 
 def test_the_admin_port_and_the_command_say_the_same(one: Gateway) -> None:
