@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-_EXPOSED = "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests"
+_LIMITS = (f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
+_EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-should-retry", "x-vllm-gateway-fallback", *_LIMITS))
 _METHODS = "GET, POST"
 _MAX_AGE = "600"  # seconds for which a browser may keep the answer to a preflight
 _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}\Z")

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.running import Served, model, serving
+from gateway.state import Allowance, Limits
+from tests.support.ports import refusing
+from tests.support.running import Served, key, model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, request
+from tests.support.wire import COMPLETION, ask, chat, request
 
 PAGE = "https://app.example.com"
 
@@ -46,6 +48,23 @@ async def test_answers_and_errors_carry_the_header(served: Served) -> None:
         reply = await ask(served.port, data)
         assert (reply.headers["access-control-allow-origin"], reply.headers["vary"]) == (PAGE, "Origin")
         assert "x-request-id" in reply.headers["access-control-expose-headers"]
+
+
+async def test_a_page_may_read_whatever_an_answer_tells_its_client() -> None:
+    """How its limits stand, who answered, and whether to try again, which OpenAI's SDK asks for in a browser, too."""
+    limits = Limits(requests_per_minute=600, tokens_per_minute=100_000, tokens_per_day=1000)
+    keys = [key(allowances=(Allowance("key team-a", limits),))]
+    asked = request(chat(), "/v1/messages", extra=(f"origin: {PAGE}",))
+    async with scripted(answering) as server:
+        with refusing() as port:
+            models = [model(port, fallbacks=("other",)), model(server.port, identity="other")]
+            async with serving(models, keys, cors_origins=(PAGE,)) as one:
+                replies = [await ask(one.port, asked) for _ in range(2)]
+    assert [reply.status for reply in replies] == [200, 429]
+    told = {name for reply in replies for name in reply.headers if name.startswith("x-") or name in ("request-id", "retry-after")}
+    assert {"x-vllm-gateway-fallback", "x-should-retry", "retry-after", "request-id", "x-ratelimit-remaining-tokens"} <= told
+    for reply in replies:
+        assert told <= set(reply.headers["access-control-expose-headers"].split(", "))
 
 
 async def test_another_page_gets_nothing(served: Served) -> None:
