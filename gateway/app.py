@@ -51,7 +51,7 @@ from upstream.pool import Fleet
 if TYPE_CHECKING:
     from gateway.tokens import Tokens
 
-_MODELS = "/v1/models"
+_HEALTH, _MODELS = "/health", "/v1/models"
 _SWEEP_EVERY = 4  # ticks
 _log = logging.getLogger("vllm_gateway.relay")
 
@@ -236,7 +236,7 @@ class Relay:
     def application(self) -> Callable[[Scope, Receive, Send], Any]:
         """The ASGI application behind the edge: health, model lists, and an error for everything else."""
         routes = [
-            Route("/health", self._health, methods=["GET"]),
+            Route(_HEALTH, self._health, methods=["GET"]),
             Route("/{path:path}", self._other, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]),
         ]
         handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _http_error, Exception: _internal_error}
@@ -255,6 +255,8 @@ class Relay:
         if mark and (not root or mounted is not None) and (not rest or rest.startswith("/")):
             _only(request, "GET")
             return self._models(request, mounted, rest[1:])
+        if path == _HEALTH:
+            _only(request, "GET")
         if path.encode() in self.targets:
             _only(request, "POST")
         if self.state.docs and path in manual.PATHS:
@@ -324,7 +326,7 @@ class _Accounted:
 def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:
     state, path = scope["state"], scope["path"]
     key: Key | None = state.get("key")
-    endpoint = path if path in ("/health", _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
+    endpoint = path if path in (_HEALTH, _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
     return Record(
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,

@@ -97,6 +97,7 @@ CASES: dict[str, tuple[bytes, int, str, str | None]] = {
     "another model at an instance": (request(chat(model="secret"), "/i-7f3a/3900/v1/chat/completions"), 404, "model_not_found", "model"),
     "a wrong method": (request(method="GET"), 405, "method_not_allowed", None),
     "a wrong method on the list": (request(path="/v1/models"), 405, "method_not_allowed", None),
+    "a wrong method on health": (request(path="/health"), 405, "method_not_allowed", None),
 }  # fmt: skip
 
 
