@@ -19,8 +19,8 @@ JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stre
 _ABOUT = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Answers are the model
 server's own bytes, so they may have members that are not told here.
 
-A model may also have an instance URL of its own, such as `/i-7f3a/3900`: all routes are below it too, `/i-7f3a/3900/v1/chat/completions`,
-and serve that model alone; `model` may then be left out.
+A model may also have an instance URL of its own, such as `/i-7f3a/3900`: all routes but `/health` are below it too,
+`/i-7f3a/3900/v1/chat/completions`, and serve that model alone; `model` may then be left out.
 
 Errors have OpenAI's shape, on `/v1/messages` Anthropic's. `code` is for programs, `message` for people. Once a streamed answer has begun,
 an error is an event of the stream."""

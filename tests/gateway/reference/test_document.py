@@ -71,6 +71,12 @@ def test_nothing_is_offered_that_is_taken_away() -> None:
         assert offered & FORBIDDEN == set(), path
 
 
+def test_an_extra_body_is_an_object_and_nothing_else() -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    assert request_problems("/v1/chat/completions", {**body, "extra_body": {"top_k": 5}}) == []
+    assert request_problems("/v1/chat/completions", {**body, "extra_body": None}) != []
+
+
 def test_the_largest_numbers_are_those_of_the_policy() -> None:
     for path in ROUTES:
         if ROUTES[path].body is Body.JSON:
