@@ -76,12 +76,11 @@ def _old_words(messages: Any) -> tuple[bool, bool]:
 
 
 def _completion(document: Document) -> Document:
-    """The body for /v1/completions: chat's names of two settings are others there."""
+    """The body for /v1/completions: chat's names of two settings are others there, and null is not always taken for nothing said."""
     if not isinstance(document["prompt"], str):
         raise Refusal("invalid_value", "The field 'prompt' must be a string.", param="prompt")
-    body = {
-        name: value for name, value in document.items() if name not in ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
-    }
+    others = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
+    body = {name: value for name, value in document.items() if value is not None and name not in others}
     limit = document.get("max_completion_tokens")
     if limit is not None:
         body["max_tokens"] = limit

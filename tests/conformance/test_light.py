@@ -88,6 +88,15 @@ def test_the_models(stage: Stage) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
+def test_null_is_as_if_nothing_were_said(stage: Stage, raw: bool) -> None:
+    unsaid = dict.fromkeys(("n", "stream", "stop", "temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty"))
+    answer = stage.post({**(RAW if raw else COUNTING), **unsaid}, key=None)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 1
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
 def test_ignore_eos_goes_on(stage: Stage, raw: bool) -> None:
     body = {**(RAW if raw else {**COUNTING, "messages": [user("Who are you?")]}), "max_tokens": 70}
     ended, went_on = (stage.post({**body, "ignore_eos": ignored}, key=None).json() for ignored in (False, True))
