@@ -60,11 +60,11 @@ class Keyring:
         return self._anonymous
 
     def _stranger(self, token: bytes) -> Key:
+        if self._anonymous is not None and not token.startswith(b"sk-"):
+            return self._anonymous
         if not _TOKEN.match(token):
             raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
-        if self._anonymous is None or token.startswith(b"sk-"):
-            raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
-        return self._anonymous
+        raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
 
 
 def _shown_by(key: Key, digest: bytes) -> Key:
