@@ -172,6 +172,22 @@ def test_what_is_unknown_does_nothing(stage: Stage, unknown: Json) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize(
+    ("setting", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": []}, "tools"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_setting_of_what_was_not_asked_for_is_a_400(stage: Stage, setting: Json, param: str) -> None:
+    answer = stage.post({**WHO, **setting})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@EVERYWHERE
 def test_max_completion_tokens_beats_max_tokens(stage: Stage) -> None:
     answer = stage.post({**WHO, "max_completion_tokens": 3, "max_tokens": 9}).json()
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
