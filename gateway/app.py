@@ -248,11 +248,14 @@ class Relay:
     async def _other(self, request: Request) -> Response:
         """The model lists, of the gateway and of instance URLs; everything else is an error."""
         path = _raw_path(request)
-        if (preflight := self._preflight(request)) is not None:
-            return preflight
         root, mark, rest = path.partition(_MODELS)
         mounted = self.catalog.mounted(root + _MODELS, _MODELS) if root else None
-        if mark and (not root or mounted is not None) and (not rest or rest.startswith("/")):
+        lists = mark and (not root or mounted is not None) and (not rest or rest.startswith("/"))
+        if lists:
+            request.state.endpoint = _MODELS
+        if (preflight := self._preflight(request)) is not None:
+            return preflight
+        if lists:
             _only(request, "GET")
             return self._models(request, mounted, rest[1:])
         if path == _HEALTH:
@@ -326,7 +329,7 @@ class _Accounted:
 def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:
     state, path = scope["state"], scope["path"]
     key: Key | None = state.get("key")
-    endpoint = path if path in (_HEALTH, _MODELS) else _MODELS if path.startswith(_MODELS + "/") else OTHER
+    endpoint = state.get("endpoint") or (path if path == _HEALTH else OTHER)
     return Record(
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.errors import ROWS
 from gateway.routes import ROUTES
-from tests.support.running import KEY, Served, key, model, serving
+from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, Reply, ask, chat, client, request
 
@@ -150,6 +150,8 @@ async def test_the_lists_show_what_the_key_may_use(pair: tuple[Served, Scripted]
     assert await ids("/v1/models", KEY) == ["tiny", "secret"]
     assert await ids("/v1/models", NARROW) == ["tiny"]
     assert await ids("/i-7f3a/3900/v1/models", KEY) == ["tiny"]
+    await until(lambda: served.total("requests_total") == 3)
+    assert served.value("requests_total", "other", "/v1/models", "200") == 3  # wherever it was asked for
     hidden = await ask(served.port, request(b"", "/v1/models/secret", method="GET", token=NARROW))
     unknown = await ask(served.port, request(b"", "/v1/models/gpt-4", method="GET", token=NARROW))
     check(hidden, 404, "model_not_found", "model")
