@@ -32,14 +32,14 @@ class Keyring:
         self._anonymous: Key | None = None
         for key in keys:
             self._by_digest.update((digest, _shown_by(key, digest)) for digest in key.digests)
-            if key.anonymous:
+            if key.anonymous and not key.revoked:
                 self._anonymous = key
 
     def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Key:
         """The key that a request shows by ``Authorization: Bearer`` or, where the route knows it, ``x-api-key``.
 
         Raises Refusal missing_api_key, invalid_api_key or expired_api_key. With an anonymous key configured,
-        no key and a bearer that cannot be one of ours both count as anonymous (clients send ``not-needed``).
+        no key and a bearer that cannot be one of ours both count as anonymous (clients send ``not-needed``), as long as it is good.
         """
         token = _bearer(authorization) if authorization is not None else api_key
         if not token:
@@ -48,23 +48,29 @@ class Keyring:
         key = self._by_digest.get(digest)
         if key is None:
             return (self._tokens.key(token, digest) if self._tokens is not None else None) or self._stranger(token)
-        if key.expires is not None and time.time() >= key.expires:
+        if _has_ended(key):
             if key.revoked:
                 raise Refusal("invalid_api_key", "This API key has been revoked.")
             raise Refusal("expired_api_key", "This API key has expired.")
         return key
 
     def _nobody(self) -> Key:
-        if self._anonymous is None:
+        anonymous = self._anonymous
+        if anonymous is None or _has_ended(anonymous):
             raise Refusal("missing_api_key", "No API key was sent. Send it as 'Authorization: Bearer <key>'.")
-        return self._anonymous
+        return anonymous
 
     def _stranger(self, token: bytes) -> Key:
-        if self._anonymous is not None and not token.startswith(b"sk-"):
-            return self._anonymous
+        anonymous = self._anonymous
+        if anonymous is not None and not token.startswith(b"sk-") and not _has_ended(anonymous):
+            return anonymous
         if not _TOKEN.match(token):
             raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
         raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
+
+
+def _has_ended(key: Key) -> bool:
+    return key.expires is not None and time.time() >= key.expires
 
 
 def _shown_by(key: Key, digest: bytes) -> Key:

@@ -56,12 +56,12 @@ def state(key: Key, now: datetime) -> str:
     """In words."""
     if key.revoked:
         return "revoked"
+    last = end(key)
+    if last is not None and last <= now:
+        return "expired"
     if key.anonymous:
         return "no key"
-    last = end(key)
-    if last is None:
-        return "valid"
-    return "expired" if last <= now else "ends soon" if last <= now + SOON else "valid"
+    return "ends soon" if last is not None and last <= now + SOON else "valid"
 
 
 def end(key: Key) -> datetime | None:

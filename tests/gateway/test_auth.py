@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -69,6 +70,15 @@ def test_the_table(authorization: bytes | None, api_key: bytes | None, closed: s
 def test_expiry() -> None:
     assert code(RING, bearer("sk-old")) == "expired_api_key"
     assert code(RING, bearer("sk-new")) == "new"
+
+
+@pytest.mark.parametrize("more", [{"expires": 1.0}, {"revoked": True}])
+def test_an_anonymous_entry_that_is_over_lets_nobody_in(more: dict[str, Any]) -> None:
+    ring = Keyring([key(), Key("anybody", anonymous=True, **more)])
+    assert code(ring, None) == "missing_api_key"
+    assert code(ring, bearer("not-needed")) == "invalid_api_key"
+    assert code(ring, bearer(KEY)) == "team-a"
+    assert code(Keyring([Key("anybody", anonymous=True, expires=time.time() + 86400)]), None) == "anybody"
 
 
 def test_several_keys_of_one_principal() -> None:

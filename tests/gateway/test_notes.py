@@ -38,6 +38,8 @@ ENDED = "has ended: no key of this entry is taken any more"
         (f"hash: [{{hash: {H1}, expires: 2026-01-01}}, {H2}]", None),
         (f"hash: {H1}, expires: 2027-01-02", None),
         (f"hash: {H1}, expires: 2026-01-01, revoked: true", None),
+        ("anonymous: true, expires: 2027-01-01", f"keys.yaml:1: keys[0].expires: {ENDED}"),
+        ("anonymous: true, expires: 2027-01-02", None),
     ],
 )
 def test_a_key_that_has_ended(tmp_path: Path, key: str, said: str | None) -> None:
