@@ -1,17 +1,19 @@
 """The entries of keys in the configuration's files: found, added, changed.
 
 The rules: a file is written only when it then says exactly what it said before and the change, and the configuration has no
-problem that it had not; it is replaced as a whole, with its owner and mode, so no reader ever sees a part of it; no key is in
-any text here, only hashes.
+problem that it had not; it is replaced as a whole, with its owner and mode, so no reader ever sees a part of it, and by one command at a
+time, so none takes away what another one has just written; no key is in any text here, only hashes.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,11 +179,23 @@ def _put(page: _Page, text: str) -> None:
     """Replace the file, or what a link leads to, as a whole. Raises KeybookError."""
     target = Path(os.path.realpath(page.file))
     try:
-        if target.read_bytes() != page.text.encode():
-            raise KeybookError(f"{page.file} has been changed by somebody else in the meantime; try again")
-        _replace(target, text.encode())
+        with _alone(target.parent):
+            if target.read_bytes() != page.text.encode():
+                raise KeybookError(f"{page.file} has been changed by somebody else in the meantime; try again")
+            _replace(target, text.encode())
     except OSError as error:
         raise KeybookError(f"{page.file} cannot be written: {reason(error)}") from error
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other command replaces a file in this folder meanwhile. The files are no place for a lock: each is another one after."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that may be written to and not read, a filesystem without locks
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def _replace(target: Path, data: bytes) -> None:

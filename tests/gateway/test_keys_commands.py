@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from gateway.auth import Keyring
 from gateway.config import Config, Limits, load
 from gateway.errors import Refusal
+from gateway.keybook import Keybook, KeybookError
 from gateway.keys import hash_of, mint, well_formed
 from gateway.plan import Knowledge, state
 from tests.gateway.test_cli import Ran, gateway
@@ -208,6 +211,25 @@ def test_the_files_mode_owner_and_link_stay(folder: Path) -> None:
     after = real.stat()
     assert (folder / "gateway.yaml").is_symlink() and "revoked: true" in real.read_text()
     assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, before.st_uid, before.st_gid)
+
+
+def test_of_commands_at_the_same_time_none_undoes_another(folder: Path) -> None:
+    """Each says that it has written its entry, and then that is there, or that somebody else was faster."""
+    books = [Keybook(folder / "gateway.yaml") for _ in range(8)]
+    at_once = Barrier(len(books))
+
+    def add(number: int) -> str:
+        at_once.wait(60)
+        try:
+            books[number].add([{"id": f"new-{number}", "hash": hash_of(str(number))}])
+        except KeybookError as error:
+            return str(error)
+        return f"new-{number}"
+
+    with ThreadPoolExecutor(len(books)) as pool:
+        said = set(pool.map(add, range(len(books))))
+    written = {key.id for key in load(folder / "gateway.yaml").keys if key.id.startswith("new-")}
+    assert written and said - written == {f"{folder}/gateway.yaml has been changed by somebody else in the meantime; try again"}
 
 
 def test_a_secret_that_is_out_of_reach_here_is_no_reason_to_refuse(folder: Path) -> None:
