@@ -106,16 +106,16 @@ def question(words: Mapping[str, str], now: datetime) -> Question:
 
 
 def _instant(text: str, now: datetime) -> datetime:
-    """A date, a time, or so long ago."""
+    """A date, a time, or so long ago; in UTC."""
     try:
         if _DURATION.fullmatch(text):
             return now - timedelta(seconds=parse_duration(text))
         made = datetime.fromisoformat(text)
+        return made.astimezone(UTC) if made.tzinfo else made.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         raise QuestionError(
             f"{text} is no date such as 2027-01-01, no time such as 2027-01-01T12:00:00Z and no duration such as 7d"
         ) from None
-    return made if made.tzinfo else made.replace(tzinfo=UTC)
 
 
 def answer(way: Engine, asked: Question) -> Answer:
@@ -147,7 +147,7 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
 
 
 def _conditions(asked: Question) -> list[ColumnElement[bool]]:
-    conditions = [USAGE.c.time >= asked.since.astimezone(UTC), USAGE.c.time < asked.until.astimezone(UTC)]
+    conditions = [USAGE.c.time >= asked.since, USAGE.c.time < asked.until]
     conditions += [USAGE.c[name] == value for name, value in (("team", asked.team), ("model", asked.model)) if value is not None]
     return conditions if asked.key is None else [*conditions, or_(*rows_of(asked.key))]
 

@@ -123,6 +123,7 @@ def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
         ({"by": ""}, "by nothing"),
         ({"since": "yesterday"}, "yesterday is no date"),
         ({"since": "99999999999d"}, "99999999999d is no date"),
+        ({"since": "0001-01-01T00:00:00+14:00"}, "is no date such as"),
         ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it begins"),
         ({"sinse": "1d"}, "did you mean `since`"),
     ],
@@ -146,6 +147,12 @@ def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: Store) -> Non
     assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
     assert "cost" not in shown(asked(store, by="key", model="big"), "table")
     assert "nothing" in shown(asked(store, key="nobody"), "table")
+
+
+def test_times_are_told_in_utc(store: Store) -> None:
+    here = asked(store, since="2027-01-15T01:30:00+03:00", until="2027-01-15T20:00:00-08:00")
+    assert shown(here, "table").startswith("usage from 2027-01-14 22:30 to 2027-01-16 04:00 UTC\n")
+    assert here.document()["since"] == "2027-01-14T22:30:00+00:00"
 
 
 def test_programs_get_csv_and_json(store: Store) -> None:
