@@ -87,9 +87,12 @@ class Permit(msgspec.Struct, eq=False):
             await self._ask(reserved)
             return
         self._judging, tokens = everybody, Ask(0, 0, whole.tokens, whole.cost)
-        more = [(holder, tokens) for holder in counted.weighing]
-        if of_model:
-            more += [(holder, whole) for holder in of_model]
+        if self._reserved:
+            more = [(holder, tokens) for holder in counted.weighing]
+            if of_model:
+                more += [(holder, whole) for holder in of_model]
+        else:
+            more = reserved  # nobody was asked when it came: all limits are for models, or there was a store then
         self._take(more, self._now())
         self._reserved = reserved
 
@@ -122,8 +125,7 @@ class Permit(msgspec.Struct, eq=False):
     async def _ask(self, wanted: Sequence[tuple[Holder, Ask]]) -> None:
         """In the store; in memory while it is away, if that is allowed."""
         store = self._limiter.store
-        assert store is not None
-        if not wanted:
+        if not wanted or store is None:  # a store that a reload has taken away is told nothing more
             return
         try:
             answer = await store.admit(self._identity, wanted)

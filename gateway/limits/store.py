@@ -213,12 +213,13 @@ class Store:
         return self._clock.at(monotonic() + self._place.patience)
 
     def known(self, holders: Sequence[Holder], now: float) -> Answer | None:
-        """A refusal that was told before and still holds: that of a bucket of requests, which fills evenly."""
+        """A refusal that was told before and still holds: that of a bucket of requests, which fills evenly, by limits that are the same."""
         for holder in holders:
             until, answer = self._known.get(holder.name, (0.0, None))
             if answer is not None and answer.refused is not None and now < until:
                 who, refused = answer.refused
-                return answer._replace(refused=(who, refused._replace(wait=until - now)))
+                if who == holder:
+                    return answer._replace(refused=(who, refused._replace(wait=until - now)))
         return None
 
     def settle(self, identity: str, reserved: Sequence[tuple[Holder, Ask]], used: Ask) -> None:

@@ -8,6 +8,7 @@ import signal
 import statistics
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from time import monotonic, sleep, time
 from typing import Any
@@ -20,13 +21,15 @@ from gateway.limits import scripts
 from gateway.limits.meters import Holder, Meters
 from gateway.limits.rules import Ask, moment, month_of
 from gateway.limits.store import Clock, Store, StoreAwayError
-from gateway.state import Allowance, Limits, LimitsStore
+from gateway.link import Health
+from gateway.state import Allowance, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.ports import refusing
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, ask, chat, client, request
+from upstream.server import Condition
 
 LIMITS = Limits(
     requests_per_minute=6,
@@ -355,6 +358,46 @@ async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: Re
             reply = await visitor.reply()
         assert reply.status == 429 and int(reply.headers["retry-after"]) <= 60
         assert reply.headers["x-ratelimit-limit-tokens"] == "1000"
+
+
+async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServer) -> None:
+    """One that a reload has made larger, or has taken away, refuses nobody any more."""
+    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+        assert await statuses(served, 2) == [200, 429]
+        for generation, requests in enumerate((600_000, None), 2):
+            allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
+            served.relay.take(replace(served.relay.state, generation=generation, keys=(key(allowances=(allowance,)),)))
+            async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
+                while await statuses(served, 1) != [200]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert await statuses(served, 2) == [200, 200]
+
+
+async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: RedisServer) -> None:
+    """What is taken in memory then, and only that, is given back there."""
+    async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
+        async with client(served.port) as visitor:
+            data = request(chat(max_tokens=1))
+            visitor.send(data[:-1])
+            await until(lambda: served.relay.started == 1)
+            served.relay.take(replace(served.relay.state, generation=2, limits_store=None))
+            visitor.send(data[-1:])
+            assert (await visitor.reply()).status == 200
+        meters = served.relay.limits.meters
+        assert meters.in_flight(meters.holder("key team-a", Limits()).meter) == 0
+
+
+async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisServer) -> None:
+    rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
+    async with scripted(respond) as upstream:
+        models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
+        async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
+            served.relay.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
+            waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
+            await until(lambda: served.value("queued_requests", "tiny") == 1)
+            served.relay.take(replace(served.relay.state, generation=2, limits_store=None))
+            served.relay.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
+            assert (await waits).status == 200
 
 
 async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
