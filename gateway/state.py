@@ -158,6 +158,11 @@ class LimitsStore:
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
 
+    @property
+    def counts(self) -> tuple[str, int]:
+        """Which counts are meant, however one gets there."""
+        return str(self), self.database
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

@@ -80,10 +80,12 @@ class Limiter:
                 self._metrics.cells("limited_total", key.id, reason)
         self._subjects = {}
         place = state.limits_store if self._counted or any(state.teams.values()) else None
-        if place != self._place:
+        if self.store is not None and place is not None and self.store.place.counts == place.counts:
+            self.store.place = place  # what it holds for requests, and owes, goes on
+        elif place != self._place:
             self.close()
-            self._place = place
             self.store = Store(place, self._name) if place is not None else None
+        self._place = place
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""

@@ -130,7 +130,7 @@ class Permit(msgspec.Struct, eq=False):
         try:
             answer = await store.admit(self._identity, wanted)
         except StoreAwayError:
-            if store.refuses:
+            if store.place.refuses:
                 self._limiter.count(self._counted.key, "store")
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
             if self._answer is None:  # or the rest of it is settled there

@@ -166,11 +166,13 @@ class Line(asyncio.Protocol):
 
 
 class Store:
-    """The store as a relay knows it, which has a name that no other has. It is opened by the first request that needs it."""
+    """The store as a relay knows it, which has a name that no other has. It is opened by the first request that needs it.
+
+    ``place`` may become another way to the same counts.
+    """
 
     def __init__(self, place: LimitsStore, relay: str) -> None:
-        self.refuses = place.refuses
-        self._place = place
+        self.place = place
         self._reserved = f"{_PREFIX}reserved {relay}"
         self._clock = Clock()
         self._line: Line | None = None
@@ -189,7 +191,7 @@ class Store:
     async def admit(self, identity: str, wanted: Sequence[tuple[Holder, Ask]]) -> Answer:
         """Take what is asked of each holder, or nothing. Raises StoreAwayError."""
         pending = await self._asked(identity, wanted)
-        if _is_late(pending.reply) and monotonic() - pending.sent < self._place.patience:  # its clock was set, as is known now
+        if _is_late(pending.reply) and monotonic() - pending.sent < self.place.patience:  # its clock was set, as is known now
             pending = await self._asked(identity, wanted)
         return self._understood(identity, wanted, pending.reply)
 
@@ -210,7 +212,7 @@ class Store:
 
     def _not_after(self) -> float:
         """Until when the store may run what is sent to it now, by its clock."""
-        return self._clock.at(monotonic() + self._place.patience)
+        return self._clock.at(monotonic() + self.place.patience)
 
     def known(self, holders: Sequence[Holder], now: float) -> Answer | None:
         """A refusal that was told before and still holds: that of a bucket of requests, which fills evenly, by limits that are the same."""
@@ -269,7 +271,7 @@ class Store:
             self._line.check(now)
         if self._line is not None and now - self._renewed > _RENEW_EVERY:
             self._renew(self._line, now)
-        if self._opening is not None and self._was_up is None and now - self._opened_at > self._place.patience:
+        if self._opening is not None and self._was_up is None and now - self._opened_at > self.place.patience:
             self._away("it does not answer")
             self._welcome()
         if self._line is None and now - self._opened_at > _RETRY_EVERY:
@@ -313,7 +315,7 @@ class Store:
 
     async def _connected(self) -> Line:
         """A connection that is ready for scripts. Raises OSError and ReplyError."""
-        place, loop = self._place, asyncio.get_running_loop()
+        place, loop = self.place, asyncio.get_running_loop()
         if place.path is not None:
             _, line = await loop.create_unix_connection(lambda: Line(place.patience, self._lost), place.path)
         else:
@@ -333,7 +335,7 @@ class Store:
 
     def _up(self, line: Line) -> None:
         if self._was_up is False:
-            _log.warning("the limits' store at %s is back", self._place)
+            _log.warning("the limits' store at %s is back", self.place)
         self._line, self._was_up = line, True
         for settlement in tuple(self._owed):
             self._tell(line, settlement)
@@ -347,8 +349,8 @@ class Store:
 
     def _away(self, reason: str) -> None:
         if self._was_up is not False:
-            meanwhile = "requests of limited keys are refused" if self.refuses else "each gateway counts by itself"
-            _log.warning("the limits' store at %s is away (%s); meanwhile %s", self._place, reason, meanwhile)
+            meanwhile = "requests of limited keys are refused" if self.place.refuses else "each gateway counts by itself"
+            _log.warning("the limits' store at %s is away (%s); meanwhile %s", self.place, reason, meanwhile)
         self._was_up = False
         self._known.clear()
 
