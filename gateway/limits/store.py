@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ REASONS = (
     "concurrent",
 )
 """The limits that are counted, by which refusals are, too; in the order of the script's arguments."""
+_STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older ones tell it behind ERR
 _log = logging.getLogger("vllm_gateway.limits")
 
 
@@ -241,7 +243,7 @@ class Store:
         line.send(*self._owed[settlement]).on_reply = lambda reply: self._heard(settlement, reply)
 
     def _heard(self, settlement: int, reply: Reply) -> None:
-        if not isinstance(reply, UnansweredError):
+        if not isinstance(reply, UnansweredError) and not _passes(reply):
             self._owed.pop(settlement, None)
 
     def _understood(self, identity: str, wanted: Sequence[tuple[Holder, Ask]], reply: Reply) -> Answer:
@@ -259,7 +261,7 @@ class Store:
 
     def _undo(self, identity: str, wanted: Sequence[tuple[Holder, Ask]], reply: Reply) -> None:
         """Nobody has been waiting for what the store says: it was yes, or may have been."""
-        if not isinstance(reply, list) or reply[0] == _NOBODY:
+        if isinstance(reply, UnansweredError) or (isinstance(reply, list) and reply[0] == _NOBODY):
             self.settle(identity, wanted, Ask())
 
     # Being there
@@ -415,6 +417,11 @@ def _settlement(identity: str, wanted: Sequence[tuple[Holder, Ask]], used: Ask, 
         arguments += rules.owed(holder.limits, ask, used)
         arguments += rules.owed_of_calendar(holder.limits, ask, used) if holder.limits.calendar else (0, 0, 0, 0)
     return [*keys, reserved], arguments
+
+
+def _passes(reply: Reply) -> bool:
+    """Whether the store can write nothing at the moment, whatever it is told: it is full, or a replica, or loads its data."""
+    return isinstance(reply, ReplyError) and _STATES.search(str(reply)) is not None
 
 
 def _is_late(reply: Reply) -> bool:

@@ -316,6 +316,48 @@ async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> N
         assert each.hget("vllm-gateway:key a", "dt") == b"7"
 
 
+@pytest.mark.parametrize(
+    ("full", "free"),
+    [
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    ],
+    ids=["full", "a replica"],
+)
+async def test_a_settlement_that_the_store_cannot_write_is_told_again(
+    server: RedisServer, full: tuple[str, ...], free: tuple[str, ...]
+) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            assert (await store.admit("r1", wanted)).refused is None
+            each.execute_command(*full)
+            try:
+                store.settle("r1", wanted, Ask(1, 0, 7))
+                await until(lambda: store._line is None)
+                with pytest.raises(StoreAwayError):
+                    await store.admit("r2", wanted)
+                assert len(store._owed) == 1, "and nothing of what it has not taken"
+            finally:
+                each.execute_command(*free)
+            await heard(store)
+        assert each.hget("vllm-gateway:key a", "dt") == b"7"
+
+
+async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server: RedisServer) -> None:
+    """It would keep all others from being heard."""
+    wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Ask(1, 1, 900)) for name in ("key a", "key b")]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
+                assert (await store.admit(identity, [ask])).refused is None
+            each.set("vllm-gateway:key a", "what somebody else has put here")
+            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
+                store.settle(identity, [ask], Ask(1, 0, 7))
+            await heard(store)
+        assert each.hget("vllm-gateway:key b", "dt") == b"7"
+
+
 # Behind a relay
 
 
