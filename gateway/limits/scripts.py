@@ -205,12 +205,13 @@ RENEW = """
 -- KEYS: leases, ARGV: the seconds of a lease, the second after which it is too late, then for each key the id of a request.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
-if now > tonumber(ARGV[2]) then return 0 end
-for i, key in ipairs(KEYS) do
-  redis.call('ZADD', key, now + tonumber(ARGV[1]), ARGV[i + 2])
-  redis.call('EXPIRE', key, math.ceil(tonumber(ARGV[1])) + 1)
+if now <= tonumber(ARGV[2]) then
+  for i, key in ipairs(KEYS) do
+    redis.call('ZADD', key, now + tonumber(ARGV[1]), ARGV[i + 2])
+    redis.call('EXPIRE', key, math.ceil(tonumber(ARGV[1])) + 1)
+  end
 end
-return 0
+return math.floor(now * 1000000)
 """
 
 

@@ -284,7 +284,13 @@ class Store:
         held = [(key, identity) for identity, keys in self._leases.items() for key in keys]
         if held:
             arguments: list[str | float] = [LEASE, self._not_after(), *(identity for _, identity in held)]
-            line.send(*_script(scripts.RENEW, [key for key, _ in held], arguments))
+            pending = line.send(*_script(scripts.RENEW, [key for key, _ in held], arguments))
+            pending.on_reply = lambda reply: self._renewed_at(reply, pending.sent)
+
+    def _renewed_at(self, told: Reply, sent: float) -> None:
+        """Whether or not it was too late for it, the next time will be right: nobody else may ask the store for long."""
+        if isinstance(told, int):
+            self._clock.heed(told / 1_000_000, sent, monotonic())
 
     async def _first_line(self) -> Line:
         """The connection, for those who come before the first attempt is over. Raises StoreAwayError."""

@@ -244,6 +244,21 @@ async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServe
         assert each.hget("vllm-gateway:key a", "dt") == b"15"
 
 
+async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServer) -> None:
+    """Though nobody else asks the store meanwhile."""
+    wanted = [(Holder("key a", Limits(concurrent=1), 0), Ask(1, 1, 10))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        with server.client() as each:
+            before = each.zscore("vllm-gateway:key a leases", "r1") or 0
+            async with asyncio.timeout(30):
+                while (each.zscore("vllm-gateway:key a leases", "r1") or 0) <= before:
+                    store._renewed = 0.0  # it is time to
+                    store.tick()
+                    await asyncio.sleep(0.02)
+
+
 async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: RedisServer) -> None:
     """What it had asked waits in the socket, and nobody will give it back."""
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Ask(1, 1, 10))]
