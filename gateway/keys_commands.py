@@ -104,7 +104,8 @@ def rotate(
         kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
         good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
         file = book.change(id, "hash", [*good, keys.hash_of(key)])
-        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {instant(end)}" if good else ""
+        last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
+        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {last}" if good else ""
         _show_new(key, f"{id} has a new key in {file}{until}")
 
     return _written(act)

@@ -130,6 +130,14 @@ def test_a_rotated_key_overlaps_with_the_former_one(folder: Path) -> None:
     assert [one.text for one in load(folder / "gateway.yaml").keys[0].hashes] == [hash_of(new), hash_of(newest)]
 
 
+@pytest.mark.parametrize("place", ["entry", "hash"])
+def test_the_former_key_is_good_no_longer_than_its_entry_or_itself(folder: Path, place: str) -> None:
+    end = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ends = f"{hash_of(KEY)}\n    expires: {end}" if place == "entry" else f"{{hash: {hash_of(KEY)}, expires: {end}}}"
+    (folder / "gateway.yaml").write_text(FILE.replace(hash_of(KEY), ends))
+    assert f"; the former key is good until {end}\n" in gateway("keys", "rotate", "team-a", folder=folder).err
+
+
 def test_a_key_can_be_replaced_at_once(folder: Path) -> None:
     new = secret(gateway("keys", "rotate", "two", "--overlap", "0s", folder=folder))
     config = load(folder / "gateway.yaml")
