@@ -15,7 +15,7 @@ from gateway.limits.permit import ARRIVAL, Permit
 from gateway.limits.rules import moment
 from gateway.limits.store import REASONS, Store
 from gateway.metrics import RelayMetrics
-from gateway.state import Allowance, Key, Limits, LimitsStore, Model, State
+from gateway.state import Allowance, Key, Limits, Model, State
 
 Holders = tuple[Holder, ...]
 
@@ -70,7 +70,6 @@ class Limiter:
         self._name = token_hex(8)
         self._counted: dict[str, Counted] = {}
         self._subjects: dict[tuple[str, str | None], Counted] = {}  # of tokens, in the team that each is in
-        self._place: LimitsStore | None = None
 
     def take(self, state: State) -> None:
         """Serve by this generation from now on. What has been used stays used."""
@@ -79,13 +78,13 @@ class Limiter:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
         self._subjects = {}
-        place = state.limits_store if self._counted or any(state.teams.values()) else None
+        place = state.limits_store
         if self.store is not None and place is not None and self.store.place.counts == place.counts:
-            self.store.place = place  # what it holds for requests, and owes, goes on
-        elif place != self._place:
-            self.close()
-            self.store = Store(place, self._name) if place is not None else None
-        self._place = place
+            self.store.place = place  # what it holds for requests, and owes, goes on, whoever has limits now
+            return
+        self.close()
+        if place is not None and (self._counted or any(state.teams.values())):
+            self.store = Store(place, self._name)
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""

@@ -430,7 +430,8 @@ async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServe
             assert await statuses(served, 2) == [200, 200]
 
 
-async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisServer) -> None:
+@pytest.mark.parametrize("gone", [False, True], ids=["", "and without limits for a while"])
+async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisServer, gone: bool) -> None:
     """Another word on what happens while it is away is no other store: leases are renewed, and what is owed is told."""
     async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
         with server.client() as each:
@@ -438,7 +439,10 @@ async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisSer
                 visitor.send(request(chat(max_tokens=1, stream=True)))
                 await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 1)
                 ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
-                served.relay.take(replace(served.relay.state, generation=2, limits_store=server.place(refuses=True)))
+                before = served.relay.state
+                if gone:
+                    served.relay.take(replace(before, generation=2, keys=(key(),)))
+                served.relay.take(replace(before, generation=3, limits_store=server.place(refuses=True)))
                 await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
