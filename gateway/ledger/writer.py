@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ class Ledger:
                 self._write(payloads)
                 self._spool.done(segment, len(payloads))
         elif self._retention is not None and time.monotonic() >= self._prune_at:
-            more = self._store.prune(datetime.now(UTC) - timedelta(seconds=self._retention))
+            more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
         else:
             self._news.wait(_REST)

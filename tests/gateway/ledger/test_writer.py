@@ -167,6 +167,15 @@ def test_rows_are_deleted_when_their_time_is_over(url: str, tmp_path: Path) -> N
         wait_for(lambda: len(kept(url, tmp_path)) == 5)
 
 
+def test_what_is_kept_for_thousands_of_years_is_kept(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ledger(url, tmp_path, retention="999999d") as one:
+        wait_for(lambda: one._prune_at > 0 or caplog.records)
+        one.journals[0].append(payload(1))
+        wait_for(lambda: one.written == 1)
+    assert len(kept(url, tmp_path)) == 1
+    assert [record.message for record in caplog.records if record.name == "vllm_gateway.ledger"] == []
+
+
 async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=(1.0, 1.0)))
