@@ -21,15 +21,18 @@ Holders = tuple[Holder, ...]
 
 _WEIGHING = frozenset(REASONS) - {"requests_per_minute", "concurrent"}
 
+_FOR_SUBJECTS = 0.75
+"""The part of the meters' room that tokens' subjects may fill; what the configuration names, later too, always has some."""
+
 
 class Counted:
     """Whom the requests of one key, of this id, count for. ``is_early``: all of it is known before the body is."""
 
     __slots__ = ("_allowances", "_of_models", "always", "arriving", "caps", "is_early", "key", "weighing")
 
-    def __init__(self, key: str, meters: Meters, allowances: tuple[Allowance, ...]) -> None:
+    def __init__(self, key: str, meters: Meters, allowances: tuple[Allowance, ...], part: float = 1.0) -> None:
         self.key = key
-        holders = [(each, meters.holder(each.holder, each.limits)) for each in allowances if _named(each.limits)]
+        holders = [(each, meters.holder(each.holder, each.limits, part)) for each in allowances if _named(each.limits)]
         self.always = tuple(holder for each, holder in holders if each.models is None)
         self.arriving = tuple((holder, ARRIVAL) for holder in self.always)
         self.weighing = tuple(holder for holder in self.always if not _WEIGHING.isdisjoint(_named(holder.limits)))
@@ -96,7 +99,7 @@ class Limiter:
         known = self._subjects.get((key.id, key.team))
         if known is None:
             try:
-                known = Counted(entry, self.meters, key.allowances)
+                known = Counted(entry, self.meters, key.allowances, _FOR_SUBJECTS)
             except MetersFullError:
                 known = self._counted.get(entry) or Counted(entry, self.meters, ())
             self._subjects[key.id, key.team] = known

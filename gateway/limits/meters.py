@@ -88,12 +88,12 @@ class Meters:
 
     # Places
 
-    def holder(self, name: str, limits: Limits) -> Holder:
-        """A holder with its meter, which is made for the first who asks. Raises MetersFullError."""
+    def holder(self, name: str, limits: Limits, part: float = 1.0) -> Holder:
+        """A holder with its meter, which is made for the first who asks, in a part of the room. Raises MetersFullError."""
         digest = sha256(name.encode()).digest()
         with self._lock:
             self._look()
-            return Holder(name, limits, self._places.get(digest) or self._append(digest))
+            return Holder(name, limits, self._places.get(digest) or self._append(digest, part))
 
     def _look(self) -> None:
         """Learn of meters that other relays have made."""
@@ -102,10 +102,10 @@ class Meters:
             start = _HEAD.size + number * self._size
             self._places[self._map[start : start + _DIGEST]] = (start + _DIGEST) // _CELL
 
-    def _append(self, digest: bytes) -> int:
+    def _append(self, digest: bytes, part: float) -> int:
         count = len(self._places)
         start = _HEAD.size + count * self._size
-        if start + self._size > len(self._map):
+        if start + self._size > len(self._map) * part:
             raise MetersFullError(f"there are {count} holders of limits")
         self._map[start : start + self._size] = digest + bytes(self._size - _DIGEST)
         _HEAD.pack_into(self._map, 0, self._relays, count + 1)

@@ -63,3 +63,12 @@ async def test_without_room_they_share_their_entrys(limiter: Limiter) -> None:
     assert first[0] == [None, None, FULL]
     assert await admitted(limiter, subject("late"), 1) + await admitted(limiter, subject("later"), 1) == [FULL, FULL]
     assert await admitted(limiter, ENTRY, 1) == [FULL]
+
+
+@pytest.mark.parametrize("limiter", [1 << 14], indirect=True)
+async def test_a_key_that_a_reload_brings_has_room_however_many_subjects_came(limiter: Limiter) -> None:
+    for number in range(100):
+        await admitted(limiter, subject(f"subject-{number}"), 1)
+    new = Key("new", allowances=(Allowance("key new", TWO),))
+    limiter.take(State(2, (ENTRY, new), (), teams=LAB))
+    assert await admitted(limiter, new, 3) == [None, None, FULL]
