@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -29,6 +29,8 @@ from gateway.usage import USAGE, Observer, Usage, find, merged, read
 from upstream.attempt import Answer
 from upstream.errors import Aborted, BadAnswer, Disconnected, UpstreamError
 from upstream.sse import EventTooLongError, Splitter, data_of, split
+
+T = TypeVar("T")
 
 EVENT_LIMIT = 1024 * 1024
 """Bytes that an unfinished event may have, beside twice the request that it may echo."""
@@ -180,8 +182,9 @@ class TranslatedRelay(BodyRelay):
             self._note_abort()
         if self._name is not None:
             document["model"] = self._name
+        translated = _translated(self._translation.answer, document, answer)
         self._settle()
-        call.respond(answer.status, content_type(answer), orjson.dumps(self._translation.answer(document)))
+        call.respond(answer.status, content_type(answer), orjson.dumps(translated))
 
 
 class EventRelay(Passing):
@@ -229,14 +232,15 @@ class EventRelay(Passing):
             return  # only the error's own status is still to be told
         try:
             whole = self._splitter.feed(data)
+            if whole:
+                self._relay(whole)
         except EventTooLongError as error:
             self._answer.fail(BadAnswer(self._answer.server.name, str(error)))
-            return
-        if whole:
-            self._relay(whole)
+        except BadAnswer as error:
+            self._answer.fail(error)
 
     def _relay(self, whole: bytes) -> None:
-        """Give the client a run of whole events."""
+        """Give the client a run of whole events. Raises BadAnswer for what cannot be translated, of which nothing has gone out."""
         now = self._answer.last_byte
         if self.gaps is None:
             self.first_token = now
@@ -246,14 +250,15 @@ class EventRelay(Passing):
         count = whole.count(b"\n\n") or whole.count(b"\n\r\n")
         if count > 1:
             self.gaps.more += count - 1
-        if not whole.isspace():  # blank lines behind the last event are none
-            self._last = whole
+        came = whole
         if self._translation is not None or _tells(whole):
             events = split(whole)
             first = self._seen(events[0])
             if self.failure is not None and not self._call.started:
                 return
             whole = first + b"".join(map(self._seen, events[1:]))
+        if not came.isspace():  # blank lines behind the last event are none
+            self._last = came
         if whole.find(_ABORTED) >= 0:
             self.aborted = True
             self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
@@ -286,7 +291,8 @@ class EventRelay(Passing):
         if usage is not None and self._hides_usage and document.get("choices") == []:
             return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF before it is the rest of the CRLF that ended the one before
         if self._translation is not None and document:
-            return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in self._translation.chunk(document))
+            chunks = _translated(self._translation.chunk, document, self._answer)
+            return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
     def _error(self, error: Mapping[str, Any]) -> bytes:
@@ -361,6 +367,14 @@ def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None]) -> None:
     answer.flow_to(sink)
     if call.write_paused:
         answer.pause()
+
+
+def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, Any], answer: Answer) -> T:
+    """Raises BadAnswer for a document that has not the shape of its kind."""
+    try:
+        return translate(document)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BadAnswer(answer.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
 
 
 def _document(event: bytes) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import openai
 import orjson
 import pytest
 
-from tests.support.running import KEY, Served, model, serving
+from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COUNT, DONE, ask, chat, event, request
+from tests.support.wire import COUNT, DONE, ask, chat, client, event, request
 
 COMPLETION = {
     "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny",
@@ -89,6 +89,48 @@ async def test_a_raw_prompt_streams_in_chat_shape(trio: tuple[Served, Scripted, 
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert upstream.requests[0].json["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
     assert served.value("tokens_total", "team-a", "tiny", "completion") == 2
+
+
+ODD = [
+    {"choices": None},
+    {"choices": [None]},
+    {"choices": [{"index": 0, "text": "a", "logprobs": {"tokens": [None], "token_logprobs": [0]}}]},
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("ending", [b"", b"0\r\n\r\n", DONE])
+async def test_a_stream_that_cannot_be_translated_ends_with_an_error(odd: Any, ending: bytes) -> None:
+    """In whichever read it comes: also in that which has the end of the answer."""
+    first, strange = text("a"), b"data: " + orjson.dumps(odd) + b"\n\n"
+
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(first)
+        await begun.wait()
+        if ending == DONE:
+            strange_end = strange + DONE
+            await talk.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(strange_end), strange_end))
+        else:
+            await talk.write(b"%x\r\n%b\r\n%b" % (len(strange), strange, ending))
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        begun = one.begun
+        one.send(request({"model": "tiny", "prompt": "x", "stream": True}))
+        async with asyncio.timeout(30):
+            reply = await one.reply()
+        assert reply.whole and reply.body.endswith(DONE)
+        assert orjson.loads(reply.body.split(b"\n\n")[-3][6:])["error"]["code"] == "upstream_disconnected"
+        await until(lambda: served.in_flight == 0)
+        assert served.value("incomplete_total", "tiny", "upstream") == 1
+
+
+@pytest.mark.parametrize("odd", ODD)
+async def test_an_answer_that_cannot_be_translated_is_the_servers_fault(trio: tuple[Served, Scripted, Server], odd: Any) -> None:
+    served, _, server = trio
+    server.answer = odd
+    reply = await ask(served.port, request({"model": "tiny", "prompt": "x"}))
+    assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
 
 
 async def test_functions_become_tools_and_come_back(trio: tuple[Served, Scripted, Server]) -> None:
