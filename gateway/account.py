@@ -27,7 +27,7 @@ from gateway.limits.estimate import Outcome
 from gateway.metrics import OTHER
 from gateway.outbound import Outbound
 from gateway.record import USER_LIMIT, Record
-from gateway.relay import Passing, break_off
+from gateway.relay import Passing, break_off, is_stream
 from gateway.state import Key
 from upstream.attempt import Answer, Attempt
 from upstream.errors import ConnectFailed, UpstreamError
@@ -106,9 +106,11 @@ class Account(msgspec.Struct, eq=False):
             _refuse(self, refusal)
 
     def answered(self, answer: Answer) -> None:
-        """The first bytes of an answer are here."""
+        """The first bytes of an answer are here. One that is no stream is told as it is, so nothing is to come before it any more."""
         self.upstream_first = answer.last_byte
         self.answer_at = monotonic()
+        if self.keepalive is not None and not is_stream(answer):
+            self.keepalive.end()
 
     def keep_alive(self, every: float) -> None:
         """Send comments on a silent stream from now on."""

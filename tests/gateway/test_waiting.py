@@ -294,6 +294,25 @@ async def test_an_error_after_a_comment_is_told_in_the_stream(answer: str) -> No
         assert served.value("incomplete_total", "tiny", "upstream") == 1
 
 
+@pytest.mark.parametrize("status", ["200 OK", "400 Bad Request"])
+async def test_no_comment_comes_before_an_answer_that_is_no_stream(status: str) -> None:
+    """Its head has come and its body is slow: a comment would begin an answer, and this one would be a second."""
+    body = b'{"object":"text_completion","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":"stop"}]}'
+
+    async def script(talk: Conversation) -> None:
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status.encode(), len(body))
+        assert len(served.relay.deadlines) == 2, "the answer's, and the comments'"
+        await talk.write(head + body[:9])
+        await until(lambda: len(served.relay.deadlines) == 1)
+        await talk.write(body[9:])
+
+    async with scripted(script) as server, serving([waiting_model(server.port, keepalive=3600.0)]) as served, client(served.port) as one:
+        reply = await one.ask(request({"model": "tiny", "prompt": "x", "stream": True}))
+        assert (reply.status, reply.headers["content-type"]) == (int(status[:3]), "application/json")
+        assert orjson.loads(reply.body).keys() & {"error", "choices"}
+        await until(lambda: served.in_flight == 0)
+
+
 async def test_comments_in_a_silent_stream_stand_between_its_events() -> None:
     go_on = asyncio.Event()
 
