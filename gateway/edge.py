@@ -274,7 +274,7 @@ class EdgeProtocol(HttpToolsProtocol):
         url, headers = self.url, self.headers
         super().on_message_begin()
         self.url, self.headers = url, headers
-        self.scope["headers"] = headers
+        self.scope["headers"] = headers.copy()  # of its own: what comes in trailers is no header (RFC 9110, section 6.5.1)
         self.expect_100_continue = any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
         super().on_headers_complete()
         if self.door.leaving:

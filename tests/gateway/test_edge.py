@@ -365,6 +365,17 @@ async def test_trailers_are_bounded() -> None:
         assert (await one.reply()).status == 431
 
 
+@pytest.mark.parametrize("whole", [request(b""), request(b"", "/v1/models", method="GET", token=None)])
+async def test_trailers_are_no_headers(whole: bytes) -> None:
+    """Who stands in front has looked at the headers alone."""
+    key = f"authorization: Bearer {KEY}\r\n".encode()
+    head = whole.replace(b"content-length: 0", b"transfer-encoding: chunked").replace(key, b"")
+    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        reply = await one.ask(head + b"0\r\n" + key + b"\r\n")
+        assert (reply.status, reply.error["code"]) == (401, "missing_api_key")
+        assert (await one.ask(request())).status == 200, "and behind them begins another request"
+
+
 @pytest.mark.parametrize("name", ["authorization", "content-type", "host", "content-encoding"])
 async def test_a_header_that_decides_comes_once(name: str) -> None:
     async with scripted(answers) as server, serving([model(server.port)]) as served:
