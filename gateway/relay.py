@@ -332,9 +332,10 @@ def _tells(events: bytes) -> bool:
 
 
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
-    """Did the stream end as streams of its kind do? Behind its last event the blank line may be missing, and its last CRLF's LF late."""
+    """Did the stream end as streams of its kind do? Behind its last event the blank line may be missing, its last CRLF's LF be late, and
+    more blank lines follow."""
     rest = rest.strip()
-    return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events)[-1:])
+    return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
 
 
 def break_off(call: Call, refusal: Refusal) -> None:

@@ -78,6 +78,13 @@ ERRORS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("more", [b"\n", b"\n\n", b"\r\n", b"\n\n\n\n\n"])
+@pytest.mark.parametrize("apart", [True, False])
+async def test_blank_lines_behind_the_last_event_are_none(more: bytes, apart: bool) -> None:
+    reply, counted = await streamed(streams(ROLE, DONE, more) if apart else streams(ROLE, DONE + more))
+    assert (reply.body, counted["incomplete"]) == (ROLE + DONE + more, 0)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 async def test_an_error_event_is_put_into_shape(name: str) -> None:
     path, before, error, after = ERRORS[name]
