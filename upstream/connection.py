@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
         self._complete = False
         if self._diverted:
             self._take_back()
-        if self._request_open or not self._keep_alive or self._transport is None or self._transport.is_closing():
+        if self._request_open or self.write_paused or not self._keep_alive or self._transport is None or self._transport.is_closing():
             self.close()
         else:
             if self._paused:

@@ -240,6 +240,24 @@ async def test_an_unfinished_request_ends_its_connection() -> None:
         assert one.closed and not idle
 
 
+async def test_a_request_that_was_not_taken_ends_its_connection() -> None:
+    """The server has answered and does not read on: what would follow might never be read either."""
+    over = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(OK)
+        await over.wait()
+
+    async with scripted(script) as server, connected(server) as (one, idle):
+        taken = Taken()
+        one.send(REQUEST, taken, more=True)
+        one.send_more(b"x" * (64 << 20), more=False)
+        await taken.over()
+        assert taken.body == b"ok" and taken.error is None
+        assert one.closed and not idle
+        over.set()
+
+
 @pytest.mark.parametrize("refuse", ["port", "socket"])
 async def test_what_cannot_be_connected(refuse: str, tmp_path: Path) -> None:
     with refusing() as port:
