@@ -328,7 +328,7 @@ class Call(msgspec.Struct, eq=False):
         """The answer can't be completed: cut the connection, so that nobody takes it for whole."""
         self.response_complete = True
         self.keep_alive = False
-        self.edge.transport.abort()
+        self.edge.cut()
 
     def settled(self) -> None:
         """Its story is over."""

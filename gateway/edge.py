@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
+import struct
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from ipaddress import IPv6Address
@@ -45,6 +47,8 @@ _FRAMING_PER_BYTE = 8
 """Bytes of framing that come with each of a body: a chunk of one byte has five. Longer ones, with extensions, add up like a head."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
+
+_RESET = struct.pack("ii", 1, 0)  # to linger, for no time (socket(7)): the connection is reset
 
 # By names of the module's own: that of a member costs a call with CPython 3.11.
 _FIRST_BYTE, _HEAD, _BODY, _NEXT_REQUEST = Wait.FIRST_BYTE, Wait.HEAD, Wait.BODY, Wait.NEXT_REQUEST
@@ -363,6 +367,12 @@ class EdgeProtocol(HttpToolsProtocol):
         else:
             self._close_or_wait(call)
 
+    def cut(self) -> None:
+        """Close at once. An older client may know an answer's end by that of its connection alone, so to it this is none in order."""
+        if self._call is not None and self._call.http10:
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._unset_keepalive_if_required()  # check does it for all connections with one clock
@@ -418,7 +428,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if wait in _FAULTS:
             self.door.metrics.client_fault(_FAULTS[wait])
         if wait is Wait.READER:
-            self.transport.abort()
+            self.cut()
         elif wait in (Wait.HEAD, Wait.BODY):
             self._end_with(Refusal("request_timeout", "The request was not sent in time."))
             self._go_on()

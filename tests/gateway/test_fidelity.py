@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.routes import ROUTES
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, ask, chat, request
+from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, ask, chat, client, request
 from upstream.deadlines import Timeouts
 
 Examples = Callable[[Callable[..., Coroutine[Any, Any, None]]], None]
@@ -192,6 +192,25 @@ async def test_a_plain_answer_that_breaks_off_is_never_taken_for_whole() -> None
         reply = await ask(served.port, request())
         assert not reply.whole
         assert served.value("incomplete_total", "tiny", "upstream") == 1
+
+
+async def test_an_answer_that_breaks_off_is_not_whole_to_an_older_client_either() -> None:
+    """It has no other sign of an answer's end than that of the connection."""
+    begun = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        await begun.wait()
+        talk.writer.close()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        head = await one.reader.readuntil(b"\r\n\r\n")
+        assert b"content-length" not in head and b"chunked" not in head
+        assert await one.reader.readexactly(2) == b"{}"
+        begun.set()
+        with pytest.raises(ConnectionResetError):
+            await one.reader.read()
 
 
 async def test_usage_is_counted_though_nobody_asked_for_it() -> None:
