@@ -159,6 +159,7 @@ class Answer(msgspec.Struct, eq=False):
 
     def close(self) -> None:
         """End the exchange where it is; unless it was whole, the connection goes with it."""
+        self._sink = None  # it holds this, and would wait for the collector with all that belongs to the request
         if not self.complete:
             self._connection.close()
 

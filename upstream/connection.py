@@ -17,7 +17,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import httptools
 
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._transport: Outlet | None = None
         self._headers: Headers = {}
         self.on_header = self._headers.setdefault  # called by the parser; a method of ours would take six times as long
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._paused = False
         self.write_paused = False
         self.uses = 0
@@ -205,6 +205,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.lost()
         self._transport = None
+        if self._diverted:
+            self._take_back()
+        self._parser = None  # as what it was diverted to, it holds this, and would wait for the collector
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return

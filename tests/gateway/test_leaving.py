@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -10,9 +11,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from gateway.call import Call
+from gateway.edge import EdgeProtocol
+from gateway.relay import EventRelay
 from tests.support.running import Served, model, serving, soon, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, HELLO, ROLE, SHOWN, Client, chat, client, request
+from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, SHOWN, Client, chat, client, request
+from upstream.attempt import Answer
+from upstream.connection import Connection
 from upstream.deadlines import Timeouts
 
 CLOSED_WITHIN = 2.0
@@ -103,6 +109,34 @@ async def full_backlog() -> AsyncIterator[int]:
     finally:
         for each in (*fillers, listener):
             each.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_nothing_of_a_stream_waits_for_the_collector(leaves: bool) -> None:
+    """Bodies and buffers would wait with it, for as long as the collector finds nothing to do."""
+
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for event in (ROLE, HELLO, HELLO):
+            await talk.chunk(event)
+        if leaves:
+            await talk.closed_by_peer()
+        else:
+            await talk.chunk(DONE)
+            await talk.end_stream()
+
+    kinds = (Call, Answer, EventRelay, EdgeProtocol, *((Connection,) if leaves else ()))
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        gc.collect()
+        gc.disable()
+        try:
+            async with client(served.port) as one:
+                one.send(request(chat(stream=True)))
+                await one.events(3 if leaves else 4)
+            await until(lambda: served.in_flight == 0 and not served.connections)
+            await until(lambda: not [kind for each in gc.get_objects() if (kind := type(each)) in kinds])
+        finally:
+            gc.enable()
 
 
 async def test_leaving_while_the_server_is_being_connected() -> None:
