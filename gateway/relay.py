@@ -97,7 +97,7 @@ class BodyRelay(Passing):
     def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
         self._call = call
         self._answer = answer
-        self._name = name
+        self._name = name if name is None or _is_json(answer) else None
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError when the server breaks off."""
@@ -355,6 +355,11 @@ def content_type(answer: Answer) -> bytes:
 def is_stream(answer: Answer) -> bool:
     """Is the body a stream of events?"""
     return answer.headers.get(b"content-type", b"").startswith(EVENT_STREAM)
+
+
+def _is_json(answer: Answer) -> bool:
+    """Is the body a document, and not a text in which words of one may stand?"""
+    return answer.headers.get(b"content-type", b"application/json").startswith(b"application/json")
 
 
 def _length(answer: Answer) -> int | None:

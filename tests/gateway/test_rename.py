@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -126,3 +127,20 @@ async def test_without_the_setting_nothing_is_touched() -> None:
     async with scripted(answers) as server, serving([model(server.port, served="inside")]) as served:
         assert (await ask(served.port, request())).body == BODY
         assert (await ask(served.port, request(chat(stream=True)))).body == CHUNK * 3 + DONE
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+async def test_a_text_is_no_document(pieces: bool) -> None:
+    """What somebody says in a recording, perhaps."""
+    text = b'"model": "inside", and {"model":"inside"} again'
+
+    async def script(talk: Conversation) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n" % len(text)
+        await talk.write(head + text[:15] if pieces else head + text)
+        if pieces:
+            await asyncio.sleep(0.01)
+            await talk.write(text[15:])
+
+    async with scripted(script) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
+        reply = await ask(served.port, request())
+        assert (reply.status, reply.body, reply.headers["content-length"]) == (200, text, str(len(text)))
