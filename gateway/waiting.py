@@ -228,6 +228,7 @@ class Place:
         self._room.enter(self)
         self.waits = True
         self._room.deadlines.watch(self)
+        self._room.call()  # it may come from servers of a generation before, which are full where those of now are not
         return self
 
     def __exit__(self, *_: object) -> None:

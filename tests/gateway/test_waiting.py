@@ -248,6 +248,33 @@ async def test_a_server_that_goes_again_at_once_was_there_for_those_who_waited()
         assert [each.json["seed"] for each in server.requests] == [1, 2, 3]
 
 
+async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_now() -> None:
+    """A fallback was chosen when the request came, and has got another server since."""
+    go_on = asyncio.Event()
+
+    async def held(talk: Conversation) -> None:
+        await go_on.wait()
+        await talk.respond(COMPLETION)
+
+    async with scripted(held) as slow, scripted(answers) as server:
+        one, two = (model(*ports, identity="other", max_inflight=1, queue=QUEUE) for ports in ((slow.port,), (slow.port, server.port)))
+        main = waiting_model(server.port, fallbacks=("other",))
+        async with serving([one, main], up=False) as served, client(served.port) as first, client(served.port) as second:
+            due = time.monotonic() + 3600
+            served.relay.learn(Health({SERVER: Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": due}))
+            first.send(request(chat(model="other")))
+            await until(lambda: slow.requests)
+            await enter(served, second)
+            served.relay.take(replace(served.relay.state, generation=2, models=(two, main)))
+            served.relay.learn(Health({SERVER: Condition.LOADING, "other#0": Condition.UP, "other#1": Condition.UP}, {}, {"tiny": due}))
+            is_down(served)  # nobody expects it any more
+            async with asyncio.timeout(30):
+                assert (await second.reply()).status == 200
+            go_on.set()
+            assert (await first.reply()).status == 200
+            await until(lambda: served.in_flight == 0)
+
+
 # Comments that keep a stream open
 
 COMMENT = b": keep-alive\n\n"
