@@ -82,7 +82,7 @@ class _Relay:
         self.asked: dict[str, float] = {}
         self.restarts = 0
         self._unanswered = 0
-        self._ending = False
+        self._ending: Drain | None = None  # the word by which it ends, once that was said
 
     @property
     def status(self) -> RelayStatus:
@@ -113,8 +113,8 @@ class _Relay:
 
     def drain(self, seconds: float) -> None:
         """Have the process drain and exit, and put no other in its place."""
-        self._ending = True
-        self.send(Drain(seconds))
+        self._ending = Drain(seconds)
+        self.send(self._ending)
 
     async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
         """Keep a process in this place until it is drained, or this is cancelled."""
@@ -142,6 +142,8 @@ class _Relay:
             try:
                 for message in greeting():
                     link.send(message)
+                if self._ending is not None:  # said while the process was being started
+                    link.send(self._ending)
                 await self._listen(link)
             except LinkBrokenError as error:
                 _log.error("relay %d: %s", self.number, error)

@@ -29,6 +29,17 @@ async def test_who_is_cancelled_while_a_relay_starts_leaves_no_process(turns: in
     assert set(psutil.Process().children()) <= before
 
 
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_a_relay_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+            kept.configure(State(1, (), ()), Health({}, {}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):  # to start and to end; nothing is in flight
+                await kept.drain(600)
+
+
 async def test_a_relay_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with relays(listener, 1, lambda: None, lambda _: None) as kept:
