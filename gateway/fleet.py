@@ -116,7 +116,7 @@ class Fleet:
 
     def _reconsider(self, resident: Resident) -> None:
         """See whether its servers are those of the configuration; each change is tried once."""
-        if resident.gone or resident.task is not None or resident.step not in (None, Phase.SLEEPING):
+        if resident.held or resident.task is not None or resident.step not in (None, Phase.SLEEPING):
             return
         wanted = shape(resident.specs)
         if wanted == resident.tried:
@@ -286,6 +286,8 @@ class Fleet:
         work.close()
         self._tasks.discard(task)
         resident.task, resident.ending = None, False
+        if task.cancelled():
+            resident.tried = {}  # it may have been replacing servers: what of that is left to do is still to be done
         if resident.away:
             resident.away.clear()
             self._host.tell_health()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 import psutil
+import pytest
 
 from gateway.admin import application
 from gateway.admin_guard import Guard
@@ -91,6 +92,25 @@ async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_
         assert (await one.ask(A)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
         assert one.pids(A) == [pid]
+
+
+@pytest.mark.parametrize("way", ["it leaves the file and comes back", "it is stopped and started"])
+async def test_a_change_that_is_interrupted_is_made_all_the_same(tmp_path: Path, way: str) -> None:
+    async with controlled(tmp_path, eager(A), eager(B)) as one:
+        streams = await one.streams(A, seconds=SECONDS)
+        await one.reload(eager(A, args=CHANGED), eager(B))
+        await until(lambda: one.status(A)["servers"][0]["condition"] == "away")  # it is to be replaced when its request is over
+        if way == "it is stopped and started":
+            stopping = asyncio.create_task(one.control.stop(A))
+            await one.reaches(A, "draining")
+            await one.control.start(A)
+            await stopping
+        else:
+            await one.reload(eager(B))
+            await until(lambda: "takes no new requests" in one.said.getvalue())
+            await one.reload(eager(A, args=CHANGED), eager(B))
+        assert all(map(whole, await asyncio.gather(*streams)))
+        await until(lambda: one.state(A) == "ready" and all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A)), 60.0)
 
 
 async def test_only_the_changed_model_is_started_anew_one_replica_after_the_other(tmp_path: Path) -> None:
