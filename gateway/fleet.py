@@ -125,12 +125,17 @@ class Fleet:
         change, resident.tried = reshape(running, resident.specs), wanted
         if not running or not change:
             resident.settled()
-        elif resident.phase is not Phase.READY:
+        elif resident.phase is Phase.SLEEPING or not self._is_up(running):
             self._stop(resident)
         elif can_roll(running, change) and not self._is_crowded(resident, running, change):
             self._spawn(resident, self._handling.reshape(resident, change))
         else:
             self._spawn(resident, self._handling.begin_anew(resident))
+
+    def _is_up(self, running: Iterable[LaunchSpec]) -> bool:
+        """Whether one of these may have requests under way, be it one that the configuration no longer has."""
+        names = {spec.name for spec in running}
+        return any(snapshot.state is Stage.READY for snapshot in self._launcher.snapshots() if snapshot.name in names)
 
     def _is_crowded(self, resident: Resident, running: Iterable[LaunchSpec], change: Reshape) -> bool:
         """Whether the change needs GPUs that another model has and would have to leave."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,25 @@ async def test_replicas_come_and_go(tmp_path: Path) -> None:
         await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{A}#0"], 60.0)
         assert one.pids(A) == [first]
         await one.reaches(A, "ready")
+
+
+async def test_a_replica_that_goes_ends_its_requests_though_the_one_that_stays_is_not_up(tmp_path: Path) -> None:
+    async with controlled(tmp_path, eager(A, replicas=2), drain="500ms") as one:
+        first, last = one.pids(A)
+        streams = await one.streams(A, 2, seconds=SECONDS)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: one.status(A)["servers"][0]["state"] == "starting" and len(one.pids(A)) == 2, 60.0)
+        starting = one.pids(A)[0]
+        os.kill(starting, signal.SIGSTOP)  # so that it starts for as long as is wanted
+        try:
+            await one.reload(eager(A), drain="500ms")
+            ends = [re.findall(r'"finish_reason":"(\w+)"', reply.text) for reply in await asyncio.gather(*streams)]
+            assert sorted(ends) == [[], ["stop"]], "that of the replica that goes has come to its end"
+        finally:
+            os.kill(starting, signal.SIGCONT)
+        await until(lambda: not psutil.pid_exists(last), 60.0)
+        await one.reaches(A, "ready")
+        assert one.pids(A) == [starting]
 
 
 async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_be_taken_back(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_the_operators_word_ends_the_patience() -> None:
     assert done(held, now=101.0) == [(Do.STOP, "a")]
     assert done(ready("a", held=True, in_flight=1)) == [(Do.DRAIN, "a")]
     assert done(view("a", Phase.STARTING, held=True)) == [(Do.STOP, "a")]
+    assert done(view("a", Phase.STARTING, held=True, in_flight=1)) == [(Do.DRAIN, "a")]
 
 
 def test_one_that_is_unused() -> None:

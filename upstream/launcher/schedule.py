@@ -196,7 +196,7 @@ def _next(view: View, makes_room: str | None, now: float) -> Action | None:
         case Phase.DRAINING:
             do = _after_draining(view, now) if why else Do.RESUME
         case Phase.STARTING if view.held:
-            do = Do.STOP
+            do = Do.DRAIN if view.in_flight else Do.STOP  # a server of it that is to go may have requests still
         case Phase.SLEEPING if view.held or _unused_for(view, view.idle_stop, now):
             do = Do.STOP
     return None if do is None else Action(do, view.model, why or "it is used again")
