@@ -105,7 +105,11 @@ class Fleet:
 
     def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
         before, was_gone = shape(resident.specs), resident.gone
-        resident.follow(config, model, launch, resident.names & self._launcher.specs.keys())
+        running = resident.names & self._launcher.specs.keys()
+        resident.follow(config, model, launch, running)
+        for spec in resident.specs:
+            if spec.name in running:
+                self._launcher.allow(spec.name, spec.startup_timeout)
         if was_gone or shape(resident.specs) != before:
             self._break_off(resident)
 

@@ -189,6 +189,18 @@ async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_
         assert one.pids(A)[1] == before[1]
 
 
+async def test_a_model_that_had_too_little_time_to_start_comes_up_when_it_has_more(tmp_path: Path) -> None:
+    slow = eager(A, args={"sim-healthy-after": 2})
+    hurried, patient = ({**slow, "launch": {**slow["launch"], "startup_timeout": each}} for each in ("1s", "2m"))
+    async with controlled(tmp_path, hurried) as one:
+        assert one.state(A) == "failed"
+        await one.reload(patient)
+        await one.reaches(A, "ready")
+        [pid] = one.pids(A)
+        await one.reload(hurried)
+        await held(lambda: one.pids(A) == [pid], 0.7)
+
+
 async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, gpus=[[0]])) as one:
         [pid] = one.pids(A)

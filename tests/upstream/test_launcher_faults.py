@@ -106,6 +106,22 @@ async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_an
     measured("fails at each start: given up after the number of times that was set, with its own words; started anew by an operator")
 
 
+async def test_one_that_was_given_up_is_started_again_when_it_is_allowed_more_time(case: Case) -> None:
+    async with case.launcher(THRICE) as launcher:
+        launcher.start(case.spec(startup_timeout=0.001))
+        await until(lambda: case.told[-1].given_up and case.told[-1].pid is None, 60.0)
+        launcher.allow("org/m#0", 120.0)
+        assert not (await case.reached(State.READY, restarts=3)).given_up
+
+
+async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: Case) -> None:
+    async with case.launcher(THRICE) as launcher:
+        launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
+        await until(lambda: case.told[-1].state is State.STARTING and case.told[-1].pid is not None, 60.0)
+        launcher.allow("org/m#0", 0.1)
+        assert "no answer to GET /health within 0.1 s" in (await case.reached(State.FAILED)).reason
+
+
 async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:
     async with case.launcher(Backoff(first=0.01, cap=0.02, limit=2)) as launcher:
         launcher.start(case.spec())

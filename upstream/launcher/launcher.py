@@ -110,6 +110,13 @@ class Launcher:
         """
         self._servers[name].renew(why, grace)
 
+    def allow(self, name: str, startup_timeout: float) -> None:
+        """Have a server's starts last so long, the one under way too; one that was given up for less is started again.
+
+        Raises KeyError for a name that is not launched.
+        """
+        self._servers[name].allow(startup_timeout)
+
     async def stop(self, name: str, grace: float) -> None:
         """End a server: SIGTERM, and after ``grace`` seconds SIGKILL to all that is left of it. Its name is free afterwards.
 

@@ -33,7 +33,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.READY: frozenset({State.CRASHED, State.FAILED, State.STOPPING}),
     # A ready one's process has died or is renewed: what is left of it is being ended.
     State.CRASHED: frozenset({State.BACKING_OFF, State.STOPPING}),
-    # A starting one's process died or was too slow, or a ready one's died once too often. If it was given up, it stays here.
+    # A starting one's process died or was too slow, or a ready one's died once too often. If it was given up, it stays here
+    # until it is allowed another time for its start.
     State.FAILED: frozenset({State.BACKING_OFF, State.STOPPING}),
     # Nothing of it is left; after a pause it is started again.
     State.BACKING_OFF: frozenset({State.STARTING, State.STOPPING}),

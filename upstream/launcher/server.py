@@ -68,6 +68,7 @@ class LaunchedServer:
         self._ready_since: float | None = None
         self._memory_kills: int | None = None
         self._renewal: asyncio.Future[tuple[str, float]] | None = None
+        self._revived = asyncio.Event()
         self.snapshot = Snapshot(spec.name, State.STARTING, time.time(), self._address(), logfile.path)
 
     def begin(self) -> None:
@@ -80,6 +81,13 @@ class LaunchedServer:
         """End the present process as ``stop`` does, and start another; nothing is done where it is not ready, or is ending already."""
         if self.snapshot.state is State.READY and self._renewal is not None and not self._renewal.done():
             self._renewal.set_result((why, grace))
+
+    def allow(self, startup_timeout: float) -> None:
+        """Have each start last so long, the one under way too. One that was given up, perhaps since it had less, is started again."""
+        if startup_timeout != self.spec.startup_timeout:
+            self.spec = replace(self.spec, startup_timeout=startup_timeout)
+            if self.snapshot.given_up:
+                self._revived.set()
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
@@ -106,8 +114,10 @@ class LaunchedServer:
             await self._one_process()
             if self.snapshot.given_up:
                 self._update(pid=None)
-                await asyncio.Event().wait()
-            self._enter(State.BACKING_OFF, pid=None)
+                await self._revived.wait()
+                self._revived.clear()
+                self._failures = 1
+            self._enter(State.BACKING_OFF, pid=None, given_up=False)
             await asyncio.sleep(self._backoff.pause(self._failures))
             self._enter(State.STARTING, address=self._address(), restarts=self.snapshot.restarts + 1)
 
@@ -160,17 +170,17 @@ class LaunchedServer:
 
     async def _until_ready(self, ended: asyncio.Task[int | None]) -> str | None:
         """None: it answers. Otherwise why it does not."""
-        timeout = self.spec.startup_timeout
+        began = asyncio.get_running_loop().time()
         by = Doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE)
         try:
-            async with asyncio.timeout(timeout):
-                while (seen := await by.look()) is None or not seen.up:
+            while not ended.done():
+                async with asyncio.timeout_at(began + self.spec.startup_timeout):  # asked for anew, since it may change meanwhile
+                    if (seen := await by.look()) is not None and seen.up:
+                        return None
                     await asyncio.wait([ended], timeout=POLL)
-                    if ended.done():
-                        return self._exit_words(ended)
         except TimeoutError:
-            return f"no answer to GET /health within {timeout:g} s"
-        return None
+            return f"no answer to GET /health within {self.spec.startup_timeout:g} s"
+        return self._exit_words(ended)
 
     async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> str:
         """Why its readiness is over. If it is to be renewed, that is told before its process is asked to end."""
