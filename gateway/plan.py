@@ -26,7 +26,7 @@ from upstream.health import Probe, Target
 from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition, ServerSpec
-from upstream.vllm import Adapter, LaunchSettings
+from upstream.vllm import Adapter, LaunchSettings, flag_of
 
 KEEP_IDLE_LAUNCHED = 60.0
 """Seconds: below the 75 for which a launched server keeps an idle connection; a found one keeps vLLM's 5."""
@@ -94,6 +94,13 @@ def may_be_stopped(config: Config, model: conf.Model) -> bool:
 def gpus(launch: conf.Launch) -> frozenset[int]:
     """The GPUs of all its replicas."""
     return frozenset(gpu for replica in launch.gpus or () for gpu in replica)
+
+
+def needs(launch: conf.Launch) -> frozenset[int | str]:
+    """What no other server can have at the same time: its GPUs, and the place where it is told to listen."""
+    args = {flag_of(key): value for key, value in launch.args.items()}
+    places = {f"unix:{args['uds']}"} if "uds" in args else {f"{args.get('host', '127.0.0.1')}:{args['port']}"} if "port" in args else set()
+    return frozenset[int | str](gpus(launch)) | places
 
 
 def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: int) -> LaunchSettings:

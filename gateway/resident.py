@@ -56,7 +56,7 @@ class Resident:
         self.id = model.id
         self.surplus = frozenset[str]()
         self.gone = False
-        self._gpus = frozenset[int | str]()
+        self._needs = frozenset[int | str]()
         self.follow(config, model, launch)
         self.tried = shape(self.specs)
         # Where it is
@@ -84,7 +84,7 @@ class Resident:
         self.surplus = frozenset(running) - wanted
         self.names = wanted | self.surplus
         self.asked_as = (model.id, *(lora.id for lora in model.loras))
-        self._gpus = frozenset(plan.gpus(launch)) | (self._gpus if running else frozenset())
+        self._needs = plan.needs(launch) | (self._needs if running else frozenset())
         self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
         self.patience = config.server.drain
         if self.gone:
@@ -100,7 +100,7 @@ class Resident:
         self.names -= self.surplus
         self.away &= self.names
         self.surplus = frozenset()
-        self._gpus = frozenset(plan.gpus(self.launch))
+        self._needs = plan.needs(self.launch)
 
     @property
     def sleeps(self) -> bool:
@@ -143,7 +143,7 @@ class Resident:
             self.id,
             self.phase,
             since=self.since,
-            gpus=self._gpus,
+            gpus=self._needs,
             group=launch.group,
             capacity=self._capacity,
             on_demand=launch.start == "on_demand" or self.gone,  # nobody has put the next one beside it

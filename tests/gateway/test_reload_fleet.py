@@ -17,6 +17,7 @@ from gateway.admin import application
 from gateway.admin_guard import Guard
 from tests.gateway.test_fleet import whole
 from tests.support.controlled import Controlled, controlled, held, on_demand
+from tests.support.ports import reserved
 from tests.support.process import launched
 from tests.support.running import until
 
@@ -210,6 +211,25 @@ async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path
         assert whole(await streams[0])
         await one.reaches(B, "ready")
         assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("flag", ["port", "uds"])
+async def test_a_model_that_is_renamed_waits_for_the_place_where_it_is_to_listen(tmp_path: Path, flag: str) -> None:
+    with reserved() as port:
+        place = {flag: port if flag == "port" else str(tmp_path / "a.sock")}
+        await _renamed(tmp_path, place)
+
+
+async def _renamed(tmp_path: Path, place: dict[str, Any]) -> None:
+    async with controlled(tmp_path, eager(A, args=place)) as one:
+        [pid] = one.pids(A)
+        streams = await one.streams(A, 1, seconds=SECONDS)
+        await one.reload(eager(B, args=place))
+        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 1.0)
+        assert whole(await streams[0])
+        await one.reaches(B, "ready")
+        assert not psutil.pid_exists(pid) and "could not start" not in one.said.getvalue()
+        assert (await one.ask(B)).status_code == 200
 
 
 async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def linger(view: View) -> float:
 
 
 def compete(one: View, other: View) -> bool:
-    """Whether the two can never run together because of their GPUs."""
+    """Whether the two can never run together because of their GPUs, or of the place where both are to listen."""
     if one.model == other.model or (one.group is not None and one.group == other.group):
         return False
     return bool(one.gpus & other.gpus) and (one.on_demand or other.on_demand)
