@@ -136,4 +136,6 @@ def _servers(model: Model) -> str:
 
 def _place(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"{host if host not in ('0.0.0.0', '::') else 'localhost'}:{port}"  # noqa: S104  # shown, not bound
+    if host in ("0.0.0.0", "::"):  # noqa: S104  # shown, not bound
+        host = "localhost"
+    return escape(f"[{host}]:{port}") if ":" in host else f"{host}:{port}"
