@@ -68,7 +68,8 @@ class Slices:
     def seen(self, port: int | str | None) -> Seen:
         """The endpoints with their ``port``: its number or its name, None for the only one."""
         # IPv4 first: of a pod's two addresses that is the one that every other pod can reach.
-        ordered = sorted(self._slices.values(), key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
+        told = (each for each in self._slices.values() if each.get("endpoints") or each.get("ports"))  # else it only holds a place
+        ordered = sorted(told, key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
         found: dict[tuple[str, int], Standing] = {}
         pods: dict[str, str] = {}  # the family by which each pod is known
         problems = []

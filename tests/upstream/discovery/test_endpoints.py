@@ -92,3 +92,12 @@ def test_slices_with_nothing_in_them() -> None:
     nothing = slice_of("a", [{"addresses": []}], HTTP)
     none = slice_of("b", [], HTTP) | {"endpoints": None, "ports": [{"name": "http", "port": 8000}]}
     assert seen(nothing, none) == Seen(())
+
+
+@pytest.mark.parametrize("port", [None, 8000, "http"])
+@pytest.mark.parametrize("empty", [None, []])
+def test_the_slice_that_a_service_without_pods_has_is_no_problem(port: int | str | None, empty: list[Any] | None) -> None:
+    """Kubernetes' controller makes one that holds the place, with neither endpoints nor ports."""
+    place = slice_of("a", []) | {"endpoints": empty, "ports": empty}
+    assert seen(place, port=port) == Seen(())
+    assert seen(place, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Seen((Endpoint("10.0.0.1", 8000),))
