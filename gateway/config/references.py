@@ -224,6 +224,20 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
         before.append((model, mine))
 
 
+def _launch_sockets(draft: Draft) -> Iterator[Problem]:
+    """Fixed sockets of launched servers: whoever starts second would put its own in the place of the first one's."""
+    before: list[Place] = []
+    for model in draft.models:
+        mine = model.get("launch", "args", "uds")
+        if not _is_text(mine):
+            continue
+        same = (one for one in before if one.get("launch", "args", "uds").value == mine.value)
+        other = next((one for one in same if not _take_turns(draft, one, model)), None)
+        if other is not None:
+            yield mine.problem(f"{mine.value} is given to `{other.get('id').value}` too, and both may run at once")
+        before.append(model)
+
+
 class _Listening(NamedTuple):
     """Something that will listen."""
 
@@ -486,6 +500,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _gpus,
     _launch_settings,
     _launch_ports,
+    _launch_sockets,
     _own_places,
     _groups,
     _eager_in_groups,

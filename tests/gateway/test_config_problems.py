@@ -335,9 +335,16 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
         ("args: {port: 8000}", "", ["3: models[0].launch.args.port: port 8000 is the gateway's own, server.port"]),
         ("args: {port: 9090, host: '::'}", "", ["3: models[0].launch.args.port: port 9090 is the gateway's own, server.admin.port"]),
         ("args: {port: 9090, host: 10.0.0.7}", "", []),
+        (
+            "args: {uds: /run/s.sock}",
+            "args: {uds: /run/s.sock}",
+            ["4: models[1].launch.args.uds: /run/s.sock is given to `a` too, and both may run at once"],
+        ),
+        ("args: {uds: /run/s.sock}", "args: {uds: /run/t.sock}", []),
+        ("args: {uds: /run/s.sock}, group: g", "args: {uds: /run/s.sock}, group: g, start: on_demand", []),
     ],
 )
-def test_ports_of_launched_servers(tmp_path: Path, first: str, second: str, said: list[str]) -> None:
+def test_places_of_launched_servers(tmp_path: Path, first: str, second: str, said: list[str]) -> None:
     models = f"models:\n  # two\n  - {{id: a, launch: {{{first}}}}}\n  - {{id: b, launch: {{{second}}}}}\n"
     assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in said]
 
