@@ -6,6 +6,7 @@ not take them, they are dropped and counted there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gateway.routes import ENDPOINTS
 from gateway.state import Key, Model, State
 from gateway.usage import Usage
 
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; behind another backslash it is six characters of a text
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
@@ -118,4 +120,4 @@ def _metadata(value: object) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
     text = msgspec.json.encode(value)
-    return None if len(text) > _METADATA_LIMIT or b"\\u0000" in text else value
+    return None if len(text) > _METADATA_LIMIT or _NUL.search(text) else value

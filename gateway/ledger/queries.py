@@ -102,7 +102,11 @@ def question(words: Mapping[str, str], now: datetime) -> Question:
     since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
     if since >= until:
         raise QuestionError("the time ends before it begins")
-    return Question(by, since, until, words.get("key"), words.get("team"), words.get("model"))
+    named = {what: words.get(what) for what in ("key", "team", "model")}
+    for what, name in named.items():
+        if name is not None and "\0" in name:  # PostgreSQL's texts cannot hold it
+            raise QuestionError(f"no {what} has a NUL in its name")
+    return Question(by, since, until, **named)
 
 
 def _instant(text: str, now: datetime) -> datetime:

@@ -78,7 +78,7 @@ async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(j
 async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> None:
     bodies: list[dict[str, Any]] = [
         {"user": "u\0ser" + 300 * "x", "metadata": {"order": "7"}}, {"user": 7, "metadata": "none"}, {"metadata": {"a": "\0"}},
-        {"metadata": {"a": 20_000 * "x"}}, {},
+        {"metadata": {"a": 20_000 * "x"}}, {}, {"metadata": {"a": "\\\0"}}, {"metadata": {"path": r"c:\u0000"}},
     ]  # fmt: skip
     async with (
         scripted(_completion) as server,
@@ -86,9 +86,10 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
     ):
         for body in bodies:
             assert (await ask(served.port, request(chat(**body)))).status == 200
-        first, *others = rows(journal)
+        first, *others, last = rows(journal)
     assert (first.user, first.metadata) == ("user" + 251 * "x", {"order": "7"})
     assert {(row.user, row.metadata is None) for row in others} == {(None, True)}
+    assert last.metadata == {"path": r"c:\u0000"}, "which is a text without a NUL"
 
 
 async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:

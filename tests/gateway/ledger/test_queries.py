@@ -126,6 +126,7 @@ def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
         ({"since": "0001-01-01T00:00:00+14:00"}, "is no date such as"),
         ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it begins"),
         ({"sinse": "1d"}, "did you mean `since`"),
+        ({"key": "a\0b"}, "no key has a NUL"),
     ],
 )
 def test_what_cannot_be_answered_says_why(words: dict[str, str], said: str) -> None:
