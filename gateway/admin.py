@@ -228,10 +228,14 @@ def _error(message: str, status: int) -> Response:
 
 def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
     """Why there is no such model; None when there is."""
-    ids = [each["id"] for each in status["models"]]
+    models = status["models"]
+    ids = [each["id"] for each in models]
     if model in ids:
         return None
-    base = next((each["id"] for each in status["models"] for lora in each["loras"] if lora["id"] == model), None)
+    named = next((each["id"] for each in models if model in each["aliases"]), None)
+    if named is not None:
+        return f"{model} is an alias of {named}: name that"
+    base = next((each["id"] for each in models for lora in each["loras"] if model in (lora["id"], *lora["aliases"])), None)
     if base is not None:
         return f"{model} is a LoRA adapter on the servers of {base}: name that"
     return f"there is no model {model}{did_you_mean(model, ids)}"

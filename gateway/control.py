@@ -336,6 +336,7 @@ class Control:
 
     async def start(self, model: str) -> None:
         """Bring a model up, also one that was stopped by ``stop``."""
+        self._refuse_at_the_end()
         await self.fleet.start(model)
 
     async def stop(self, model: str) -> None:
@@ -344,24 +345,29 @@ class Control:
 
     async def restart(self, model: str) -> None:
         """Begin to replace a model's servers, one after the other."""
+        self._refuse_at_the_end()
         await self.fleet.restart(model)
 
     async def wake(self, model: str) -> None:
         """Wake a model as a request would."""
+        self._refuse_at_the_end()
         await self.fleet.wake(model)
 
     async def reload(self) -> Reading:
         """Read the configuration again, and serve by it if it is good."""
-        if self._leaving:
-            raise RefusedOperation("the gateway is stopping")
+        self._refuse_at_the_end()
         return await self.reloader.reload()
 
     async def drain(self) -> None:
         """Begin to stop."""
-        if self._leaving:
-            raise RefusedOperation("the gateway is stopping")
+        self._refuse_at_the_end()
         self.leave()
         self.asked.put_nowait(signal.SIGTERM)
+
+    def _refuse_at_the_end(self) -> None:
+        """What is begun now would be ended in a moment."""
+        if self._leaving:
+            raise RefusedOperation("the gateway is stopping")
 
     # Whether it is ready
 

@@ -22,7 +22,7 @@ ID = "sim/with spaces?no#but-slashes%2F".replace(" ", "_")
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    model = launched() | {"loras": [{"id": "sim/adapter", "path": "/x"}]}
+    model = launched() | {"aliases": ["one"], "loras": [{"id": "sim/adapter", "path": "/x", "aliases": ["adapter"]}]}
     config = configuration(model, launched(ID), {"id": "far", "servers": [{"url": "http://127.0.0.1:9"}]})
     with gateway(tmp_path_factory.mktemp("gateway"), config) as one:
         yield one
@@ -66,6 +66,8 @@ def test_a_model_is_started_anew(running: Gateway) -> None:
     [
         (("stop", "sim/on"), "there is no model sim/on; did you mean `sim/one`?"),
         (("restart", "sim/adapter"), "sim/adapter is a LoRA adapter on the servers of sim/one: name that"),
+        (("restart", "adapter"), "adapter is a LoRA adapter on the servers of sim/one: name that"),
+        (("stop", "one"), "one is an alias of sim/one: name that"),
         (("start", "far"), "far is not launched by the gateway"),
     ],
 )

@@ -213,6 +213,8 @@ def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
         assert one.ask().status_code == 200, "it serves on while others hear of it"
         refused: subprocess.CompletedProcess[str] = one.command("reload")
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
+        for word in ("start", "restart", "wake"):
+            assert one.command(word, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
         assert one.stop() == 0, "a second signal ends the patience"
 
 
