@@ -71,6 +71,11 @@ class Spool:
             except FileNotFoundError:
                 self._close()  # somebody has removed it: what comes next has a file of its own
                 raise
+            except OSError:
+                if not before.size:  # what was made of a new file is nobody's, and there would be one with each attempt
+                    with suppress(OSError):
+                        before.path.unlink()
+                raise
             self._open = Segment(before.path, before.rows + rows, before.size + len(data))
             if self._open.size >= self._segment:
                 self._close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,17 @@ from gateway.ledger.spool import Spool, save, spool
 
 def append(kept: Spool, *payloads: bytes) -> None:
     kept.append(b"".join(map(frame, payloads)), len(payloads))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What is written beyond it fails, behind as much as fits, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def drained(kept: Spool) -> list[bytes]:
@@ -92,6 +106,20 @@ def test_a_disk_that_fails_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "away").rename(folder)
     append(kept, b"two")
     assert drained(kept) == [b"two"]
+
+
+@pytest.mark.parametrize("before", [(), (b"there",)], ids=["new", "grown"])
+def test_a_disk_that_is_full_is_left_no_files_that_nobody_knows_of(tmp_path: Path, before: tuple[bytes, ...]) -> None:
+    kept = Spool(tmp_path)
+    if before:
+        append(kept, *before)
+    with files_of_at_most(4096):
+        for _ in range(3):
+            with pytest.raises(OSError, match="File too large"):
+                append(kept, b"many rows" * 1000)
+    assert len(list(tmp_path.glob("*.rows"))) == kept.rows == len(before)
+    append(kept, b"one")
+    assert drained(kept) == [*before, b"one"] and not list(tmp_path.iterdir())
 
 
 def test_one_gateway_at_a_time(tmp_path: Path) -> None:
