@@ -194,7 +194,7 @@ class Ledger:
         return True
 
     def _step(self) -> None:
-        """Write the oldest rows; where there are none, look after old ones, and wait. Raises AwayError and OSError."""
+        """Write the oldest rows; where there are none, look after old ones and the database, and wait. Raises AwayError and OSError."""
         segment = self._spool.take()
         if segment is not None:
             payloads = self._spool.payloads(segment)
@@ -204,6 +204,8 @@ class Ledger:
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
+        elif self.away is not None:
+            self._write([])  # it took nothing, and no row is there to show that it does again
         else:
             self._news.wait(_REST)
             self._news.clear()

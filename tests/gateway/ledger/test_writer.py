@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ SHORTEST_PAUSE = 1.0
 """Seconds after which a database that took nothing is tried again, at the earliest."""
 
 
-def ledger(url: str, folder: Path, *, relays: int = 1, **more: str) -> AbstractContextManager[Ledger]:
+def ledger(url: str, folder: Path, *, relays: int = 1, **more: str | None) -> AbstractContextManager[Ledger]:
     return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", relays)
 
 
@@ -89,6 +90,17 @@ def test_a_database_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> None:
         wait_for(lambda: one.written == 50 and spooled(one) == 0)
         assert one.away is None and rows_total(one, "dropped") == 0
     assert len(kept(url, tmp_path)) == 50
+
+
+@pytest.mark.parametrize("retention", [None, "1h"])
+def test_a_database_that_is_back_is_told_of_though_nobody_asks_for_anything(tmp_path: Path, retention: str | None) -> None:
+    url = f"sqlite:///{tmp_path}/later/usage.db"
+    with ledger(url, tmp_path, retention=retention) as one:
+        wait_for(lambda: one.status()["away"] is not None)
+        (tmp_path / "later").mkdir()
+        wait_for(lambda: one.status()["away"] is None)
+    with closing(sqlite3.connect(tmp_path / "later" / "usage.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM gateway_usage").fetchone() == (0,), "and its table is made"
 
 
 def test_rows_wait_for_the_database_from_one_start_to_the_next(tmp_path: Path) -> None:
