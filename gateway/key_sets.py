@@ -185,7 +185,7 @@ class _Followed:
                 if answer.status_code != 200:
                     raise TroubleError(f"it answered with status {answer.status_code}")
                 document = await _bounded(answer)
-        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, ImportError) as error:  # the last two: a proxy of an unknown kind
             raise TroubleError(str(error) or type(error).__name__) from error
         try:
             keys = usable(document)

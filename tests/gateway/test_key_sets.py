@@ -112,6 +112,17 @@ async def test_the_last_good_set_stays(tmp_path: Path, sets: KeySets, status: in
         assert "can be read again" in caplog.text
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
+async def test_a_proxy_of_a_kind_that_is_not_known_is_told_of(tmp_path: Path, sets: KeySets, monkeypatch: Any, proxy: str) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    config = configured(tmp_path, provider("http://login.example.com/keys"))
+    sets.want(config)
+    await until(lambda: not sets.awaited())
+    assert sets.shown(config)[0]["problem"]
+
+
 async def test_who_asks_is_heard_now_and_then(tmp_path: Path, sets: KeySets) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
