@@ -241,7 +241,7 @@ def _refuse(account: Account, refusal: Refusal) -> None:
     if call.started:
         account.incomplete = account.incomplete or "upstream"
         account.settle_limits(call.status)
-        break_off(call, refusal)
+        break_off(call, refusal, (account.passing or _NOTHING).events)
         return
     account.settle_limits(refusal.row.status)
     headers = b"content-type: application/json\r\n" + b"".join(

@@ -146,15 +146,16 @@ def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:
     return orjson.dumps(anthropic_error(refusal) if anthropic else openai_error(refusal))
 
 
-def render_event(refusal: Refusal, *, dialect: str) -> bytes:
+def render_event(refusal: Refusal, *, dialect: str, number: int = 0) -> bytes:
     """The error as the last event of a stream that is already under way.
 
-    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events.
+    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events, those of
+    ``responses`` a ``number``: how many came before.
     """
     if dialect == "messages":
         return b"event: error\ndata: " + render(refusal, anthropic=True) + b"\n\n"
     if dialect == "responses":
-        error = {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param}
+        error = {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param, "sequence_number": number}
         return b"event: error\ndata: " + orjson.dumps(error) + b"\n\n"
     return b"data: " + render(refusal) + b"\n\ndata: [DONE]\n\n"
 

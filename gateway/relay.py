@@ -285,7 +285,7 @@ class EventRelay(Passing):
         kind = document.get("type")
         error = document.get("error", document if kind == "error" else None)  # OpenAI's responses have it at the top
         if isinstance(error, dict) and kind in (None, "error"):
-            return self._error(error)
+            return self._error(error, event)
         usage = _usage_of(document)
         self.usage = merged(self.usage, usage)
         if usage is not None and self._hides_usage and document.get("choices") == []:
@@ -295,12 +295,17 @@ class EventRelay(Passing):
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
-    def _error(self, error: Mapping[str, Any]) -> bytes:
+    def _error(self, error: Mapping[str, Any], event: bytes) -> bytes:
         self.failure = from_event(error, self._model, self._input_field)
         self._answer.fault = fault(self._answer.server.name, event_status(error), str(error.get("message")))
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
-            return render_event(self.failure, dialect=self._route.dialect)
+            return render_event(self.failure, dialect=self._route.dialect, number=self._number(event))
         return b"data: " + render(self.failure) + b"\n\n"
+
+    def _number(self, event: bytes) -> int:
+        """How many events came before this one, which is of the latest run."""
+        run = split(self._last)
+        return self.events - len(run) + run.index(event)
 
     @property
     def delivered(self) -> bool:
@@ -338,10 +343,11 @@ def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
     return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
 
 
-def break_off(call: Call, refusal: Refusal) -> None:
-    """End an answer that has begun and can't be completed: with an error event in a stream, by cutting it otherwise."""
+def break_off(call: Call, refusal: Refusal, passed: int) -> None:
+    """End an answer that has begun and can't be completed: with an error event in a stream, of which so many have ``passed``, by
+    cutting it otherwise."""
     if call.events:
-        call.write(render_event(refusal, dialect=call.target.route.dialect))
+        call.write(render_event(refusal, dialect=call.target.route.dialect, number=passed))
         call.finish()
     else:
         call.abort()

@@ -152,7 +152,7 @@ def _errors() -> dict[str, Any]:
     kinds = {"type": "string", "enum": sorted({row.type for row in ROWS.values()})}
     return {
         "Error": _closed(error=_closed(message=text, type=kinds, param=name, code=code)),
-        "ResponsesError": _closed(type={"const": "error"}, code=code, message=text, param=name),
+        "ResponsesError": _closed(type={"const": "error"}, code=code, message=text, param=name, sequence_number={"type": "integer"}),
         "MessagesError": _closed(type={"const": "error"}, error=_closed(type=text, message=text)),
     }
 

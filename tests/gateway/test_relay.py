@@ -100,6 +100,27 @@ async def test_an_error_event_is_put_into_shape(name: str) -> None:
     assert counted["incomplete"] == 1
 
 
+def numbered(count: int) -> list[bytes]:
+    """The first events of a response, each with its number, as vLLM sends them."""
+    document = {"delta": "word " * 10, "type": "response.output_text.delta"}
+    return [
+        b"event: response.output_text.delta\ndata: %b\n\n" % orjson.dumps({"sequence_number": number} | document) for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("error", [ERRORS["responses"][2], ERRORS["responses in vLLM's shape"][2], b""])
+@pytest.mark.parametrize("together", [1, 3])
+async def test_an_error_in_a_response_has_the_number_that_comes_next(error: bytes, together: int) -> None:
+    events = [*numbered(5), error] if error else numbered(6)
+    number = 5 if error else 6
+    reads = [b"".join(events[start : start + together]) for start in range(0, len(events), together)]
+    reply, _ = await streamed(streams(*reads, end=False), "/v1/responses")
+    *before, told = [orjson.loads(event.partition(b"data: ")[2]) for event in reply.body.split(b"\n\n")[:-1]]
+    assert [event["sequence_number"] for event in before] == list(range(number))
+    assert set(told) == {"type", "code", "message", "param", "sequence_number"}
+    assert (told["type"], told["sequence_number"]) == ("error", number)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 async def test_an_error_as_the_first_event_is_a_status(name: str) -> None:
     path, _, error, after = ERRORS[name]
