@@ -211,6 +211,7 @@ class EventRelay(Passing):
         self._name = name
         self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
         self._last = b""
+        self._refusal: Refusal | None = None  # an error as the first event, which is still to be told
 
     async def run(self) -> None:
         """Relay to the end.
@@ -223,13 +224,13 @@ class EventRelay(Passing):
         answer.keep_close()
         _couple(call, answer, self._pass)
         await answer.ended()
-        if self.failure is not None and not call.started:
-            raise self.failure
+        if self._refusal is not None:
+            raise self._refusal
         self._finish()
 
     def _pass(self, data: bytes) -> None:
-        if self.failure is not None and not self._call.started:
-            return  # only the error's own status is still to be told
+        if self._refusal is not None:
+            return  # only that is still to be told: by a status, or as an event where a comment has gone out meanwhile
         try:
             whole = self._splitter.feed(data)
             if whole:
@@ -255,6 +256,7 @@ class EventRelay(Passing):
             events = split(whole)
             first = self._seen(events[0])
             if self.failure is not None and not self._call.started:
+                self._refusal, self.gaps, self.first_token = self.failure, None, None
                 return
             whole = first + b"".join(map(self._seen, events[1:]))
         if not came.isspace():  # blank lines behind the last event are none

@@ -340,6 +340,29 @@ async def test_no_comment_comes_before_an_answer_that_is_no_stream(status: str) 
         await until(lambda: served.in_flight == 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_an_error_that_comes_first_is_told_though_a_comment_comes_before_its_end(path: str) -> None:
+    go_on = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(b'data: {"error":{"message":"no","type":"BadRequestError","param":"seed","code":400}}\n\n')
+        await go_on.wait()
+        await talk.chunk(DONE)
+        await talk.end_stream()
+
+    async with scripted(script) as server, serving([waiting_model(server.port, keepalive=0.1)]) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, input="x"), path))
+        await one.reader.readuntil(COMMENT + b"\r\n")
+        go_on.set()
+        rest = b"".join((await one.reader.readuntil(b"0\r\n\r\n")).split(b"\r\n")[1::2]).replace(COMMENT, b"")
+        error, *more = [orjson.loads(event.partition(b"data: ")[2]) for event in rest.removesuffix(DONE).split(b"\n\n")[:-1]]
+        assert more == [] and rest.endswith(DONE) is (path == "/v1/chat/completions")
+        assert (error.get("error", error)["code"], error.get("sequence_number", 0)) == ("invalid_value", 0)
+        await until(lambda: served.in_flight == 0)
+        assert (served.relay.records[0].code, served.relay.records[0].incomplete) == ("invalid_value", "upstream")
+
+
 async def test_comments_in_a_silent_stream_stand_between_its_events() -> None:
     go_on = asyncio.Event()
 
