@@ -55,6 +55,7 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
         Dialect.COMPLETIONS: (b"data: [DONE]",),
         Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
         Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
+        Dialect.PLAIN: (b"data: [DONE]",),  # of audio, which alone is streamed there
     }
 )
 """How a stream's last event begins: a stream that ends without it was broken off."""
@@ -315,14 +316,13 @@ class EventRelay(Passing):
         return self._call.started and self._has_ended()
 
     def _has_ended(self) -> bool:
-        last = _LAST_EVENT.get(self._route.dialect, ())
+        last = _LAST_EVENT[self._route.dialect]
         return any(self._last.find(mark) >= 0 for mark in last) and _is_last(last, self._last, b"")
 
     def _finish(self) -> None:
         """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
         rest = self._splitter.take()
-        last = _LAST_EVENT.get(self._route.dialect)
-        if last is not None and not _is_last(last, self._last, rest):
+        if not _is_last(_LAST_EVENT[self._route.dialect], self._last, rest):
             raise Disconnected(self._answer.server.name, "ended its stream before its last event")
         self._settle()
         self._call.write(rest)

@@ -356,6 +356,33 @@ async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
         assert served.relay.records[-1].stream
 
 
+async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
+    """Who leaves behind it has had all of it; a stream without it was broken off."""
+    text, done = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n', b"data: [DONE]\n\n"
+    left = asyncio.Event()
+
+    async def tells(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(text)
+        if not left.is_set():
+            await talk.chunk(done)
+            await left.wait()
+        await talk.end_stream()
+
+    async with scripted(tells) as server, serving([model(server.port)]) as served:
+        async with client(served.port) as one:
+            one.send(form(MODEL, STREAM, FILE))
+            await one.reader.readuntil(done)
+        await until(lambda: len(served.relay.records) == 1)
+        left.set()
+        assert (served.relay.records[0].status, served.relay.records[0].incomplete) == (200, None)
+
+        reply = await ask(served.port, form(MODEL, STREAM, FILE))
+        assert reply.body.startswith(text + b'data: {"error":') and reply.body.endswith(done)
+        await until(lambda: len(served.relay.records) == 2)
+        assert (served.relay.records[1].code, served.relay.records[1].incomplete) == ("upstream_disconnected", "upstream")
+
+
 async def test_a_keys_bound_holds_for_forms() -> None:
     limited = key(allowances=(Allowance("key team-a", Limits(max_tokens=10)),))
     async with scripted(answers) as server, serving([model(server.port)], [limited]) as served:
