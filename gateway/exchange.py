@@ -22,8 +22,8 @@ from gateway.form import Form
 from gateway.gate import Gate
 from gateway.outbound import Outbound
 from gateway.payload import Document, merge, parse, prepare
-from gateway.relay import BodyRelay, EventRelay, TranslatedRelay, is_stream
-from gateway.routes import Body
+from gateway.relay import BodyRelay, BytesRelay, EventRelay, TranslatedRelay, is_bytes, is_stream
+from gateway.routes import Body, Dialect
 from gateway.state import Key
 from upstream.attempt import Answer, Attempt
 from upstream.errors import BadAnswer, ConnectFailed
@@ -233,6 +233,8 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
         raise BadAnswer(answer.server.name, "its answer is no stream, and a stream has been begun")
     elif outbound.translation is not None:
         relay = TranslatedRelay(call, answer, outbound.translation, outbound.entry.name)
+    elif call.target.route.dialect is Dialect.PLAIN and is_bytes(answer):
+        relay = BytesRelay(call, answer, outbound.entry.name)
     else:
         relay = BodyRelay(call, answer, outbound.entry.name)
     account.passing = relay

@@ -43,6 +43,7 @@ _HURRY = 5.0  # seconds that may take
 _PAUSE = 0.03  # seconds in which more of it comes, or it has got stuck
 
 EVENT_STREAM = b"text/event-stream"
+_BYTES, _METADATA = b"application/octet-stream", b"metadata"
 _ABORTED = b'"finish_reason":"abort"'
 _ERROR, _ERROR_EVENT, _ERROR_TYPE = b'{"error":', b"event: error", b'{"type":"error"'
 
@@ -72,6 +73,8 @@ class Passing:
     """An error that the server put into the answer itself."""
     aborted = False
     """The engine was stopped: vLLM ends such answers as if they were whole."""
+    uncounted = False
+    """The answer has no place for a count."""
     _call: Call
     _answer: Answer
 
@@ -84,7 +87,7 @@ class Passing:
         """The end of the answer is about to go out: whoever has it may ask again at once, and is to find its limits as they are."""
         if (permit := self._call.permit) is not None:
             incomplete = "upstream" if self.aborted or self.failure is not None else None
-            permit.settle(Outcome(True, self._answer.status, self.usage, self.events, incomplete))
+            permit.settle(Outcome(True, self._answer.status, self.usage, self.events, incomplete, self.uncounted))
 
     @property
     def delivered(self) -> bool:
@@ -161,6 +164,31 @@ class BodyRelay(Passing):
     def _note_abort(self) -> None:
         self.aborted = True
         self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
+
+
+class BytesRelay(BodyRelay):
+    """Vectors in bytes (``encoding_format: bytes``): what the server tells of them, its count too, is in a header, unless the client
+    wants none of that (``bytes_only``)."""
+
+    async def run(self) -> None:
+        """Relay to the end. Raises UpstreamError when the server breaks off."""
+        call, answer = self._call, self._answer
+        self.first_byte = answer.last_byte
+        told, lines = answer.headers.get(_METADATA), content_type(answer)
+        if told is not None:
+            self.usage = find(told)
+            lines += b"%b: %b\r\n" % (_METADATA, told if self._name is None else renamed(told, self._name))
+        self.uncounted = self.usage is None
+        call.begin(answer.status, lines, _length(answer))
+        _couple(call, answer, self._pass)
+        await self._ended()
+        self._settle()
+        call.finish()
+
+    def _pass(self, data: bytes) -> None:
+        if self._answer.complete:
+            self._settle()
+        self._call.write(data)
 
 
 class TranslatedRelay(BodyRelay):
@@ -368,6 +396,11 @@ def is_stream(answer: Answer) -> bool:
 def _is_json(answer: Answer) -> bool:
     """Is the body a document, and not a text in which words of one may stand?"""
     return answer.headers.get(b"content-type", b"application/json").startswith(b"application/json")
+
+
+def is_bytes(answer: Answer) -> bool:
+    """Is the body no text?"""
+    return answer.headers.get(b"content-type", b"").startswith(_BYTES)
 
 
 def _length(answer: Answer) -> int | None:

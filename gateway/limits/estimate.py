@@ -113,25 +113,26 @@ def ask(tokens: Tokens, price: tuple[float, float] | None, requests: int = 0, sl
 
 class Outcome(NamedTuple):
     """What became of a request: whether a server was asked, the status sent, the server's count, the events of a stream that
-    passed, and who broke the answer off, if anybody."""
+    passed, who broke the answer off, if anybody, and whether it had no place for a count."""
 
     asked: bool
     status: int
     usage: Usage | None
     events: int
     incomplete: str | None
+    uncounted: bool = False
 
 
 def used(outcome: Outcome, guess: Tokens) -> Tokens:
     """What counts of a request that is over.
 
-    Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever, and of a
-    stream whose server told no count.
+    Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever, of a
+    stream whose server told no count, and of one that had no place for it.
     """
-    _, status, usage, events, incomplete = outcome
+    _, status, usage, events, incomplete, uncounted = outcome
     if not outcome.asked or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
         return Tokens()
-    if incomplete is None and (usage is not None or not events):
+    if incomplete is None and (usage is not None or not (events or uncounted)):
         return Tokens() if usage is None else Tokens(usage.prompt, usage.completion)
     if usage is None:
         return Tokens(guess.prompt, events)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gateway.catalog import Catalog, Entry
 from gateway.relay import EVENT_LIMIT
-from gateway.state import Key
+from gateway.state import Allowance, Key, Limits
 from tests.gateway.test_fidelity import chunked, cut
-from tests.support.running import model, serving, until
+from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
 from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
 
@@ -207,6 +207,38 @@ async def test_named_events_however_they_are_cut(chunks: list[int], kind: str) -
 async def test_a_server_that_leaves_behind_its_last_event_takes_nothing_from_the_client() -> None:
     reply, counted = await streamed(streams(ROLE, DONE, end=False))
     assert (reply.status, reply.whole, reply.body, counted["incomplete"]) == (200, True, ROLE + DONE, 0)
+
+
+VECTORS = bytes(range(256)) * 400 + b'"model": "tiny-inside", "usage":{"prompt_tokens":9}'
+METADATA = b'{"id": "e", "created": 1, "model": "%b", "data": [{"index": 0}], "usage": {"prompt_tokens": 80, "total_tokens": 80}}'
+
+
+@pytest.mark.parametrize("rewrite", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+async def test_vectors_in_bytes_come_with_what_is_told_of_them_and_are_counted(told: bool, rewrite: bool) -> None:
+    """vLLM tells it in a header, or with ``bytes_only`` nothing: then the guess of the prompt stands."""
+
+    async def script(talk: Conversation) -> None:
+        line = b"metadata: " + METADATA % b"tiny-inside" + b"\r\n" if told else b""
+        await talk.write(b"HTTP/1.1 200 OK\r\n%bcontent-type: application/octet-stream\r\ntransfer-encoding: chunked\r\n\r\n" % line)
+        await talk.chunk(VECTORS[:1000])
+        await talk.chunk(VECTORS[1000:])
+        await talk.end_stream()
+
+    limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=150)),))
+    async with scripted(script) as server:
+        served_model = model(server.port, served="tiny-inside", rewrite=rewrite)
+        async with serving([served_model], [limited]) as served:
+            body = {"model": "tiny", "input": "word " * 70, "encoding_format": "bytes" if told else "bytes_only"}
+            reply = await ask(served.port, request(body, "/v1/embeddings"))
+            assert (reply.status, reply.body, reply.whole) == (200, VECTORS, True)
+            assert reply.headers["content-type"] == "application/octet-stream"
+            name = b"tiny" if rewrite else b"tiny-inside"
+            assert reply.headers.get("metadata") == ((METADATA % name).decode() if told else None)
+            await until(lambda: len(served.relay.records) == 1)
+            assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else 0)
+            again = await ask(served.port, request(body, "/v1/embeddings"))
+            assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 
 
 class _Broken(Catalog):
