@@ -25,8 +25,8 @@ from upstream.address import Address
 from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
 from upstream.outlet import Outlet, Turn
 
-MAX_HEAD = 64 * 1024
-"""Bytes that an answer's head may have; vLLM's are below 1 KiB."""
+MAX_HEAD = 384 * 1024
+"""Bytes that an answer's head may have; vLLM's are below 1 KiB, but for vectors in bytes: then it tells 120 bytes of each."""
 
 STALE_WITHIN = 1.0
 """Seconds after a request went out in which the close of a reused connection is taken for the server's idle

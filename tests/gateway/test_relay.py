@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.catalog import Catalog, Entry
+from gateway.policy import MAX_BATCH
 from gateway.relay import EVENT_LIMIT
 from gateway.state import Allowance, Key, Limits
 from tests.gateway.test_fidelity import chunked, cut
@@ -239,6 +240,22 @@ async def test_vectors_in_bytes_come_with_what_is_told_of_them_and_are_counted(t
             assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else 0)
             again = await ask(served.port, request(body, "/v1/embeddings"))
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
+
+
+async def test_as_many_vectors_in_bytes_as_a_request_may_ask_for() -> None:
+    """What is told of each is a line in a header; a server is not to blame for its length."""
+    item = b'{"index": %d, "embed_dtype": "bfloat16", "endianness": "native", "start": %d, "end": %d, "shape": [4096]}'
+    items = b", ".join(item % (index, index * 8192, (index + 1) * 8192) for index in range(MAX_BATCH))
+    metadata = b'{"id": "e", "data": [' + items + b'], "usage": {"prompt_tokens": 80, "total_tokens": 80}}'
+
+    async def script(talk: Conversation) -> None:
+        head = b"HTTP/1.1 200 OK\r\nmetadata: %b\r\ncontent-type: application/octet-stream\r\ncontent-length: 8\r\n\r\n"
+        await talk.write(head % metadata + bytes(8))
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        reply = await ask(served.port, request({"model": "tiny", "input": ["a"] * MAX_BATCH, "encoding_format": "bytes"}, "/v1/embeddings"))
+        assert (reply.status, reply.body, reply.headers["metadata"].encode()) == (200, bytes(8), metadata)
+        await until(lambda: served.value("tokens_total", "team-a", "tiny", "prompt") == 80)
 
 
 class _Broken(Catalog):
