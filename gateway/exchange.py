@@ -70,7 +70,7 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
     account.outbound = outbound
     with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
         account.attempt = attempt
-        if model.keepalive is not None and account.stream:
+        if model.keepalive is not None and account.stream and outbound.call.target.route.streams:
             account.keep_alive(model.keepalive)
         try:
             answer = await attempt.answer(outbound.compose, outbound.upload)

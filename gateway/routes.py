@@ -45,6 +45,8 @@ class Route:
 
     anthropic: bool = field(init=False)
     """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
+    streams: bool = field(init=False)
+    """A JSON body may ask for a stream there; elsewhere vLLM ignores that it does."""
     guided: bool = field(init=False)
     """The constraints on the output have had older names there."""
     takes: frozenset[str] = field(init=False)
@@ -52,6 +54,7 @@ class Route:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
+        object.__setattr__(self, "streams", self.dialect is not Dialect.PLAIN and self.path not in _UNSCHEDULED)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
         object.__setattr__(self, "takes", self._taken())
 

@@ -363,6 +363,19 @@ async def test_an_error_that_comes_first_is_told_though_a_comment_comes_before_i
         assert (served.relay.records[0].code, served.relay.records[0].incomplete) == ("invalid_value", "upstream")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/embeddings"])
+async def test_no_comments_where_nothing_is_ever_streamed(path: str) -> None:
+    """Some send the body of another route there, with its ``stream``, which vLLM ignores."""
+
+    async def script(talk: Conversation) -> None:
+        await asyncio.sleep(1)  # some comments long
+        await talk.respond(b'{"input_tokens":3}')
+
+    async with scripted(script) as server, serving([waiting_model(server.port, keepalive=0.1)]) as served:
+        reply = await ask(served.port, request(chat(stream=True, input="x"), path))
+        assert (reply.status, reply.headers["content-type"], reply.body) == (200, "application/json", b'{"input_tokens":3}')
+
+
 async def test_comments_in_a_silent_stream_stand_between_its_events() -> None:
     go_on = asyncio.Event()
 
