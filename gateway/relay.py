@@ -168,7 +168,11 @@ class BodyRelay(Passing):
 
 class BytesRelay(BodyRelay):
     """Vectors in bytes (``encoding_format: bytes``): what the server tells of them, its count too, is in a header, unless the client
-    wants none of that (``bytes_only``)."""
+    wants none of that (``bytes_only``). It is there that they have a model's ``name``."""
+
+    def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
+        super().__init__(call, answer)
+        self._told_name = name
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError when the server breaks off."""
@@ -177,7 +181,7 @@ class BytesRelay(BodyRelay):
         told, lines = answer.headers.get(_METADATA), content_type(answer)
         if told is not None:
             self.usage = find(told)
-            lines += b"%b: %b\r\n" % (_METADATA, told if self._name is None else renamed(told, self._name))
+            lines += b"%b: %b\r\n" % (_METADATA, told if self._told_name is None else renamed(told, self._told_name))
         self.uncounted = self.usage is None
         call.begin(answer.status, lines, _length(answer))
         _couple(call, answer, self._pass)
@@ -283,11 +287,11 @@ class EventRelay(Passing):
         came = whole
         if self._translation is not None or _tells(whole):
             events = split(whole)
-            first = self._seen(events[0])
+            first = self._seen(events[0], len(events))
             if self.failure is not None and not self._call.started:
                 self._refusal, self.gaps, self.first_token = self.failure, None, None
                 return
-            whole = first + b"".join(map(self._seen, events[1:]))
+            whole = first + b"".join(self._seen(event, len(events) - place) for place, event in enumerate(events[1:], 1))
         if not came.isspace():  # blank lines behind the last event are none
             self._last = came
         if whole.find(_ABORTED) >= 0:
@@ -310,13 +314,13 @@ class EventRelay(Passing):
         if write is not None:
             self._answer.divert(functools.partial(lane, self._answer, self._call, gaps, self._splitter.held, write, _MARKS))
 
-    def _seen(self, event: bytes) -> bytes:
-        """An event that may hold usage or an error: what the client gets of it."""
+    def _seen(self, event: bytes, left: int) -> bytes:
+        """An event that may hold usage or an error: what the client gets of it. ``left``: how many of the run are still to be seen."""
         document = _document(event)
         kind = document.get("type")
         error = document.get("error", document if kind == "error" else None)  # OpenAI's responses have it at the top
         if isinstance(error, dict) and kind in (None, "error"):
-            return self._error(error, event)
+            return self._error(error, self.events - left)
         usage = _usage_of(document)
         self.usage = merged(self.usage, usage)
         if usage is not None and self._hides_usage and document.get("choices") == []:
@@ -326,17 +330,12 @@ class EventRelay(Passing):
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
-    def _error(self, error: Mapping[str, Any], event: bytes) -> bytes:
+    def _error(self, error: Mapping[str, Any], number: int) -> bytes:
         self.failure = from_event(error, self._model, self._input_field)
         self._answer.fault = fault(self._answer.server.name, event_status(error), str(error.get("message")))
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
-            return render_event(self.failure, dialect=self._route.dialect, number=self._number(event))
+            return render_event(self.failure, dialect=self._route.dialect, number=number)
         return b"data: " + render(self.failure) + b"\n\n"
-
-    def _number(self, event: bytes) -> int:
-        """How many events came before this one, which is of the latest run."""
-        run = split(self._last)
-        return self.events - len(run) + run.index(event)
 
     @property
     def delivered(self) -> bool:
