@@ -22,6 +22,7 @@ import httpx2
 import pytest
 import yaml
 
+from gateway.change import NEEDS_RESTART
 from gateway.config import load
 from gateway.keys import hash_of
 from gateway.metrics import FAMILIES, PREFIX
@@ -270,12 +271,16 @@ def test_pods_are_restricted(cases: dict[str, Rendered]) -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_only_a_change_of_the_server_section_rolls_the_pods() -> None:
-    def checksum(**config: Any) -> str:
+def test_only_a_change_of_what_needs_a_restart_rolls_the_pods() -> None:
+    def annotations(**config: Any) -> dict[str, str]:
         rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": config})
-        return str(rendered.deployment()["spec"]["template"]["metadata"]["annotations"]["checksum/server"])
+        return dict(rendered.deployment()["spec"]["template"]["metadata"]["annotations"])
 
-    assert checksum() == checksum(log={"level": "debug"}) != checksum(server={"relays": 2})
+    assert annotations() == annotations(log={"level": "debug"})
+    changes: dict[str, Any] = {"server": {"relays": 2}, "ledger": {"url": "sqlite:////tmp/usage.db", "retention": "90d"}}
+    assert changes.keys() == {path.partition(".")[0] for path in NEEDS_RESTART}
+    for section, change in changes.items():
+        assert annotations() != annotations(**{section: change}), section
 
 
 def test_promtool_accepts_the_alerts(two_models: Rendered, tmp_path: Path) -> None:
