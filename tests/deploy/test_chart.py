@@ -299,6 +299,13 @@ def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
     assert {name: json.loads(text) for name, text in shown.items()} == there
 
 
+def test_engines_may_be_stopped_before_others_start() -> None:
+    """The API server refuses the settings of one strategy beside the other."""
+    rendered = Rendered.of(values={"engines": {"a": ENGINE | {"strategy": {"type": "Recreate"}}, "b": ENGINE}})
+    assert rendered.deployment("engine-a")["spec"]["strategy"] == {"type": "Recreate"}
+    assert rendered.deployment("engine-b")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
 # What is refused
 
 
