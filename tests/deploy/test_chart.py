@@ -306,6 +306,13 @@ def test_engines_may_be_stopped_before_others_start() -> None:
     assert rendered.deployment("engine-b")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
+def test_without_a_sleep_nothing_comes_before_the_signal() -> None:
+    """Kubernetes takes a sleep of 0 seconds only from 1.33 on."""
+    rendered = Rendered.of(values={"engines": {"a": ENGINE | {"preStopSleep": 0}, "b": ENGINE}, "preStopSleep": 0})
+    assert "lifecycle" not in rendered.container() and "lifecycle" not in rendered.container("engine-a")
+    assert rendered.container("engine-b")["lifecycle"] == {"preStop": {"sleep": {"seconds": 10}}}
+
+
 # What is refused
 
 
