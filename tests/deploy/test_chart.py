@@ -313,6 +313,18 @@ def test_without_a_sleep_nothing_comes_before_the_signal() -> None:
     assert rendered.container("engine-b")["lifecycle"] == {"preStop": {"sleep": {"seconds": 10}}}
 
 
+def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
+    """Helm 4 applies on the server's side, where a name that stands twice in a list is refused."""
+    mine = [{"name": "DO_NOT_TRACK", "value": "0"}, {"name": "MORE", "value": "1"}]
+    engine = ENGINE | {"env": {"HF_HOME": "/models"}, "extraEnv": mine}
+    rendered = Rendered.of(values={"engines": {"a": engine}, "extraEnv": [{"name": "HOME", "value": "/home"}]})
+    assert rendered.container()["env"] == [{"name": "HOME", "value": "/home"}]
+    given = rendered.container("engine-a")["env"]
+    variables = {each["name"]: each.get("value") for each in given}
+    assert len(variables) == len(given)
+    assert variables.items() >= {("HF_HOME", "/models"), ("DO_NOT_TRACK", "0"), ("MORE", "1"), ("HOME", "/cache/home"), ("USER", "vllm")}
+
+
 # What is refused
 
 

@@ -73,6 +73,19 @@ labels:
 {{- .Values.terminationGracePeriodSeconds | default $needed | int64 }}
 {{- end }}
 
+{{- /* Variables of the chart, without those that the operator names too, since none may stand twice: (list OURS NAMES LIST) */ -}}
+{{- define "vllm-gateway.variables" -}}
+{{- $named := index . 1 }}
+{{- range index . 2 }}
+{{- $named = append $named .name }}
+{{- end }}
+{{- range $name, $value := index . 0 }}
+{{- if not (has $name $named) }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* kubernetes or dns: how engines are found */ -}}
 {{- define "vllm-gateway.discovery" -}}
 {{- eq .Values.discovery "auto" | ternary (.Values.rbac.create | ternary "kubernetes" "dns") .Values.discovery }}
