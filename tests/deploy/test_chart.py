@@ -228,6 +228,38 @@ def test_engines_scale_by_what_waits_and_start_from_nothing_by_what_is_asked(cas
     assert {name.removeprefix(PREFIX) for name in re.findall(rf"{PREFIX}\w+", " ".join([*waiting, asked_for]))} <= set(FAMILIES)
 
 
+@pytest.mark.parametrize(
+    ("series", "starts"),
+    [
+        ({"200": "0x40"}, []),
+        ({"200": "0x40", "503": "_x20 1x20"}, [22]),
+        ({"200": "0x40", "503": "0x20 1x20"}, [22]),
+        ({"200": "0x20 7x20"}, [22]),
+        ({"200": "5x40", "503": "3x40"}, []),
+    ],
+    ids=["nothing", "the first refusal", "another refusal", "answers", "requests of before"],
+)
+def test_one_request_starts_an_engine_from_nothing(
+    cases: dict[str, Rendered], tmp_path: Path, series: dict[str, str], starts: list[int]
+) -> None:
+    """promtool evaluates KEDA's query: a series begins with the first request that ends so, with 1 and not with 0."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    (scaled,) = cases["scaled to nothing"].all("ScaledObject")
+    query = scaled["spec"]["triggers"][2]["metadata"]["query"]
+    labels = 'namespace="llm", model="org/model", endpoint="/v1/chat/completions"'
+    given = [{"series": f'vllm_gateway_requests_total{{{labels}, code="{code}"}}', "values": values} for code, values in series.items()]
+    alert = {"alert": "Starts", "expr": f"({query}) > 0"}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": [alert]}]}))
+    checks = [{"alertname": "Starts", "eval_time": f"{minute}m", "exp_alerts": [{}] if minute in starts else []} for minute in (15, 22, 35)]
+    test = {"interval": "1m", "input_series": given, "alert_rule_test": checks}
+    document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(document))
+    done = subprocess.run([promtool, "test", "rules", tmp_path / "test.yaml"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_generated_key_is_in_the_file_by_its_hash_alone(cases: dict[str, Rendered]) -> None:
     secret = content(cases["one-gpu"].one("Secret", "gw-vllm-gateway-keys"))
     (key,) = yaml.safe_load(secret["keys.yaml"])["keys"]
