@@ -374,6 +374,7 @@ def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
         ({"engines": {"a": {"model": {"id": "m", "launch": {}}}}}, "launch"),
         ({"engines": {"a": ENGINE}, "securityContext": {"privilegd": True}}, "privilegd"),
         ({"engines": {"A_b": ENGINE}}, "A_b"),
+        ({"engines": {"admin": ENGINE}}, "engines.admin: the admin port's Service has that name"),
         ({"engines": {"a": ENGINE | {"gpus": "two"}}}, "gpus"),
         ({"engineDefaults": {"cache": {"sise": "1Gi"}}}, "sise"),
         ({"engines": {"a": ENGINE}, "discovery": "consul"}, "discovery"),
