@@ -207,6 +207,14 @@ def test_tls_of_the_gateway_is_known_to_who_talks_to_it() -> None:
     assert "https://gw-vllm-gateway:80/health" in rendered.one("Pod", "gw-vllm-gateway-test")["spec"]["containers"][0]["args"][0]
 
 
+def test_what_is_told_after_the_installation_asks_as_the_gateway_listens() -> None:
+    plain: dict[str, Any] = {"engines": {"a": ENGINE}}
+    tls = plain | {"config": {"server": {"tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}}}}
+    for values, told in ((plain, "curl http://127.0.0.1:8000/"), (tls, "curl --insecure https://127.0.0.1:8000/")):
+        done = helm("install", "gw", CHART, "--dry-run=client", values=values)
+        assert done.returncode == 0 and told in done.stdout.partition("NOTES:")[2], done.stdout[-2000:] + done.stderr
+
+
 def test_large_numbers_stay_numbers() -> None:
     limits = {"tokens_per_day": 50_000_000, "tokens_per_month": 12_345_678_901}
     config = {"teams": [{"id": "t", "limits": limits}]}

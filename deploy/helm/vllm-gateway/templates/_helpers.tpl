@@ -58,6 +58,10 @@ labels:
 {{- mulf $number (get (dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 "d" 86400.0) $unit) | ceil | int64 }}
 {{- end }}
 
+{{- define "vllm-gateway.scheme" -}}
+{{- empty (.Values.config.server).tls | ternary "http" "https" }}
+{{- end }}
+
 {{- define "vllm-gateway.server" -}}
 {{- .Values.config.server | default dict | toJson }}
 {{- end }}
