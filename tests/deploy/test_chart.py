@@ -276,6 +276,20 @@ def test_a_generated_key_is_in_the_file_by_its_hash_alone(cases: dict[str, Rende
     assert [item["key"] for item in volume["secret"]["items"]] == ["keys.yaml"]
 
 
+def test_a_release_and_a_namespace_may_be_called_as_what_yaml_takes_for_no_text() -> None:
+    values = {"engines": {"a": ENGINE}, "networkPolicy": EVERYTHING}
+    done = helm("template", "no", CHART, "--namespace", "no", values=values)
+    assert done.returncode == 0, done.stderr
+    rendered = Rendered(tuple(each for each in yaml.safe_load_all(done.stdout) if each))
+    for each in rendered.manifests:
+        metadata = each["metadata"]
+        assert (metadata["namespace"], metadata["labels"]["app.kubernetes.io/instance"]) == ("no", "no")
+    assert rendered.all("RoleBinding")[0]["subjects"][0]["namespace"] == "no"
+    (policy, _) = rendered.all("NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "no"
+    assert judged({"no": rendered}) == {"no": []}
+
+
 def test_no_secret_is_made_where_one_exists(cases: dict[str, Rendered]) -> None:
     assert cases["many-replicas"].all("Secret") == []
 

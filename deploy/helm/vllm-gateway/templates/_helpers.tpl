@@ -13,7 +13,7 @@
 
 {{- define "vllm-gateway.selector" -}}
 app.kubernetes.io/name: {{ include "vllm-gateway.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "vllm-gateway.labels" -}}
@@ -29,7 +29,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* Metadata of an object: (list ROOT COMPONENT NAME) */ -}}
 {{- define "vllm-gateway.metadata" -}}
 name: {{ index . 2 }}
-namespace: {{ (index . 0).Release.Namespace }}
+namespace: {{ (index . 0).Release.Namespace | quote }}
 labels:
   {{- include "vllm-gateway.labels" (index . 0) | nindent 2 }}
   app.kubernetes.io/component: {{ index . 1 }}
