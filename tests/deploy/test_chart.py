@@ -34,6 +34,7 @@ from upstream.address import Address
 from upstream.vllm import Adapter, LaunchSettings, command_line
 
 _LISTENS = re.compile(r"Starting vLLM server on http://127\.0\.0\.1:(\d+)")
+_RIGHTS = ("Role", "RoleBinding")
 ENGINE = {"model": {"id": "org/model"}}
 EVERYTHING = {"enabled": True}
 VALUES: dict[str, dict[str, Any]] = {
@@ -312,6 +313,22 @@ def test_a_token_of_the_cluster_is_mounted_only_for_discovery(cases: dict[str, R
                 {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
             ]
     assert [role["metadata"]["namespace"] for role in cases["external-servers"].all("Role")] == ["research"]
+
+
+def test_releases_of_one_name_may_read_the_same_namespace() -> None:
+    """Helm refuses an object that another release has made."""
+
+    def roles(namespace: str) -> set[tuple[str, str]]:
+        discovers = [{"id": name, "discover": {"kubernetes": {"service": "vllm", "namespace": name}}} for name in ("research", "prod")]
+        done = helm("template", "gw", CHART, "--namespace", namespace, values={"config": {"models": discovers}})
+        assert done.returncode == 0, done.stderr
+        rendered = Rendered(tuple(each for each in yaml.safe_load_all(done.stdout) if each))
+        made = [{(each["metadata"]["namespace"], each["metadata"]["name"]) for each in rendered.all(kind)} for kind in _RIGHTS]
+        assert made[0] == made[1] and {each["roleRef"]["name"] for each in rendered.all("RoleBinding")} == {name for _, name in made[0]}
+        return made[0]
+
+    assert len(roles("prod")) == len(roles("staging")) == 2
+    assert not roles("prod") & roles("staging")
 
 
 def test_pods_are_restricted(cases: dict[str, Rendered]) -> None:
