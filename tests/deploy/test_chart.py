@@ -420,6 +420,7 @@ def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
         ({"engines": {"a": ENGINE | {"args": {"port": 1}}}}, "args.port is set by the chart"),
         ({"engines": {"a": {"model": {"id": "m", "loras": [{"id": "l"}]}}}}, "l needs a path"),
         ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 60}, "is less than preStopSleep"),
+        ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 0}, "is less than preStopSleep"),
         ({"engines": {"a": ENGINE}, "config": {"keys_file": "x"}}, "config.keys_file: the chart sets it"),
         ({"engines": {"a": ENGINE}, "config": {"server": {"admin": {"host": "127.0.0.1"}}}}, "config.server.admin.host: 127.0.0.1 is"),
         ({"engines": {"a": ENGINE}, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),

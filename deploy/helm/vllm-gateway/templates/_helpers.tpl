@@ -69,12 +69,11 @@ labels:
 {{- define "vllm-gateway.grace" -}}
 {{- $server := .Values.config.server | default dict }}
 {{- $needed := add .Values.preStopSleep 15 (include "vllm-gateway.seconds" (default "0s" $server.linger)) (include "vllm-gateway.seconds" (default "30s" $server.drain)) }}
-{{- with .Values.terminationGracePeriodSeconds }}
-{{- if lt (int64 .) $needed }}
-{{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSleep, config.server.linger, config.server.drain and 15 together: %d" (int64 .) $needed) }}
+{{- $given := kindIs "invalid" .Values.terminationGracePeriodSeconds | ternary $needed .Values.terminationGracePeriodSeconds | int64 }}
+{{- if lt $given $needed }}
+{{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSleep, config.server.linger, config.server.drain and 15 together: %d" $given $needed) }}
 {{- end }}
-{{- end }}
-{{- .Values.terminationGracePeriodSeconds | default $needed | int64 }}
+{{- $given }}
 {{- end }}
 
 {{- /* Variables of the chart, without those that the operator names too, since none may stand twice: (list OURS NAMES LIST) */ -}}
