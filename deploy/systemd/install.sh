@@ -58,7 +58,7 @@ etc=$prefix/etc/$name
 config=$etc/gateway.yaml
 unit=$prefix/etc/systemd/system/$name.service
 command=$prefix/usr/local/bin/$name
-kept=("$prefix/var/lib/$name" "$prefix/var/cache/$name")
+kept=("$etc" "$prefix/var/lib/$name" "$prefix/var/cache/$name" "$unit.d") # the last has what `systemctl edit` writes
 mark=$home/.installed
 
 # Does something, or only says so.
@@ -190,16 +190,16 @@ uninstall_all() {
     run systemctl disable --now --quiet "$name"
   fi
   run rm -rf -- "$home" "$unit" "$command"
-  if has_systemd; then
-    run systemctl daemon-reload
-  fi
   if [[ -n $purge ]]; then
-    run rm -rf -- "$etc" "${kept[@]}"
+    run rm -rf -- "${kept[@]}"
     if [[ -z $prefix ]] && id -u "$name" >/dev/null 2>&1; then
       run userdel "$name"
     fi
   else
-    echo "left in place: $etc ${kept[*]} (--purge takes them away)"
+    echo "left in place: ${kept[*]} (--purge takes them away)"
+  fi
+  if has_systemd; then
+    run systemctl daemon-reload
   fi
   [[ -z $prefix || -n $dry || ! -d $prefix ]] || find "$prefix" -mindepth 1 -type d -empty -delete
 }

@@ -255,9 +255,12 @@ def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Insta
 
 
 def test_nothing_is_left_of_what_was_installed(installed: Installed) -> None:
+    drop_in = installed.unit.with_name(f"{installed.unit.name}.d") / "override.conf"  # where `systemctl edit` writes
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nEnvironmentFile=/etc/vllm-gateway/secrets.env\n")
     done = installing("--prefix", installed.prefix, "--uninstall")
-    assert done.returncode == 0 and "left in place" in done.stdout, done.stderr
-    assert installed.config.exists() and not installed.unit.exists() and not (installed.prefix / "opt").exists()
+    assert done.returncode == 0 and "left in place" in done.stdout and str(drop_in.parent) in done.stdout, done.stderr
+    assert drop_in.exists() and installed.config.exists() and not installed.unit.exists() and not (installed.prefix / "opt").exists()
     done = installing("--prefix", installed.prefix, "--uninstall", "--purge")
     assert done.returncode == 0, done.stderr
     assert [file for file in installed.prefix.rglob("*") if not file.is_dir()] == []
