@@ -118,7 +118,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     metrics_registry = registry(overview)
 
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = _encoder(request.headers.get("accept", ""))
         return Response(encode(metrics_registry), headers={"content-type": content_type})
 
     async def livez(_: Request) -> Response:
@@ -156,6 +156,14 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         **engines.handlers(overview.engines),
         **_documents(),
     }
+
+
+def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """The form that a scraper asks for. A version that is no number prometheus_client cannot compare: that is none that it knows."""
+    try:
+        return choose_encoder(accept)
+    except TypeError:
+        return choose_encoder("")
 
 
 def _documents() -> dict[str, Handler]:

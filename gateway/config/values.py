@@ -48,6 +48,12 @@ def _visible(value: str) -> str:
     return value
 
 
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not hold a NUL")  # no system call takes one, nor PostgreSQL's texts
+    return value
+
+
 def _server_url(value: str) -> str:
     try:
         Address.parse(value)
@@ -255,7 +261,7 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
     raise ValueError("expected text: write the value in quotes")
 
 
-Text = Annotated[str, Strict(), Field(min_length=1)]
+Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many)]
 """One text, or a list of them."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx2
 import pytest
 from starlette.routing import Route
 
@@ -84,6 +85,19 @@ def test_a_launched_servers_metrics_are_to_be_had(running: Gateway) -> None:
         answer = running.get(f"/metrics/servers/{name}")
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; version=0.0.4"
         assert "vllm:num_requests_running{" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text; version=1.0.0"),
+        ("application/openmetrics-text;version=next", "text/plain; version=0.0.4"),
+    ],
+)
+def test_the_gateways_own_metrics_come_in_the_form_that_is_asked_for(running: Gateway, accept: str, form: str) -> None:
+    answer = httpx2.get(f"http://127.0.0.1:{running.admin}/metrics", headers={"accept": accept}, timeout=30, verify=False)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(form)
+    assert "vllm_gateway_build_info{" in answer.text
 
 
 def test_a_found_servers_metrics_are_to_be_had_and_its_failure_is_told(running: Gateway, other: ThreadingHTTPServer) -> None:
