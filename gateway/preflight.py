@@ -16,6 +16,7 @@ from gateway.config import Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
 from gateway.config.references import Draft, Place
+from gateway.config.source import reason
 from gateway.notes import note
 from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
@@ -130,8 +131,19 @@ def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
     for place in written:
-        if isinstance(place.value, str) and place.value.startswith(_LOCAL) and not (folder / place.value).exists():
-            yield place.problem("there is no such file or folder")
+        if isinstance(place.value, str) and place.value.startswith(_LOCAL) and (wrong := _nothing_at(folder / place.value)):
+            yield place.problem(wrong)
+
+
+def _nothing_at(path: Path) -> str:
+    """Why a server would find nothing there; no word where it would find something."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return "there is no such file or folder"
+    except OSError as error:  # a folder on the way that this user may not enter, a name that is too long
+        return f"cannot be looked at: {reason(error)}"
+    return ""
 
 
 def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]:

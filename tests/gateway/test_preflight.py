@@ -81,6 +81,14 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
     assert told(text, machine) == [f"2: models[0].loras[1].path: {said}", f"3: models[1].model: {said}", f"4: models[2].id: {said}"]
 
 
+def test_weights_that_cannot_be_looked_at_are_told_as_well() -> None:
+    text = f"{{id: m, launch: {{model: ./{'m' * 300}}}}}\n{{id: n, launch: {{args: {{max: 1}}}}}}"
+    assert told(text) == [
+        "2: models[0].model: cannot be looked at: File name too long",
+        "3: models[1].args.max: vLLM 0.32 has no option --max",
+    ]
+
+
 def test_gpus_that_are_not_there() -> None:
     assert told("{id: m, launch: {gpus: [[0, 1]]}}") == []
     assert told("{id: m, launch: {gpus: [[1, 2]]}}") == ["2: models[0].gpus[0][1]: there is no GPU 2: those here are 0 to 1"]
