@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from gateway.terminal import BAD_USAGE, FAILED, NAME, print_problem, print_probl
 if TYPE_CHECKING:
     from gateway.admin_client import AdminClient
     from gateway.config import Config, Problem
+    from gateway.config.source import Source
 
 _HELP = """One URL and one key in front of your vLLM servers.
 
@@ -141,10 +142,12 @@ def check(file: ConfigFile) -> int:
     GPUs, files. Notes are also on keys that have ended and on costs that nothing bounds. Exits with 2 when there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
+    from gateway.config.source import read
 
-    config, found = None, _preflight(file)
+    once = {Path(os.path.abspath(file)): read(file)}  # a pipe has its text once
+    config, found = None, _preflight(file, once)
     try:
-        config = load(file)
+        config = load(file, instead=once)
     except ConfigurationError as error:
         found += error.problems
     for problem in _in_order(found, file):
@@ -155,7 +158,7 @@ def check(file: ConfigFile) -> int:
     return 0
 
 
-def _preflight(file: Path) -> list[Problem]:
+def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     """What the launches of a configuration would fail on here, and what deserves a look."""
     import functools
 
@@ -164,7 +167,7 @@ def _preflight(file: Path) -> list[Problem]:
     from upstream import gpus, installed_vllm, vllm_names
     from upstream.vllm import inherited
 
-    draft, environ = drafted(file), inherited(os.environ, Path(sys.executable).parent)
+    draft, environ = drafted(file, once), inherited(os.environ, Path(sys.executable).parent)
     if draft is None:
         return []
 

@@ -66,13 +66,13 @@ def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping
     return _assembled(config, more, around)
 
 
-def drafted(path: str | os.PathLike[str]) -> Draft | None:
+def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = MappingProxyType({})) -> Draft | None:
     """The configuration at ``path`` as it is written, its keys_file with it, to be judged further; None where it cannot be read as a
-    whole."""
-    source = read(path)
+    whole. ``instead`` as for ``load``."""
+    source = _read(path, instead)
     if not source.whole or not isinstance(source.value, dict):
         return None
-    return Draft(source, _read_keys_file(source, Surroundings({}, Path(os.path.abspath(path)).parent, []), {}))
+    return Draft(source, _read_keys_file(source, Surroundings({}, Path(os.path.abspath(path)).parent, []), instead))
 
 
 def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:

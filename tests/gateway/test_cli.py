@@ -66,6 +66,13 @@ def test_check_of_a_good_file(folder: Path) -> None:
     )
 
 
+def test_check_of_what_another_command_writes(folder: Path) -> None:
+    text = (folder / "good.yaml").read_text()
+    told = "/dev/stdin:5: keys[1].expires: has ended: no key of this entry is taken any more\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
+    assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, told, "")
+    assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
+
+
 def test_check_at_a_terminal_is_coloured_and_not_wrapped(folder: Path) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", closefd=True) as terminal:
