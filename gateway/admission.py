@@ -1,8 +1,8 @@
 """How much is let in: each relay's part of the bounds that the configuration sets for the whole gateway.
 
-The rule: the parts of all relays are exactly the whole, so a bound holds without the relays' asking each other. The bound on all
-requests together is judged before the body is read, and nobody waits for it; that on a server is kept by its pool
-(upstream/pool.py), and who finds all servers full waits in their model's room (waiting.py).
+The rule: the parts of all relays are exactly the whole, where it is enough for one each, so a bound holds without the relays' asking
+each other. The bound on all requests together is judged before the body is read, and nobody waits for it; that on a server is kept by
+its pool (upstream/pool.py), and who finds all servers full waits in their model's room (waiting.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _REMEMBERED = 60.0
 
 
 def part(whole: int, number: int, of: int) -> int:
-    """How much of a bound is relay ``number``'s, of so many relays; the first ones get what cannot be divided."""
-    return whole // of + (number % of < whole % of)
+    """How much of a bound is relay ``number``'s, of so many relays; the first ones get what cannot be divided. It is never nothing:
+    a bound for fewer relays may be read while those before serve on, until the restart that their number needs."""
+    return max(whole // of + (number % of < whole % of), 1)
 
 
 class House:

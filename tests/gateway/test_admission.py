@@ -396,6 +396,10 @@ def test_the_parts_are_the_whole_on_every_server(whole: int, relays: int) -> Non
         assert len({part(whole, index, relays) for index in range(relays)}) == 2, "another relay's with each server"
 
 
+def test_no_relay_is_left_with_nothing_when_there_are_more_than_the_file_says() -> None:
+    assert [part(2, number, 4) for number in range(4)] == [1, 1, 1, 1]
+
+
 def test_a_pace_is_the_mean_of_the_latest_turns_and_no_better_than_the_present_one() -> None:
     pace = Pace()
     pace.begin(100.0)

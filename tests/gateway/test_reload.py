@@ -118,6 +118,16 @@ def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, co
     assert waiting[0] in running.said
 
 
+def test_relays_that_a_restart_will_end_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
+    file, taken = running.folder / "gateway.yaml", running.metric(TAKEN)
+    model = config["models"][0] | {"max_inflight": 1, "queue": {"wait": "20s"}, "aliases": ["bounded"]}
+    write(file, config | {"models": [model], "server": config["server"] | {"relays": 1}})
+    wait_for(lambda: running.metric(TAKEN) > taken)
+    wait_for(lambda: generations(running.get("/status").json()) == 1)
+    assert last(running)["needs_restart"] == ["server.relays needs a restart (1 in the file, 2 in use)"]
+    assert {running.ask(model="bounded").status_code for _ in range(20)} == {200}
+
+
 def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, Any]) -> None:
     model = config["models"][0] | {"aliases": ["uno"], "timeouts": {"idle": "9s"}}
     write(running.folder / "gateway.yaml", config | {"models": [model]})
