@@ -100,6 +100,7 @@ _WANTED = {
     "string_pattern_mismatch": "a name such as HF_HOME",
     "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
     "less_than_equal": "{le} or less",
 }
 

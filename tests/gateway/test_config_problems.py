@@ -283,6 +283,7 @@ def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
         ("{host: 127.0.0.2, port: 9090}", []),
         ("{port: 0, admin: {port: 0}}", []),
         ("{port: 70000}", ["server.port: expected 65535 or less, found 70000"]),
+        (f"{{max_inflight: {2**63}}}", [f"server.max_inflight: expected less than {2**63}, found {2**63}"]),
         (
             "{tls: {cert: none.pem, key: 5}}",
             ["server.tls.cert: the file none.pem cannot be read: No such file or directory", "server.tls.key: expected the path of a file"],
