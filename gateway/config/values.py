@@ -262,7 +262,9 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
 
 
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
-Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many)]
+_TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+_TEXTS_SCHEMA: dict[str, Any] = {"oneOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}
+Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)]
 """One text, or a list of them."""
 
 WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from gateway.config import Config, ConfigurationError, load, plain_variables, schema
 from gateway.config.models import Section
@@ -219,6 +220,12 @@ def _resolved(at: dict[str, Any]) -> dict[str, Any]:
 
 def _sections(of: type[Section]) -> list[type[Section]]:
     return [section for below in of.__subclasses__() for section in [below, *_sections(below)]]
+
+
+@pytest.mark.parametrize("one", ["a", ["a", "b"]])
+def test_the_schema_takes_one_text_where_loading_does(one: object) -> None:
+    issuer = {"issuer": "https://a/", "audience": one, "jwks": "https://a/keys", "keys": one}
+    Draft202012Validator(schema()).validate({"jwt": [issuer]})
 
 
 def test_the_schema_speaks_of_the_yaml_and_describes_every_setting() -> None:
