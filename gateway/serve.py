@@ -33,7 +33,7 @@ from gateway.announce import Announcer
 from gateway.assembly import Surroundings, assembled
 from gateway.config import Config, load
 from gateway.control import Control, speak_by
-from gateway.descriptors import raise_limit
+from gateway.descriptors import raise_limit, stand_in
 from gateway.parting import let_nobody_in
 from gateway.plan import clients
 from gateway.report import Report
@@ -62,6 +62,7 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
 
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
+    stand_in()
     config = load(path)
     speak_by(config)
     raise_limit(_DESCRIPTORS)

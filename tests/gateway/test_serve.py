@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gateway.metrics import FAMILIES, PREFIX
-from tests.support.process import SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for
+from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
 
 SLOW: dict[str, Any] = {"stream": True, "simulate": {"tokens": 35, "tokens_per_second": 5}}
@@ -250,3 +250,10 @@ def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
         thread.join(30)
         assert one.process.wait(30) == 0
         assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
+
+
+def test_a_closed_standard_output_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    write(tmp_path / "gateway.yaml", configuration(launched()))
+    line = ("sh", "-c", 'exec "$0" serve "$1" >&-', PROGRAM, tmp_path / "gateway.yaml")
+    with gateway(tmp_path, None, line=line) as one:
+        assert one.ask().status_code == 200
