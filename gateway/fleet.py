@@ -145,7 +145,7 @@ class Fleet:
         """Whether the change needs GPUs that another model has and would have to leave."""
         had = {gpu for spec in running for gpu in spec.settings.gpus}
         more = frozenset(gpu for spec in (*change.renew, *change.add) for gpu in spec.settings.gpus if gpu not in had)
-        wanting = replace(self._view(resident), gpus=more, group=None)
+        wanting = replace(self._view(resident), needs=more, group=None)
         others = (self._view(other) for other in self._residents.values() if other.phase not in PARKED)
         return any(compete(wanting, other) for other in others)
 

@@ -118,11 +118,18 @@ class BodyRelay(Passing):
             call.respond(answer.status, content_type(answer), body)
         else:
             self._observer = Observer()
-            call.begin(answer.status, content_type(answer), None if self._name is not None else _length(answer))
-            _couple(call, answer, self._pass if self._name is None else self._renaming(self._name))
-            await self._ended()
-            self._settle()
-            call.finish()
+            if self._name is None:
+                await self._flow(content_type(answer), _length(answer), self._pass)
+            else:
+                await self._flow(content_type(answer), None, self._renaming(self._name))
+
+    async def _flow(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
+        """Relay as it comes, behind a head with these lines. Raises UpstreamError."""
+        self._call.begin(self._answer.status, lines, length)
+        _couple(self._call, self._answer, sink)
+        await self._ended()
+        self._settle()
+        self._call.finish()
 
     async def _ended(self) -> None:
         """Wait for the end. Raises UpstreamError.
@@ -176,18 +183,14 @@ class BytesRelay(BodyRelay):
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError when the server breaks off."""
-        call, answer = self._call, self._answer
+        answer = self._answer
         self.first_byte = answer.last_byte
         told, lines = answer.headers.get(_METADATA), content_type(answer)
         if told is not None:
             self.usage = find(told)
             lines += b"%b: %b\r\n" % (_METADATA, told if self._told_name is None else renamed(told, self._told_name))
         self.uncounted = self.usage is None
-        call.begin(answer.status, lines, _length(answer))
-        _couple(call, answer, self._pass)
-        await self._ended()
-        self._settle()
-        call.finish()
+        await self._flow(lines, _length(answer), self._pass)
 
     def _pass(self, data: bytes) -> None:
         if self._answer.complete:

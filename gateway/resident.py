@@ -143,7 +143,7 @@ class Resident:
             self.id,
             self.phase,
             since=self.since,
-            gpus=self._needs,
+            needs=self._needs,
             group=launch.group,
             capacity=self._capacity,
             on_demand=launch.start == "on_demand" or self.gone,  # nobody has put the next one beside it

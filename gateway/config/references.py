@@ -216,11 +216,11 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
         if mine is None:
             continue
         own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
-        other = next((place for place, one in before if one.clashes(mine) and not _take_turns(draft, place, model)), None)
         if own is not None:
             yield mine.place.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.place.path))}")
-        elif other is not None:
-            yield mine.place.problem(f"port {mine.port} is given to `{other.get('id').value}` too, and both may run at once")
+        else:
+            same = (place for place, one in before if one.clashes(mine))
+            yield from _given_twice(draft, model, same, mine.place, f"port {mine.port}")
         before.append((model, mine))
 
 
@@ -232,10 +232,15 @@ def _launch_sockets(draft: Draft) -> Iterator[Problem]:
         if not _is_text(mine):
             continue
         same = (one for one in before if one.get("launch", "args", "uds").value == mine.value)
-        other = next((one for one in same if not _take_turns(draft, one, model)), None)
-        if other is not None:
-            yield mine.problem(f"{mine.value} is given to `{other.get('id').value}` too, and both may run at once")
+        yield from _given_twice(draft, model, same, mine, mine.value)
         before.append(model)
+
+
+def _given_twice(draft: Draft, model: Place, same: Iterable[Place], mine: Place, what: str) -> Iterator[Problem]:
+    """A place to listen on that is said at ``mine``, where one of the models that have the ``same`` may run at the same time."""
+    other = next((one for one in same if not _take_turns(draft, one, model)), None)
+    if other is not None:
+        yield mine.problem(f"{what} is given to `{other.get('id').value}` too, and both may run at once")
 
 
 class _Listening(NamedTuple):

@@ -18,7 +18,7 @@ STEP = 0.25
 
 
 def view(model: str = "a", phase: Phase = Phase.STOPPED, **more: Any) -> View:
-    return View(model, phase, **{"gpus": frozenset({0}), "pace": 4.0, **more})
+    return View(model, phase, **{"needs": frozenset({0}), "pace": 4.0, **more})
 
 
 def ready(model: str = "a", **more: Any) -> View:
@@ -33,15 +33,15 @@ def done(*views: View, now: float = 100.0) -> list[tuple[Do, str]]:
 
 
 def test_one_that_is_wanted_is_started_and_one_that_is_not_is_left() -> None:
-    assert done(view("a", wanted=99.0), view("b", gpus=frozenset({1}))) == [(Do.START, "a")]
+    assert done(view("a", wanted=99.0), view("b", needs=frozenset({1}))) == [(Do.START, "a")]
     assert done(view("a", Phase.SLEEPING, wanted=99.0)) == [(Do.WAKE, "a")]
     assert done(view("a", wanted=99.0, held=True)) == []
     assert done(view("a", wanted=99.0, busy_with=True)) == []
 
 
 def test_the_oldest_comes_first_and_nobody_takes_its_place() -> None:
-    wide = view("wide", wanted=1.0, gpus=frozenset({0, 1}))
-    young = view("young", wanted=2.0, gpus=frozenset({1}))
+    wide = view("wide", wanted=1.0, needs=frozenset({0, 1}))
+    young = view("young", wanted=2.0, needs=frozenset({1}))
     running = ready("running", ready_since=99.0, last_use=100.0)
     assert done(young, wide) == [(Do.START, "wide")]
     assert done(young, wide, running) == [], "its turn is not over, and the GPU beside it is kept for who has waited longer"
@@ -232,7 +232,7 @@ def models(draw: st.DrawFn) -> dict[str, View]:
         lazy = draw(st.booleans()) or bool(made)
         grouped = lazy and draw(st.booleans())
         made[name] = View(
-            name, Phase.STOPPED, gpus=draw(GPUS), group="g" if grouped else None, capacity=capacity if grouped else 1, on_demand=lazy,
+            name, Phase.STOPPED, needs=draw(GPUS), group="g" if grouped else None, capacity=capacity if grouped else 1, on_demand=lazy,
             eager=not lazy, pace=draw(SECONDS), leave=draw(SECONDS), sleeps=draw(st.booleans()),
             idle_stop=draw(st.none() | SECONDS) if lazy else None,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def test_nothing_happens_where_nobody_asks(world: World) -> None:
 @given(st.lists(SECONDS, min_size=2, max_size=4), SECONDS)
 def test_hot_models_take_turns(paces: list[float], lasts: float) -> None:
     """Each is asked for all the time: each is served again and again, and most of the time goes into turns."""
-    made = {name: View(name, Phase.STOPPED, gpus=frozenset({0}), pace=pace, leave=0.5) for name, pace in zip("abcd", paces, strict=False)}
+    made = {name: View(name, Phase.STOPPED, needs=frozenset({0}), pace=pace, leave=0.5) for name, pace in zip("abcd", paces, strict=False)}
     asked = [Request(name, n * (lasts + STEP), lasts) for name in made for n in range(round(120 / lasts))]
     world = World(made, asked)
     world.run(120)

@@ -59,8 +59,9 @@ class Action:
 class View:
     """One model at a moment.
 
-    ``since``: when it entered its phase. ``capacity``: how many of its group may run. ``wanted``: since when requests wait
-    for it, None when none does. ``acknowledged``: while it drains, everybody knows that it takes no new ones. ``pace`` and
+    ``since``: when it entered its phase. ``needs``: what no other can have meanwhile, GPUs and the place where it listens.
+    ``capacity``: how many of its group may run. ``wanted``: since when requests wait for it, None when none does.
+    ``acknowledged``: while it drains, everybody knows that it takes no new ones. ``pace`` and
     ``leave``: how long it takes to start (asleep: to wake) and to stop. ``eager``: it is to run whenever there is room.
     ``held``: the operator wants it down, and waits ``patience`` for its requests. ``busy_with``: something is being done
     with it already, so it is left alone.
@@ -69,7 +70,7 @@ class View:
     model: str
     phase: Phase
     since: float = 0.0
-    gpus: frozenset[int | str] = frozenset()
+    needs: frozenset[int | str] = frozenset()
     group: str | None = None
     capacity: int = 1
     on_demand: bool = True
@@ -110,7 +111,7 @@ def compete(one: View, other: View) -> bool:
     """Whether the two can never run together because of their GPUs, or of the place where both are to listen."""
     if one.model == other.model or (one.group is not None and one.group == other.group):
         return False
-    return bool(one.gpus & other.gpus) and (one.on_demand or other.on_demand)
+    return bool(one.needs & other.needs) and (one.on_demand or other.on_demand)
 
 
 def decide(views: Sequence[View], now: float) -> tuple[Action, ...]:
