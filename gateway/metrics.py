@@ -74,6 +74,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "log_lines_dropped_total": Family("counter", "Requests whose lines of the access log could not be written."),
         "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
         "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
+        "ready_servers": Family("gauge", "Servers of the model that are up; 0 also while the model has no server at all.", ("model",)),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
         "server_ejected": Family(

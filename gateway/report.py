@@ -47,13 +47,16 @@ class Report:
 
     def _of_servers(self) -> Iterator[tuple[Series, float]]:
         known = self._control.known
+        ready = {model.id: 0 for model in self._control.config.models}
         for place in plan.places(self._control.config):
             condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
+            ready[place.model.id] += condition is Condition.UP
             yield Series("server_up", labels), float(condition is Condition.UP)
             yield Series("server_resting", labels), float(condition is Condition.AWAY)
             if place.server is None:
                 snapshot = known.snapshots.get(place.name)
                 yield Series("server_restarts_total", labels), snapshot.restarts if snapshot else 0
+        yield from ((Series("ready_servers", (model,)), count) for model, count in ready.items())
 
     def _of_control(self) -> Iterator[tuple[Series, float]]:
         control = self._control

@@ -59,12 +59,19 @@ def _late(soon: str, everything: str) -> dict[str, str]:
 _M = {"model": "m"}
 _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
-_UP = 'vllm_gateway_server_{}{{model="m", server="m#{}"}}'
+_READY = 'vllm_gateway_ready_servers{model="m"}'
+_RESTING = 'vllm_gateway_server_resting{{model="m", server="m#{}"}}'
+_NONE_READY = (
+    "m: no server is ready",
+    "The model has no ready server, and the gateway did not stop them itself. /status shows the reason.",
+)
 
 CASES = (
     Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 0x10 1x10"}, "7m", "16m",
          {"job": "vllm-gateway", "instance": "i"},
          ("The gateway does not answer Prometheus", "The admin port of i cannot be read.")),
+    Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 _x10 1x10"}, "13m", "16m", {"job": "vllm-gateway"},
+         ("The gateway does not answer Prometheus", "Prometheus has no target with the job vllm-gateway.")),
     Case("VllmGatewayFailuresFast", _failing("0+10x70 700x200", "0+90x270"), "10m", "90m", _M,
          ("m: requests fail more than 14.4 times as fast as the objective allows", "10% over the last 1h.")),
     Case("VllmGatewayFailuresFast", _broken("0+10x70 700x200", "0+100x270"), "10m", "90m", _M,
@@ -80,9 +87,9 @@ CASES = (
     Case("VllmGatewayFirstTokensSteady", _late("0+9x600 5400+10x800", "0+10x1400"), "30h", "70h", _M,
          ("m: streams begin too late more than 1 times as fast as the objective allows", "10% over the last 3d."), every="5m"),
     Case("VllmGatewayNoHealthyServer",
-         {_UP.format("up", 0): "1x4 0x20 1x10", _UP.format("up", 1): "1x4 0x30", _UP.format("resting", 0): "0x40",
-          _UP.format("resting", 1): "0x40"},
-         "12m", "28m", _M, ("m: no server is up", "None is up, and not by the gateway's own will; /status says why.")),
+         {_READY: "2x4 0x20 1x10", _RESTING.format(0): "0x40", _RESTING.format(1): "0x40"},
+         "12m", "28m", _M, _NONE_READY),
+    Case("VllmGatewayNoHealthyServer", {_READY: "0x24 1x10"}, "6m", "28m", _M, _NONE_READY),  # discovery has found no server
     Case("VllmGatewayReloadFailed", {"vllm_gateway_config_last_reload_successful": "1x4 0x10 1x10"}, "7m", "17m", {},
          ("The last change of the configuration was not taken",
           "The one before it is served by. `vllm-gateway check` says what is wrong.")),
@@ -109,10 +116,11 @@ CASES = (
 )  # fmt: skip
 
 QUIET = {
-    "a model that rests": ("VllmGatewayNoHealthyServer", {_UP.format("up", 0): "0x60", _UP.format("resting", 0): "1x60"}),
-    "one of two servers": (
+    "a model that rests": ("VllmGatewayNoHealthyServer", {_READY: "0x60", _RESTING.format(0): "1x60"}),
+    "one of two servers": ("VllmGatewayNoHealthyServer", {_READY: "1x60", _RESTING.format(0): "0x60", _RESTING.format(1): "0x60"}),
+    "a model that another gateway serves": (
         "VllmGatewayNoHealthyServer",
-        {_UP.format("up", 0): "0x60", _UP.format("up", 1): "1x60", _UP.format("resting", 0): "0x60", _UP.format("resting", 1): "0x60"},
+        {'vllm_gateway_ready_servers{model="m", instance="a"}': "0x60", 'vllm_gateway_ready_servers{model="m", instance="b"}': "1x60"},
     ),
     "clients that leave": ("VllmGatewayFailuresFast", _failing("0x60", "0+100x60")),
     "a queue that is worked off": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "300-5x60"}),

@@ -182,6 +182,14 @@ async def test_only_servers_that_are_there_have_metrics_and_a_status(tmp_path: P
         assert (discovery["source"], discovery["endpoints"], discovery["problem"]) == ("kubernetes vllm:http", 1, "")
 
 
+async def test_ready_servers_are_counted_for_a_model_without_endpoints_too(tmp_path: Path) -> None:
+    async with Staged(tmp_path) as stage:
+        assert stage.one.report.series()[Series("ready_servers", (MODEL,))] == (0,)
+        await stage.put(*map(endpoint, HOSTS))
+        await stage.shows(*["up"] * len(HOSTS))
+        assert stage.one.report.series()[Series("ready_servers", (MODEL,))] == (len(HOSTS),)
+
+
 async def test_a_stream_goes_on_when_its_server_leaves(tmp_path: Path) -> None:
     enough = asyncio.Event()
 
