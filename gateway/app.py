@@ -118,7 +118,7 @@ class Relay:
         self.keyring = Keyring(state.keys, self._tokens_of(state))
         self.cors = Cors(state.cors_origins)
         self.catalog.retire()
-        self.catalog = Catalog(state.models, servers)
+        self.catalog = Catalog(state.models, servers, state.default_model)
         self.targets = self.catalog.targets
         self.clients = state.clients
         self.proxies = Proxies(state.clients.trusted_proxies)

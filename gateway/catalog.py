@@ -40,7 +40,7 @@ class Target:
 class Catalog:
     """The models of one generation."""
 
-    def __init__(self, models: Iterable[Model], servers: Mapping[str, Server]) -> None:
+    def __init__(self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None) -> None:
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
         self.entries = tuple(
             Entry(model, self._pool(model, servers), Policy.of(model), model.id if model.rewrite else None) for model in models
@@ -48,10 +48,17 @@ class Catalog:
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
-        self.targets: dict[bytes, Target] = {path.encode(): Target(route) for path, route in ROUTES.items()}
-        for mount, entry in self._mounts.items():
-            self.targets.update({(mount + path).encode(): Target(route, entry) for path, route in ROUTES.items()})
+        self._default = default
+        self.targets: dict[bytes, Target] = {}
+        for path, route in ROUTES.items():
+            self._serve(path, Target(route))
+            for mount, entry in self._mounts.items():
+                self._serve(mount + path, Target(route, entry))
         self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
+
+    def _serve(self, path: str, target: Target) -> None:
+        """Serve a path, with and without a slash at its end. vLLM redirects from the one to the other, which not every client follows."""
+        self.targets[path.encode()] = self.targets[path.encode() + b"/"] = target
 
     def _pool(self, model: Model, servers: Mapping[str, Server]) -> Pool:
         found = self._pools.get(model.base)
@@ -74,6 +81,26 @@ class Catalog:
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
+
+    def unnamed(self, key: Key, mounted: Entry | None = None) -> Entry:
+        """The model of a request that names none: that of the instance URL, the default, or the only one that the key may use.
+
+        LoRA adapters are not counted where their base may be used, as vLLM serves the base. Raises Refusal model_not_found where the
+        key may not use the default, and missing_required_parameter where several models are left.
+        """
+        if mounted is not None:
+            return self.resolve(mounted.model.id, key, mounted)
+        if self._default is not None:
+            entry = self._by_name[self._default]
+            if not self._allows(key, entry.model):
+                raise unknown_model("")
+            return entry
+        visible = self.visible(key)
+        ids = {entry.model.id for entry in visible}
+        found = [entry for entry in visible if entry.model.parent not in ids]
+        if len(found) != 1:
+            raise Refusal("missing_required_parameter", "The field 'model' is missing. GET /v1/models lists the models.", param="model")
+        return found[0]
 
     def fallbacks(self, entry: Entry, key: Key) -> list[Entry]:
         """Where a model's requests may go when its own servers cannot take them, as far as the key may use it."""
@@ -116,13 +143,9 @@ def card(entry: Entry, max_model_len: int | None) -> dict[str, Any]:
     return shown
 
 
-def named_model(body: Mapping[str, Any], mounted: Entry | None) -> str:
-    """The model that a body asks for; an instance URL needs none. Raises Refusal for a missing or bad one."""
+def named_model(body: Mapping[str, Any]) -> str | None:
+    """The name of the model that a body requests; None where it is missing, null or empty. Raises Refusal for anything but a string."""
     name = body.get("model")
-    if name is None and mounted is not None:
-        return mounted.model.id
-    if name is None:
-        raise Refusal("missing_required_parameter", "The field 'model' is missing.", param="model")
-    if not isinstance(name, str) or not name:
+    if name is not None and not isinstance(name, str):
         raise Refusal("invalid_value", "The field 'model' must be the ID of a model, as a string.", param="model")
-    return name
+    return name or None

@@ -103,12 +103,13 @@ def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key)
     account.user = document.get("user")
     if (sample := account.gate.sample) is not None and sample.takes(call.id):
         account.shape = shape(document)
-    name = named_model(document, call.target.mounted)
-    entry = account.entry = catalog.resolve(name, key, call.target.mounted)
+    name, mounted = named_model(document), call.target.mounted
+    entry = account.entry = catalog.unnamed(key, mounted) if name is None else catalog.resolve(name, key, mounted)
+    name = name or entry.model.id
     outbound = _prepared(document, body, call, entry, name, account, key)
     if (books := account.gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
-    if entry.model.fallbacks and call.target.mounted is None:
+    if entry.model.fallbacks and mounted is None:
         account.elsewhere = Elsewhere(
             catalog.fallbacks(entry, key), lambda other: _prepared(merge(parse(body)), body, call, other, name, account, key)
         )
@@ -138,14 +139,15 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     account.waited += monotonic() - asked
     if not call.more_body:
         form.check_end()
-    name = name or named_model({}, call.target.mounted)
-    entry = account.entry = gate.catalog.resolve(name, key, call.target.mounted)
+    catalog, mounted = gate.catalog, call.target.mounted
+    entry = account.entry = catalog.resolve(name, key, mounted) if name else catalog.unnamed(key, mounted)
+    name = name or entry.model.id
     form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     call.pass_on()
-    if entry.model.fallbacks and call.target.mounted is None:
-        account.elsewhere = Elsewhere(gate.catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
+    if entry.model.fallbacks and mounted is None:
+        account.elsewhere = Elsewhere(catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
     return Outbound.of_form(call, entry, name, form)
 
 

@@ -67,6 +67,7 @@ class Form:
         self._model = b""
         self._span: tuple[int, int] | None = None
         self._model_read = False
+        self._served = ""
         # What is checked when the model's policy is known
         self._policy: Policy | None = None
         self._most: int | None = None
@@ -131,6 +132,7 @@ class Form:
     def opening(self, served_model: str) -> bytes:
         """The bytes read so far, with the model's name at the server in place of the client's; without the last of them where the
         form's end is still to come."""
+        self._served = served_model
         start, end = self._span or (0, 0)
         name = b"" if self._span is None else served_model.encode()
         rest = self._held[end:]
@@ -157,8 +159,10 @@ class Form:
         return data[:at] + added + data[at:]
 
     def _added(self) -> dict[str, bytes]:
-        """The gateway's own fields: usage is asked for on streams, and an answer is bounded where the client does not bound it."""
+        """The gateway's own fields: the model where the form names none, usage on streams, and a bound on a response that has none."""
         texts, added = self._texts, dict[str, bytes]()
+        if self._span is None:
+            added["model"] = self._served.encode()
         if texts.get(_STREAM, b"").lower() in _TRUE and texts.get(_USAGE, b"").lower() in _UNSAID:
             added[_USAGE] = b"true"
             if _CONTINUOUS in texts:

@@ -186,6 +186,8 @@ def prepare(document: Document, policy: Policy, route: Route, size: int, own: Ma
     ``size``: bytes of the body as it came; ``own``: the fields that the request's key brings.
     """
     policy.apply(document, size)
+    if route.dialect is Dialect.RESPONSES:
+        document.pop("store", None)  # true is OpenAI's default value: no client relies on it by sending it
     if policy.defaults or policy.overrides:
         document = {**policy.defaults, **document, **policy.overrides}  # the operator may set what clients may not
     if route.guided:
@@ -197,6 +199,7 @@ def prepare(document: Document, policy: Policy, route: Route, size: int, own: Ma
             upstream, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
         _refuse_state(document)
+        document.setdefault("store", False)
     if policy.max_tokens is not None:
         _bound(document, policy.max_tokens, upstream)
     stream = _flag(document, "stream")
@@ -231,11 +234,11 @@ def _set_own(document: Document, own: Mapping[str, Any], route: Route) -> bytes:
     return b""
 
 
-_STATE = ("previous_response_id", "conversation", "store", "background")
+_STATE = ("previous_response_id", "conversation", "background")
 
 
 def _refuse_state(document: Document) -> None:
-    """Responses are not kept: a server would give one to whoever knows its id."""
+    """Refuse what needs a stored response. Servers store none: one would return it to any client that knows its ID."""
     for name in _STATE:
         if document.get(name) not in (None, False):
             raise Refusal("invalid_value", f"Responses are not stored here, so '{name}' can't be used.", param=name)

@@ -165,6 +165,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         limits_store=_limits_store(config),
         issuers=tuple(_issuer(issuer, known.key_sets) for issuer in config.jwt),
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
+        default_model=config.default_model,
     )
 
 

@@ -20,9 +20,6 @@ Document = dict[str, Any]
 
 STRIPPED = frozenset(
     {
-        "kv_transfer_params",  # its prompt_token_ids would replace the checked messages
-        "ec_transfer_params",
-        "vllm_xargs",
         "priority",
         "request_id",
         "session_id",
@@ -32,7 +29,18 @@ STRIPPED = frozenset(
 )
 """Fields that are the gateway's to say: they go missing."""
 
-REFUSED = frozenset({"chat_template", "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "use_beam_search"})
+REFUSED = frozenset(
+    {
+        "chat_template",
+        "ec_transfer_params",
+        "kv_transfer_params",  # its prompt_token_ids would replace the checked messages
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "prompt_logprobs",
+        "use_beam_search",
+        "vllm_xargs",
+    }
+)
 """Fields without which the answer would be another one: the client is told."""
 
 FORBIDDEN = STRIPPED | REFUSED

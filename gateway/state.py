@@ -262,6 +262,8 @@ class State:
     issuers: tuple[Issuer, ...] = ()
     teams: Mapping[str, tuple[Allowance, ...]] = field(default_factory=dict)
     """The limits of each team that a token may name."""
+    default_model: str | None = None
+    """The ID or alias of the model for requests that name none."""
 
     @property
     def bases(self) -> tuple[Model, ...]:

@@ -459,6 +459,9 @@ class Config(Section):
 
     server: ServerSection = Field(default=ServerSection(), description="the gateway's own ports and bounds")
     models: tuple[Model, ...] = Field(default=(), description="what is served")
+    default_model: Name | None = Field(
+        default=None, description="the model for requests that name none; default: the only model that the key may use"
+    )
     groups: tuple[Group, ...] = Field(default=(), description="launched models of which only so many run at once")
     keys: tuple[Key, ...] = Field(default=(), description="who may use it; after loading also those of keys_file")
     keys_file: FilePath | None = Field(default=None, description="a file with more keys, e.g. a mounted Secret")

@@ -348,6 +348,12 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
                 yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
 
 
+def _default_model(draft: Draft) -> Iterator[Problem]:
+    place = draft.top.get("default_model")
+    if isinstance(place.value, str) and place.value not in draft.known:
+        yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
+
+
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
     """Models that would send each other the requests that none of them can take: the first such loop is told."""
     owners = {name.value: number for number, model in enumerate(draft.models) for name in _names(model) if isinstance(name.value, str)}
@@ -513,6 +519,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _launched_loras,
     _body_fields,
     _fallbacks,
+    _default_model,
     _fallback_loops,
     _some_keys,
     _unique_keys,

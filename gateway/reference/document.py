@@ -20,7 +20,8 @@ _ABOUT = """One URL for all models. `GET /v1/models` lists those that a key may 
 server's own bytes, so they may have members that are not told here.
 
 A model may also have an instance URL of its own, such as `/i-7f3a/3900`: all routes but `/health` are below it too,
-`/i-7f3a/3900/v1/chat/completions`, and serve that model alone; `model` may then be left out.
+`/i-7f3a/3900/v1/chat/completions`, and serve that model alone; `model` may then be left out. Elsewhere it may be left out where the key may
+use one model only, or where the operator has set a `default_model`. A slash at the end of a path changes nothing.
 
 Errors have OpenAI's shape, on `/v1/messages` Anthropic's. `code` is for programs, `message` for people. Once a streamed answer has begun,
 an error is an event of the stream."""

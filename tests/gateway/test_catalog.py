@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,9 @@ from gateway.catalog import Catalog, card, named_model
 from gateway.errors import Refusal
 from gateway.routes import ROUTES
 from gateway.state import Key, Model
+from tests.support.running import key, model, serving
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, ask, request
 
 CATALOG = Catalog(
     [
@@ -19,6 +23,10 @@ CATALOG = Catalog(
     ],
     {},
 )
+
+
+async def whole(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
 
 
 def ids(globs: tuple[str, ...] | None) -> list[str]:
@@ -41,9 +49,9 @@ def ids(globs: tuple[str, ...] | None) -> list[str]:
 )
 def test_what_a_key_may_use(globs: tuple[str, ...] | None, visible: list[str]) -> None:
     assert ids(globs) == visible
-    for name, model in (("Qwen/big", "Qwen/big"), ("default", "Qwen/big"), ("llama", "meta/small"), ("meta/SMALL", "meta/SMALL")):
-        if model in visible:
-            assert CATALOG.resolve(name, Key("k", models=globs)).model.id == model
+    for name, found in (("Qwen/big", "Qwen/big"), ("default", "Qwen/big"), ("llama", "meta/small"), ("meta/SMALL", "meta/SMALL")):
+        if found in visible:
+            assert CATALOG.resolve(name, Key("k", models=globs)).model.id == found
         else:
             with pytest.raises(Refusal):
                 CATALOG.resolve(name, Key("k", models=globs))
@@ -74,20 +82,90 @@ def test_an_instance_serves_its_model_alone() -> None:
     assert CATALOG.mounted("/i-1/1/v1/models", "/v1/models") is mounted
     assert CATALOG.mounted("/i-1/3/v1/models", "/v1/models") is None
     assert CATALOG.mounted("/i-1/1", "/v1/models") is None
-    assert named_model({}, mounted) == "Qwen/big"
+    assert CATALOG.unnamed(Key("k"), mounted) is mounted
     assert CATALOG.resolve("qwen", Key("k"), mounted) is mounted
     with pytest.raises(Refusal):
         CATALOG.resolve("meta/small", Key("k"), mounted)
     assert [entry.model.id for entry in CATALOG.visible(Key("k"), mounted)] == ["Qwen/big"]
-    assert len(CATALOG.targets) == 3 * len(ROUTES)
+    assert len(CATALOG.targets) == 2 * 3 * len(ROUTES), "each with and without a slash at its end"
 
 
-@pytest.mark.parametrize(("body", "code"), [({}, "missing_required_parameter"), ({"model": None}, "missing_required_parameter"),
-                                            ({"model": ""}, "invalid_value"), ({"model": ["tiny"]}, "invalid_value")])  # fmt: skip
-def test_a_body_names_its_model(body: dict[str, object], code: str) -> None:
+@pytest.mark.parametrize(("body", "name"), [({}, None), ({"model": None}, None), ({"model": ""}, None), ({"model": "tiny"}, "tiny")])
+def test_a_body_names_its_model_or_none(body: dict[str, object], name: str | None) -> None:
+    assert named_model(body) == name
+
+
+@pytest.mark.parametrize("value", [["tiny"], 5, False, {}])
+def test_a_model_that_is_no_text_is_refused(value: object) -> None:
     with pytest.raises(Refusal) as caught:
-        named_model(body, None)
+        named_model({"model": value})
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "model")
+
+
+LORAS = [Model("base", ()), Model("adapter", (), parent="base", served="adapter")]
+TWO = [Model("one", (), aliases=("first",)), Model("two", ())]
+
+
+@pytest.mark.parametrize(
+    ("models", "default", "globs", "expected"),
+    [
+        ([Model("one", ())], None, None, "one"),
+        (TWO, None, ("two",), "two"),
+        (TWO, "two", None, "two"),
+        (TWO, "first", None, "one"),
+        (LORAS, None, None, "base"),
+        (LORAS, None, ("adapter",), "adapter"),
+        (LORAS, "adapter", None, "adapter"),
+    ],
+)
+def test_the_model_of_a_request_that_names_none(
+    models: list[Model], default: str | None, globs: tuple[str, ...] | None, expected: str
+) -> None:
+    assert Catalog(models, {}, default).unnamed(Key("k", models=globs)).model.id == expected
+
+
+@pytest.mark.parametrize(
+    ("models", "default", "globs", "code"),
+    [
+        (TWO, None, None, "missing_required_parameter"),
+        (TWO, None, (), "missing_required_parameter"),
+        (TWO, "one", ("two",), "model_not_found"),
+        ([*LORAS, *TWO], None, ("adapter", "two"), "missing_required_parameter"),
+    ],
+)
+def test_a_request_that_names_no_model_is_refused(
+    models: list[Model], default: str | None, globs: tuple[str, ...] | None, code: str
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        Catalog(models, {}, default).unnamed(Key("k", models=globs))
     assert (caught.value.code, caught.value.param) == (code, "model")
+    assert not any(f"'{each.id}'" in caught.value.message or f"`{each.id}`" in caught.value.message for each in models)
+
+
+@pytest.mark.parametrize("body", [{"messages": []}, {"model": None, "messages": []}, {"model": "", "messages": []}])
+async def test_the_default_model_serves_a_body_without_one(body: dict[str, object]) -> None:
+    async with scripted(whole) as server:
+        models = [model(server.port, served="inside"), model(server.port, identity="other")]
+        async with serving(models, [key()], default_model="tiny") as served:
+            assert (await ask(served.port, request(body))).body == COMPLETION
+            assert server.requests[0].json["model"] == "inside"
+            assert served.relay.records[0].model == "tiny"
+
+
+async def test_the_only_model_of_a_key_serves_a_body_without_one() -> None:
+    async with scripted(whole) as server:
+        models = [model(server.port), model(server.port, identity="other", rewrite=True, served="inside")]
+        async with serving(models, [key(models=("other",))]) as served:
+            reply = await ask(served.port, request({"messages": []}))
+            assert orjson.loads(reply.body)["model"] == "other", "its ID is in the response"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/i-1/v1/chat/completions/", "/v1/chat/completions/?x=1"])
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
+    async with scripted(whole) as server, serving([model(server.port, mounts=("/i-1",))]) as served:
+        assert (await ask(served.port, request(path=path))).body == COMPLETION
+        assert server.requests[0].head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        assert served.relay.records[0].endpoint == "/v1/chat/completions"
 
 
 def test_a_card() -> None:

@@ -82,6 +82,7 @@ keys:
   - id: nobody
 teams: [{{id: blues}}]
 ledger: postgresql://u:{CANARY}@db/usage
+default_model: Qwen/Qwen4
 """
 
 EXPECTED = """\
@@ -110,6 +111,7 @@ g.yaml:28: keys[0].limits.request_per_minute: unknown key; did you mean `request
 g.yaml:29: keys[1].id: this key id is already on line 24
 g.yaml:31: keys[2].hash: is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key
 g.yaml:33: ledger: a password is not written into this file: write {env: NAME} or {file: PATH} for the whole URL
+g.yaml:34: default_model: names no model; did you mean `Qwen/Qwen3`?
 """.splitlines()
 
 

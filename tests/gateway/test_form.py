@@ -147,7 +147,19 @@ async def test_field_names_are_read_in_one_charset() -> None:
 async def test_an_instance_needs_no_model() -> None:
     async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
         assert (await ask(served.port, form(FILE, path="/i-1/1" + PATH))).body == ANSWER
-        assert server.requests[0].body == FILE + END
+        assert server.requests[0].body == FILE + MODEL + END
+
+
+@pytest.mark.parametrize("parts", [(FILE,), (part("model", b""), FILE), (FILE, part("model", b""))])
+@pytest.mark.parametrize("chunks", [0, 7, 5000])
+async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, ...], chunks: int) -> None:
+    """The server gets the name behind all other fields, where it is the one that counts."""
+    async with scripted(answers) as server:
+        models = [model(server.port, served="inside"), model(server.port, identity="other")]
+        async with serving(models, default_model="tiny") as served:
+            assert (await ask(served.port, form(*parts, chunks=chunks))).body == ANSWER
+            assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
+            assert served.relay.records[0].model == "tiny"
 
 
 async def test_a_large_file_streams_through() -> None:

@@ -14,7 +14,7 @@ from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
 from gateway.payload import MAX_CONTAINERS, MAX_DEPTH, Prepared, _without_texts, merge, parse
 from gateway.payload import prepare as prepared_by
-from gateway.policy import FORBIDDEN, NUMBERS, Policy
+from gateway.policy import FORBIDDEN, NUMBERS, REFUSED, Policy
 from gateway.routes import ROUTES, Body, Route
 from gateway.state import Key, Model
 
@@ -80,8 +80,8 @@ def test_what_is_authorised_is_what_is_dispatched(models: list[Any], extra: Any,
     catalog = Catalog([Model("tiny", (), aliases=("small",)), Model("secret", (), aliases=("hush",))], {})
     try:
         document = merge(parse(body))
-        named = named_model(document, None)
-        entry = catalog.resolve(named, Key("team", models=("tiny",)))
+        named = named_model(document)
+        entry = catalog.resolve(named or "", Key("team", models=("tiny",)))
     except Refusal:
         return
     assert entry.model.id == "tiny"
@@ -92,8 +92,7 @@ def test_what_is_authorised_is_what_is_dispatched(models: list[Any], extra: Any,
 @pytest.mark.parametrize("name", sorted(FORBIDDEN))
 @pytest.mark.parametrize("value", [0, 1, "", "x", {}, []])
 def test_a_forbidden_field_with_any_value(name: str, value: object) -> None:
-    refused = {"chat_template", "mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "use_beam_search"}
-    if name in refused:
+    if name in REFUSED:
         with pytest.raises(Refusal) as caught:
             prepare({name: value}, MODEL, COMPLETIONS)
         assert (caught.value.code, caught.value.param) == ("invalid_value", name)
@@ -101,6 +100,26 @@ def test_a_forbidden_field_with_any_value(name: str, value: object) -> None:
         assert prepare({name: value}, MODEL, COMPLETIONS).document == {}
     for harmless in (None, False):
         assert prepare({name: harmless}, MODEL, COMPLETIONS).document == {}
+
+
+@pytest.mark.parametrize("given", [{}, {"store": True}, {"store": False}, {"store": None}, {"extra_body": {"store": True}}])
+def test_responses_are_never_stored(given: dict[str, Any]) -> None:
+    """``store: true`` is OpenAI's default value. A server with its store on would keep responses that no client can get."""
+    document = prepare(merge({"input": "x", **given}), MODEL, ROUTES["/v1/responses"]).document
+    assert document == {"input": "x", "store": False}
+
+
+@pytest.mark.parametrize("field", ["defaults", "overrides"])
+def test_an_operator_may_have_responses_stored(field: str) -> None:
+    model = Model("tiny", (), **{field: {"store": True}})  # type: ignore[arg-type]
+    assert prepare({"input": "x"}, model, ROUTES["/v1/responses"]).document["store"] is True
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation", "background"])
+def test_what_needs_a_stored_response_is_refused(name: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        prepare({"input": "x", "store": True, name: True}, MODEL, ROUTES["/v1/responses"])
+    assert (caught.value.code, caught.value.param) == ("invalid_value", name)
 
 
 def test_the_operators_fields() -> None:
