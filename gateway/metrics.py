@@ -24,7 +24,6 @@ from gateway.record import GapCounts, Record
 from gateway.routes import ENDPOINTS
 from gateway.scoreboard import Board, BoardFullError, Cells
 from gateway.state import State
-from gateway.usage import Usage
 
 PREFIX = "vllm_gateway_"
 OTHER = "other"
@@ -37,6 +36,8 @@ _DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560, _INF)
 BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, _INF)
 _OVERHEAD = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, _INF)
+
+_LAG = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, _INF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,12 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "requests_total": Family("counter", "Requests by the HTTP status sent (499: the client left).", ("model", "endpoint", "code")),
+        "requests_total": Family(
+            "counter",
+            "Requests by the HTTP status sent (499: the client left) and the code of the error, empty without an error.",
+            ("model", "endpoint", "code", "error"),
+        ),
+        "key_requests_total": Family("counter", "Requests of known keys by the HTTP status sent.", ("key", "code")),
         "request_duration_seconds": Family("histogram", "From a request's head to its last byte.", ("model", "endpoint"), _DURATION),
         "time_to_first_token_seconds": Family(
             "histogram", "From a request's head to the first event of its stream.", ("model",), _FIRST_TOKEN
@@ -97,6 +103,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "gauge", "When the last good key of an entry ends; one that does not, or is revoked, has no such series.", ("key",)
         ),
         "relay_restarts_total": Family("counter", "Relay processes that ended unexpectedly and were replaced."),
+        "worker_cpu_seconds_total": Family("counter", "CPU time, user and system, of the worker's present process.", ("worker",)),
+        "worker_resident_memory_bytes": Family("gauge", "Resident memory of the worker's process.", ("worker",)),
+        "worker_open_fds": Family("gauge", "Open file descriptors of the worker's process.", ("worker",)),
+        "worker_max_fds": Family("gauge", "Most file descriptors that the worker's process may open.", ("worker",)),
+        "worker_event_loop_lag_seconds": Family("histogram", "Delay of a timer in the worker's event loop.", ("worker",), _LAG),
         "build_info": Family("gauge", "Always 1; the version is the label.", ("version",)),
     }
 )
@@ -135,8 +146,8 @@ class RelayMetrics:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._cells: dict[tuple[str, ...], Cells] = {}
-        self._outcomes: dict[tuple[str, str, int], tuple[Cells, Cells]] = {}
-        self._tokens: dict[tuple[str, str], tuple[Cells, ...]] = {}
+        self._outcomes: dict[tuple[str, str, int, str | None], tuple[Cells, Cells]] = {}
+        self._uses: dict[tuple[str, str, int], tuple[Cells, ...]] = {}
         self._in_flight: dict[str, InFlight] = {}
         self._dropped = self.cells("series_dropped_total")
         self._overhead = self.cells("overhead_seconds")
@@ -175,7 +186,7 @@ class RelayMetrics:
         self.cells("log_lines_dropped_total")
         for name in (*(model.id for model in state.models), OTHER):
             for endpoint in ENDPOINTS:
-                self.cells("requests_total", name, endpoint, "200")
+                self.cells("requests_total", name, endpoint, "200", "")
             self.cells("request_duration_seconds", name, ENDPOINTS[0])
             for family in _PER_MODEL:
                 self.cells(family, name)
@@ -192,7 +203,11 @@ class RelayMetrics:
 
     def in_flight(self, model: str) -> InFlight:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""
-        return self._in_flight.get(model) or self._in_flight.setdefault(model, InFlight(self.cells("inflight_requests", model)))
+        try:
+            return self._in_flight[model]
+        except KeyError:
+            made = self._in_flight[model] = InFlight(self.cells("inflight_requests", model))
+            return made
 
     def queued(self, model: str) -> Cells:
         return self.cells("queued_requests", model)
@@ -211,39 +226,54 @@ class RelayMetrics:
 
     def settle(self, record: Record) -> None:
         """Count one request at its end, once."""
+        # Every request comes by here: look-ups are subscripts and ``observe`` is written out, since each step is counted (test_cost.py).
         model = record.model or OTHER
-        requests, durations = self._outcomes.get((model, record.endpoint, record.status)) or self._outcome(record, model)
+        code = record.code
+        try:
+            requests, durations = self._outcomes[model, record.endpoint, record.status, code]
+        except KeyError:
+            requests, durations = self._outcome(record, model)
         requests[0] += 1
-        # ``observe`` written out: every request comes by here.
-        duration, overhead, overheads = record.duration, record.overhead, self._overhead
+        duration = record.duration
         durations[bisect_left(_DURATION, duration)] += 1
         durations[-1] += duration
+        overhead = record.overhead
+        overheads = self._overhead
         overheads[bisect_left(_OVERHEAD, overhead)] += 1
         overheads[-1] += overhead
-        if record.usage is not None and record.key is not None:
-            self._count_tokens(record.key.entry or record.key.id, model, record.usage)
+        key = record.key
+        if key is not None:
+            usage = record.usage
+            if usage is None:
+                self.cells("key_requests_total", key.entry or key.id, str(record.status))[0] += 1
+            else:
+                try:
+                    requests, prompt, completion, cached, reasoning = self._uses[key.entry or key.id, model, record.status]
+                except KeyError:
+                    requests, prompt, completion, cached, reasoning = self._use(key.entry or key.id, model, record.status)
+                requests[0] += 1
+                prompt[0] += usage.prompt
+                completion[0] += usage.completion
+                if usage.cached:
+                    cached[0] += usage.cached
+                if usage.reasoning:
+                    reasoning[0] += usage.reasoning
         if record.gaps is not None:
             self._count_stream(record, model, record.gaps)
-        if record.code is not None or record.incomplete is not None or record.failures or record.asked is not None:
+        if code is not None or record.incomplete is not None or record.failures or record.asked is not None:
             self._count_failures(record, model)
 
     def _outcome(self, record: Record, model: str) -> tuple[Cells, Cells]:
-        requests = self.cells("requests_total", model, record.endpoint, str(record.status))
+        requests = self.cells("requests_total", model, record.endpoint, str(record.status), record.code or "")
         made = (requests, self.cells("request_duration_seconds", model, record.endpoint))
-        self._outcomes[model, record.endpoint, record.status] = made
+        self._outcomes[model, record.endpoint, record.status, record.code] = made
         return made
 
-    def _count_tokens(self, key: str, model: str, usage: Usage) -> None:
-        cells = self._tokens.get((key, model))
-        if cells is None:
-            cells = self._tokens[key, model] = tuple(self.cells("tokens_total", key, model, kind) for kind in _TOKEN_TYPES)
-        prompt, completion, cached, reasoning = cells
-        prompt[0] += usage.prompt
-        completion[0] += usage.completion
-        if usage.cached:
-            cached[0] += usage.cached
-        if usage.reasoning:
-            reasoning[0] += usage.reasoning
+    def _use(self, key: str, model: str, status: int) -> tuple[Cells, ...]:
+        """The cells of a key's requests with this status, and of its tokens by ``_TOKEN_TYPES``. They exist from their first use."""
+        tokens = (self.cells("tokens_total", key, model, kind) for kind in _TOKEN_TYPES)
+        made = self._uses[key, model, status] = (self.cells("key_requests_total", key, str(status)), *tokens)
+        return made
 
     def _count_stream(self, record: Record, model: str, gaps: GapCounts) -> None:
         if record.first_token is not None:

@@ -35,7 +35,7 @@ from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
 from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken, Unknown
 from gateway.logs import LogSettings
-from gateway.metrics import RelayMetrics
+from gateway.metrics import FAMILIES, RelayMetrics, observe
 from gateway.parting import HANDSHAKE, is_awaited
 from gateway.scoreboard import Board
 from gateway.state import State
@@ -178,9 +178,11 @@ class _Process:
                     return
 
     async def _tick(self) -> None:
-        count = 0
+        count, lag = 0, self.metrics.cells("worker_event_loop_lag_seconds", str(self._number))
         while True:
+            due = monotonic() + TICK
             await asyncio.sleep(TICK)
+            observe(lag, FAMILIES["worker_event_loop_lag_seconds"].buckets, max(monotonic() - due, 0.0))
             self.relay.tick()
             for listener in self._server.servers if self._server is not None else ():
                 if isinstance(listener, Acceptor):

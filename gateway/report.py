@@ -20,6 +20,7 @@ from gateway.discovery import discovered
 from gateway.engines import Engine
 from gateway.key_list import LastUse, end, shown_keys
 from gateway.metrics import Series, summed
+from gateway.worker_processes import process_series
 from upstream.server import Condition
 
 _HEARD = 0.5  # seconds a status waits for a relay that has not heard yet of what is shown
@@ -68,6 +69,7 @@ class Report:
         ends = ((key.id, end(key)) for key in control.config.keys)
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in ends if last is not None)
         yield Series("relay_restarts_total", ()), sum(relay.restarts for relay in control.relays.statuses)
+        yield from process_series(control.relays.statuses)
         yield Series("build_info", (__version__,)), 1
 
     def _without_gone_ones(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:

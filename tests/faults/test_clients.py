@@ -45,7 +45,7 @@ def descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-SERVED = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",model="{MODEL}"}}'
+SERVED = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{MODEL}"}}'
 QUICK = soon_idle(launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0}))
 """A simulator that answers at once."""
 

@@ -32,7 +32,7 @@ def get(running: Gateway, path: str, key: str) -> httpx2.Response:
 def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, asked: str, answered: str) -> None:
     answer = running.ask(model=asked)
     assert (answer.status_code, answer.json()["model"]) == (200, answered)
-    line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",model="{answered}"}}'
+    line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{answered}"}}'
     wait_for(lambda: running.metric(line) >= 1)  # it is counted when it is over, a moment after its answer
 
 

@@ -98,8 +98,8 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
     shown = samples(board)
     for kind, tokens in (("prompt", 10), ("completion", 5), ("cached", 3), ("reasoning", 2)):
         assert value(shown, "tokens_total", key="team-a", model="tiny", type=kind) == tokens
-    assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 1
-    assert value(shown, "requests_total", model="other", endpoint="/v1/chat/completions", code="401") == 1
+    assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 1
+    assert value(shown, "requests_total", model="other", endpoint="/v1/chat/completions", code="401", error="invalid_api_key") == 1
     assert value(shown, "auth_failures_total", reason="invalid") == 1
     assert value(shown, "retries_total", model="tiny") == 1
     assert value(shown, "incomplete_total", model="tiny", reason="upstream") == 1
@@ -111,6 +111,33 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
     assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="+Inf") == 3
     assert value(shown, "time_to_first_token_seconds_count", model="tiny") == 1
     assert value(shown, "overhead_seconds_count") == 2
+
+
+def test_requests_that_fail_alike_are_told_apart_by_their_error(board: Board) -> None:
+    metrics = RelayMetrics(board)
+    for code in ("no_healthy_server", "overloaded", "overloaded"):
+        metrics.settle(record(status=503, code=code))
+    shown = samples(board)
+    labels = {"model": "tiny", "endpoint": "/v1/chat/completions", "code": "503"}
+    assert value(shown, "requests_total", **labels, error="no_healthy_server") == 1
+    assert value(shown, "requests_total", **labels, error="overloaded") == 2
+    assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 3
+
+
+def test_a_keys_requests_are_counted_by_their_status(board: Board) -> None:
+    """For a token's subject, by the entry of the configuration: a token's own words never become a label."""
+    metrics = RelayMetrics(board)
+    metrics.settle(record(usage=Usage(10, 5)))
+    metrics.settle(record())
+    metrics.settle(record(status=429, code="rate_limit_exceeded", model=None))
+    metrics.settle(record(key=Key("staff/alice", entry="staff"), usage=Usage(1, 1)))
+    metrics.settle(record(key=None, status=401, code="invalid_api_key"))
+    shown = {labels: count for (name, labels), count in samples(board).items() if name == "key_requests_total"}
+    assert {(dict(labels)["key"], dict(labels)["code"]): count for labels, count in shown.items()} == {
+        ("team-a", "200"): 2,
+        ("team-a", "429"): 1,
+        ("staff", "200"): 1,
+    }
 
 
 @settings(deadline=None)
@@ -136,7 +163,7 @@ def test_series_exist_from_the_start(board: Board) -> None:
     shown = samples(board)
     for name in ("tiny", "other"):
         assert value(shown, "inflight_requests", model=name) == 0
-        assert value(shown, "requests_total", model=name, endpoint="/v1/embeddings", code="200") == 0
+        assert value(shown, "requests_total", model=name, endpoint="/v1/embeddings", code="200", error="") == 0
         assert value(shown, "incomplete_total", model=name, reason="client") == 0
     assert value(shown, "server_inflight", model="tiny", server="tiny#0") == 0
     assert value(shown, "auth_failures_total", reason="missing") == 0
@@ -152,7 +179,7 @@ def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
         RelayMetrics(successor).settle(record())
         shown = samples(board)
         assert value(shown, "inflight_requests", model="tiny") == 0
-        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 2
+        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
         assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 2
     finally:
         successor.close()
@@ -165,8 +192,8 @@ def test_boards_are_added_up(board: Board) -> None:
         RelayMetrics(other).settle(record())
         RelayMetrics(other).settle(record(model="more"))
         shown = samples(board, other)
-        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200") == 2
-        assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200") == 1
+        assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
+        assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200", error="") == 1
         assert value(shown, "overhead_seconds_count") == 3
     finally:
         other.close()
@@ -198,11 +225,11 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
         assert tally.sum("requests_total", "tiny") == 0
         here, there = RelayMetrics(board), RelayMetrics(other)
         for metrics, code in ((here, "200"), (here, "503"), (there, "200")):
-            metrics.cells("requests_total", "tiny", "/v1/chat/completions", code)[0] += 2
+            metrics.cells("requests_total", "tiny", "/v1/chat/completions", code, "")[0] += 2
         there.cells("server_inflight", "tiny", "tiny#0")[0] = 3
         assert (tally.sum("requests_total", "tiny"), tally.sum("server_inflight", "tiny#0")) == (6, 3)
         here.cells("server_inflight", "tiny", "tiny#0")[0] = 1
-        here.cells("requests_total", "tiny", "/v1/completions", "200")[0] += 1
+        here.cells("requests_total", "tiny", "/v1/completions", "200", "")[0] += 1
         assert (tally.sum("requests_total", "tiny"), tally.sum("server_inflight", "tiny#0")) == (7, 4)
     finally:
         other.close()

@@ -45,7 +45,7 @@ def port_is_free(port: int) -> bool:
 
 def test_it_serves_counts_and_logs(running: Gateway) -> None:
     tokens = 'vllm_gateway_tokens_total{key="team-a",model="sim/one",type="prompt"}'
-    requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}'
+    requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
     before = running.metric(tokens), running.metric(requests)
     plain = running.ask()
     assert plain.status_code == 200 and plain.json()["model"] == "sim/one"
@@ -145,7 +145,7 @@ def test_a_relay_that_is_killed_is_replaced(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), relays=2)) as one:
         for _ in range(8):
             assert one.ask().status_code == 200
-        counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",model="sim/one"}'
+        counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
         wait_for(lambda: one.metric(counted) == 8)
         before, vllm = one.relays(), [each.pid for each in one.named("upstream.simulator")]
         os.kill(before[0], signal.SIGKILL)

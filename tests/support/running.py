@@ -16,7 +16,7 @@ from gateway.app import Relay
 from gateway.call import Call
 from gateway.ledger.books import Books
 from gateway.link import Health
-from gateway.metrics import RelayMetrics, Series, summed
+from gateway.metrics import RelayMetrics, summed
 from gateway.record import Record
 from gateway.relay_process import started
 from gateway.scoreboard import Board
@@ -79,8 +79,9 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def value(self, family: str, *labels: str) -> float:
-        """The first cell of a series, 0 when there is none."""
-        return summed([self.board]).get(Series(family, labels), [0.0])[0]
+        """The sum of the first cells of a family's series whose labels begin with these, 0 without any."""
+        found = summed([self.board]).items()
+        return sum(values[0] for series, values in found if series.family == family and series.labels[: len(labels)] == labels)
 
     def total(self, family: str) -> float:
         """The sum of a family's first cells."""
