@@ -1,6 +1,7 @@
 """How a command has a conversation with a running gateway: of this machine and user, or behind an admin port.
 
-Owns the options that say which one is meant. The rule: what can go wrong is one sentence for the operator, and an exit code.
+Owns the options that name a gateway elsewhere; one of this machine is named by its configuration. The rule: what can go wrong is one
+sentence for the operator, and an exit code.
 """
 
 from __future__ import annotations
@@ -18,12 +19,8 @@ from gateway.terminal import BAD_USAGE, FAILED, say_error
 if TYPE_CHECKING:
     from gateway.admin_client import AdminClient
 
-RunningConfig = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="The configuration that the gateway was started with; default: gateway.yaml here.",
-                       show_default=False)
-]  # fmt: skip
 AdminUrl = Annotated[
-    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of --config.",
+    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of a FILE.",
                              show_default=False)
 ]  # fmt: skip
 TokenFile = Annotated[
@@ -51,7 +48,7 @@ class Where(NamedTuple):
     def unreachable(self, why: str) -> str:
         if self.admin is not None:
             return f"{self.admin}: {why}"
-        hint = "" if self.config.exists() else ", and there is no such file; name it with --config"
+        hint = "" if self.config.exists() else ", and there is no such file; name it as the last argument"
         return f"no gateway of this user runs with {self.config}{hint}"
 
 

@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperCommand
 
 from gateway import __version__, keys_commands
-from gateway.asking import AdminUrl, RunningConfig, TokenFile, Where, asked
+from gateway.asking import AdminUrl, TokenFile, Where, asked
+from gateway.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.terminal import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
 
 if TYPE_CHECKING:
@@ -31,13 +32,8 @@ _HELP = """One URL and one key in front of your vLLM servers.
 
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
-_DEFAULT = Path("gateway.yaml")
 _WIDE = 200
-LedgerConfig = Annotated[
-    Path,
-    typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False),
-]
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)]
 
 
 def main() -> None:
@@ -48,7 +44,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
     try:
-        outcome = _application(of_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
+        outcome = application(with_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
         return say_error(error.format_message(), error.exit_code)
@@ -61,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
         return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
-def _application(*, of_keys: bool) -> typer.Typer:
-    """The commands; those ``of_keys``, which take their options from the configuration's settings, where they are asked for."""
+def application(*, with_keys: bool) -> typer.Typer:
+    """Build the command line. The commands below ``keys`` cost the import of the settings, so they are left out unless wanted."""
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -74,7 +70,7 @@ def _application(*, of_keys: bool) -> typer.Typer:
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
     keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
-    for name, command in keys_commands.commands().items() if of_keys else ():
+    for name, command in keys_commands.commands().items() if with_keys else ():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
     return app
@@ -100,14 +96,14 @@ def _root(
     pass
 
 
-def serve(file: ConfigFile) -> int:
-    """Run the gateway until it is told to stop."""
+def serve(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Run the gateway until SIGTERM or Ctrl-C."""
     from gateway.config import ConfigurationError
     from gateway.serve import StartError
     from gateway.serve import serve as control
 
     try:
-        return control(file)
+        return control(config_file(file, config))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except StartError as error:
@@ -127,14 +123,14 @@ def demo() -> int:
 def simulate(context: typer.Context) -> int:
     """Run a stand-in for a vLLM server.
 
-    All arguments are the simulator's: `vllm-gateway simulate --help` tells them.
+    All arguments are the simulator's: `vllm-gateway simulate --help` lists them.
     """
     from upstream.simulator import main as simulator
 
-    return simulator(context.args)
+    return simulator(context.args, f"{NAME} simulate")
 
 
-def check(file: ConfigFile) -> int:
+def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Say what is wrong with a configuration.
 
     Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
@@ -144,17 +140,18 @@ def check(file: ConfigFile) -> int:
     from gateway.config import ConfigurationError, Note, load
     from gateway.config.source import read
 
-    once = {Path(os.path.abspath(file)): read(file)}  # a pipe has its text once
-    config, found = None, _preflight(file, once)
+    checked = config_file(file, config)
+    once = {Path(os.path.abspath(checked)): read(checked)}  # a pipe has its text once
+    known, found = None, _preflight(checked, once)
     try:
-        config = load(file, instead=once)
+        known = load(checked, instead=once)
     except ConfigurationError as error:
         found += error.problems
-    for problem in _in_order(found, file):
+    for problem in _in_order(found, checked):
         print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
-    if config is None or not all(isinstance(problem, Note) for problem in found):
+    if known is None or not all(isinstance(problem, Note) for problem in found):
         return BAD_USAGE
-    typer.echo(f"{file} is fine: {_counted(config, len(found))}")
+    typer.echo(f"{checked} is fine: {_counted(known, len(found))}")
     return 0
 
 
@@ -193,7 +190,8 @@ def schema() -> int:
 
 
 def status(
-    config: RunningConfig = _DEFAULT,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what /status says, for programs.")] = False,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
@@ -210,14 +208,20 @@ def status(
         else:  # what is no terminal has no width: nothing is to be wrapped there
             show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
-    return asked(Where(config, admin, token_file), lambda gateway: shown(gateway.status()))
+    return asked(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
 
 
 def usage(
-    config: LedgerConfig = _DEFAULT,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
     by: Annotated[str, typer.Option(metavar="WHAT", help="What to see apart, of key, team, model, day, server.")] = "key,model",
-    since: Annotated[str, typer.Option(metavar="WHEN", help="From a date, a time, or so long ago: 2027-01-01, 12h.")] = "30d",
-    until: Annotated[str | None, typer.Option(metavar="WHEN", help="Up to then; default: now.", show_default=False)] = None,
+    since: Annotated[
+        str,
+        typer.Option(metavar="WHEN", help="From 2027-01-01, 2027-01, 2027-01-01T12:00, today, yesterday, this-month, or so long ago: 12h."),
+    ] = "30d",
+    until: Annotated[
+        str | None, typer.Option(metavar="WHEN", help="Up to the beginning of that, and without it; default: now.", show_default=False)
+    ] = None,
     key: Annotated[str | None, typer.Option(metavar="ID", help="Of this key alone, with its tokens' subjects.", show_default=False)] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="Of this team alone.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(metavar="ID", help="Of this model alone.", show_default=False)] = None,
@@ -245,12 +249,13 @@ def usage(
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
         question(words, datetime.now(UTC))
+        configured = config_file(file, config)
         if admin is not None or token_file is not None:
-            return asked(Where(config, admin, token_file), lambda gateway: shown(told(gateway.usage(words))))
-        settings = load(config).ledger
+            return asked(Where(configured, admin, token_file), lambda gateway: shown(told(gateway.usage(words))))
+        settings = load(configured).ledger
         if settings is None:
-            return say_error(f"{config} has no ledger", FAILED)
-        shown(ask(settings, Path(os.path.abspath(config)).parent, words))
+            return say_error(f"{configured} has no ledger", FAILED)
+        shown(ask(settings, Path(os.path.abspath(configured)).parent, words))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except QuestionError as error:
@@ -260,9 +265,7 @@ def usage(
     return 0
 
 
-def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)], config: RunningConfig = _DEFAULT
-) -> int:
+def command(model: Model, file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Print what starts a model's servers.
 
     One for each replica, for a shell, with what the gateway adds to the environment. Secrets are shown as ***, and so
@@ -272,13 +275,14 @@ def command(
     from gateway.config.problems import did_you_mean
     from gateway.shown_launch import shown_launches
 
+    configured = config_file(file, config)
     try:
-        known = load(config)
+        known = load(configured)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     found = next((each for each in known.models if each.id == model), None)
     if found is None:
-        return say_error(f"there is no model {model} in {config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+        return say_error(f"there is no model {model} in {configured}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
     if found.launch is None:
         return say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
     typer.echo("\n\n".join(shown_launches(known, model)))
@@ -289,20 +293,23 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     """A command that has something done to a model of the running gateway."""
 
     def run(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)],
-        config: RunningConfig = _DEFAULT,
+        model: Model,
+        file: ConfigArgument = None,
+        config: ConfigOption = None,
         admin: AdminUrl = None,
         token_file: TokenFile = None,
     ) -> int:
         from gateway.picture import in_a_line
 
-        return asked(Where(config, admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model))))
+        return asked(
+            Where(config_file(file, config), admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model)))
+        )
 
     run.__doc__ = about
     return run
 
 
-def drain(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
     """Have the running gateway stop, as SIGTERM does.
 
     It takes no more requests, lets those under way finish for `server.drain`, and ends.
@@ -312,16 +319,16 @@ def drain(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: 
         gateway.drain()
         typer.echo("the gateway is stopping; requests under way finish first")
 
-    return asked(Where(config, admin, token_file), ask)
+    return asked(Where(config_file(file, config), admin, token_file), ask)
 
 
-def reload(config: RunningConfig = _DEFAULT, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
     """Have the running gateway read its configuration again.
 
     Prints what has changed, or the problems. With problems the gateway goes on as before, and the exit code is 2.
     """
     read: dict[str, Any] = {}
-    code = asked(Where(config, admin, token_file), lambda gateway: read.update(gateway.reload()))
+    code = asked(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
     if code:
         return code
     for problem in read["problems"]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from gateway.asking import AdminUrl, TokenFile, Where, asked
+from gateway.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
 from gateway.terminal import BAD_USAGE, FAILED, print_problems, say_error
 
 if TYPE_CHECKING:
@@ -29,12 +30,7 @@ if TYPE_CHECKING:
     from gateway.keybook import Keybook
     from gateway.keys_import import Found
 
-_DEFAULT = Path("gateway.yaml")
 _ONCE = "This key is not stored and not shown again: keep it now."
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The configuration, e.g. gateway.yaml.", show_default=False)]
-WrittenConfig = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
-]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
 
 
@@ -47,13 +43,14 @@ def new(
         list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
     ] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+    config: ConfigOption = None,
     **limits: float | None,
 ) -> int:
     """Make a key.
 
-    Prints it once, and what to write below `keys:` in the configuration; with --write or --config that is written.
+    Prints it once, and what to write below `keys:` in the configuration. With --write or a FILE, it writes that itself.
     """
     from gateway import keys
     from gateway.yaml_edit import stanza
@@ -65,19 +62,21 @@ def new(
         return say_error(f"--{wrong}", BAD_USAGE)
     if _principal(entry).expired(datetime.now(UTC)):
         return say_error("--expires: that is in the past, so the key would never be good", BAD_USAGE)
+    written = named_config(file, config)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
-    if not write and config is None:
+    if not write and written is None:
         typer.echo(f"{key}\n\n{stanza(entry, 2)}")
         typer.echo(_ONCE, err=True)
         return 0
-    return _written(lambda: _show_new(key, f"{id} is in {_keybook(config or _DEFAULT).add([entry])}"))
+    return _written(lambda: _show_new(key, f"{id} is in {_keybook(written or DEFAULT).add([entry])}"))
 
 
 def rotate(
     id: Identity,
+    file: ConfigArgument = None,
     overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay good, e.g. 12h; 0s: not at all.")] = "7d",
-    config: WrittenConfig = _DEFAULT,
+    config: ConfigOption = None,
 ) -> int:
     """Replace a key: make a new one, and let the former ones end after a while.
 
@@ -94,10 +93,10 @@ def rotate(
         return say_error(f"--overlap: {error}", BAD_USAGE)
     except OverflowError:
         return say_error("--overlap: that is beyond the year 9999", BAD_USAGE)
-    key = keys.mint(id)
+    key, configured = keys.mint(id), config_file(file, config)
 
     def act() -> None:
-        book = _keybook(config)
+        book = _keybook(configured)
         entry = _principal(book.entry(id).value)
         if entry.revoked or entry.expired(now):
             raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
@@ -111,14 +110,15 @@ def rotate(
     return _written(act)
 
 
-def revoke(id: Identity, config: WrittenConfig = _DEFAULT) -> int:
+def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Have all keys of an entry refused.
 
     The entry stays, with `revoked: true`: so that its keys are refused even where requests with no key are served.
     """
+    configured = config_file(file, config)
 
     def act() -> None:
-        book = _keybook(config)
+        book = _keybook(configured)
         entry = book.entry(id).value
         if entry.get("anonymous") is True:
             raise _refusal(f"{id} is for requests that bring no key; take it out of the file to refuse them")
@@ -131,7 +131,8 @@ def revoke(id: Identity, config: WrittenConfig = _DEFAULT) -> int:
 
 
 def show(
-    config: WrittenConfig = _DEFAULT,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
@@ -143,13 +144,14 @@ def show(
     from gateway.config import ConfigurationError, load
     from gateway.key_list import shown_keys
 
+    configured = config_file(file, config)
     if admin is not None or token_file is not None:
-        return asked(Where(config, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
+        return asked(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
     try:
-        known = load(config)
+        known = load(configured)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
-    _print_listed(shown_keys(known, _last_use(known, config), datetime.now(UTC)), as_json)
+    _print_listed(shown_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
     return 0
 
 
@@ -174,9 +176,10 @@ def _last_use(known: Config, file: Path) -> LastUse:
 
 
 def take_over(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.",
-                                         show_default=False)],
-    config: WrittenConfig = _DEFAULT,
+    source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.",
+                                           show_default=False)],
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
 ) -> int:  # fmt: skip
     """Add the keys of another gateway to the configuration, as hashes.
 
@@ -185,22 +188,23 @@ def take_over(
     from gateway import keys_import
     from gateway.config.source import reason
 
+    configured = config_file(file, config)
     try:
-        found = keys_import.found(file.read_bytes().decode("utf-8-sig"))
+        found = keys_import.found(source.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
-        return say_error(f"{file} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
+        return say_error(f"{source} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
     except keys_import.BadLineError as error:
-        return say_error(f"{file}: {error}", FAILED)
+        return say_error(f"{source}: {error}", FAILED)
 
     def act() -> None:
-        book = _keybook(config)
+        book = _keybook(configured)
         try:
             listed = keys_import.sorted_out(keys_import.in_teams(found, book.teams), book.hashes, book.ids)
         except keys_import.BadLineError as error:
-            raise _refusal(f"{file}: {error}") from error
-        place = _add_all(book, listed.fresh, file) if listed.fresh else config
+            raise _refusal(f"{source}: {error}") from error
+        place = _add_all(book, listed.fresh, source) if listed.fresh else configured
         for words in (*listed.again, *(f"{one.place}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
-            say_error(f"{file}: {words}", 0)
+            say_error(f"{source}: {words}", 0)
         also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
         typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
 
@@ -235,23 +239,24 @@ def hash_of_key() -> int:
     return 0
 
 
-def verify(file: ConfigFile) -> int:
+def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Read a key from stdin and say whose it is.
 
-    Exits with 1 when the configuration FILE does not know it, or it has expired.
+    Exits with 1 when the configuration does not know it, or it has expired.
     """
     from gateway import keys
     from gateway.config import ConfigurationError, load
 
+    configured = config_file(file, config)
     try:
-        config = load(file)
+        known = load(configured)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     token = _read_key()
-    found = _holder(config, keys.hash_of(token))
+    found = _holder(known, keys.hash_of(token))
     if found is None:
         mistyped = keys.in_our_form(token) and not keys.well_formed(token)
-        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {file}", FAILED)
+        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {configured}", FAILED)
     key, end = found
     if key.revoked:
         return say_error(f"{key.id}: revoked", FAILED)
@@ -358,15 +363,15 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", "state", "models", "expires", "last used", "hashes", "limits"):
+    for title in ("id", "team", "state", "models", "expires", "last used", "hashes", "limits"):
         table.add_column(title, overflow="fold")
     for one in listed:
         ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
         limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
         hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{ends}"
-        cells = (one["id"], ", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
-        id, *others = map(Text, cells)
-        table.add_row(id, Text(one["state"], _COLOURS.get(one["state"], "")), *others)
+        state = Text(one["state"], _COLOURS.get(one["state"], ""))
+        cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
+        table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 

@@ -6,19 +6,21 @@ What they show is run and read by the tests in tests/documents.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from gateway import __version__
+from gateway.cli import application
 from gateway.errors import ROWS, Refusal, anthropic_error
 from gateway.metrics import FAMILIES, PREFIX
 from gateway.routes import ROUTES
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
 
-BIN = Path(sys.executable).parent
 _TABLE_ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 
 
@@ -73,16 +75,33 @@ def test_the_changelog_knows_this_version() -> None:
 
 def written_commands(word: str) -> set[str]:
     """What stands behind a command's name in the blocks for a shell and between backticks."""
-    texts = [block.text for block in blocks("sh", "bash")] + [code for page in PAGES for code in re.findall(r"`([^`\n]+)`", prose(page))]
-    return {found.strip() for text in texts for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)}
+    return {found.strip() for text in shown_texts() for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)}
 
 
-@pytest.mark.parametrize("command", sorted(written_commands("vllm-gateway")))
-def test_a_shown_command_exists(command: str) -> None:
-    words = command.split()
-    group = words[:2] if words[0] == "keys" else words[:1]
-    done = subprocess.run([BIN / "vllm-gateway", *group, "--help"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+def shown_texts() -> list[str]:
+    """The blocks for a shell, and what is between backticks."""
+    return [block.text for block in blocks("sh", "bash")] + [code for page in PAGES for code in re.findall(r"`([^`\n]+)`", prose(page))]
+
+
+def command_lines() -> set[str]:
+    """Every ``vllm-gateway`` with its arguments, up to what the shell makes of the rest: a pipe, a redirection, a comment."""
+    lines = (line for text in shown_texts() for line in text.replace("\\\n", " ").splitlines())
+    found = (re.findall(r"(?:^|[$;&|(]\s*|\b(?:exec|sudo|gateway) )vllm-gateway( [a-z][^#|<>;&)\u2026]*)", line) for line in lines)
+    return {command.strip() for commands in found for command in commands}
+
+
+@pytest.mark.parametrize("line", sorted(command_lines()))
+def test_a_shown_command_line_is_one(line: str) -> None:
+    """Its command exists, and takes the options and arguments that are shown. What it does is not run here."""
+    words, command = shlex.split(line), get_command(application(with_keys=True))
+    context = typer.Context(command)
+    while words and isinstance(command, TyperGroup):
+        found = command.get_command(context, words[0])
+        assert found is not None, f"there is no command {words[0]}"
+        command, words = found, words[1:]
+    required = [each for each in command.params if each.required]
+    if words or not required:  # a command that is only mentioned is shown without its arguments
+        command.make_context(line, words)
 
 
 def test_shown_targets_of_make_exist() -> None:

@@ -27,6 +27,7 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
+_MONTH = re.compile(r"\d{4}-\d{2}")
 _NANO = 1_000_000_000
 _HALF = 2**32
 
@@ -110,15 +111,21 @@ def question(words: Mapping[str, str], now: datetime) -> Question:
 
 
 def _instant(text: str, now: datetime) -> datetime:
-    """A date, a time, or so long ago; in UTC."""
+    """Return the time that a text names, in UTC: a date, a month, a time, a day by its name, or so long before ``now``."""
+    now = now.astimezone(UTC)
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    named = {"today": midnight, "yesterday": midnight - timedelta(days=1), "this-month": midnight.replace(day=1)}
     try:
+        if text in named:
+            return named[text]
         if _DURATION.fullmatch(text):
             return now - timedelta(seconds=parse_duration(text))
-        made = datetime.fromisoformat(text)
+        made = datetime.fromisoformat(f"{text}-01" if _MONTH.fullmatch(text) else text)
         return made.astimezone(UTC) if made.tzinfo else made.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         raise QuestionError(
-            f"{text} is no date such as 2027-01-01, no time such as 2027-01-01T12:00:00Z and no duration such as 7d"
+            f"{text} is no date such as 2027-01-01, no month such as 2027-01, no time such as 2027-01-01T12:00:00Z, "
+            f"no duration such as 7d, and none of {', '.join(named)}"
         ) from None
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 
 from rich.bar import Bar
 from rich.console import Console
@@ -15,6 +17,7 @@ from rich.text import Text
 from gateway.ledger.queries import Answer, Sum
 
 _BAR = 24  # columns
+_DECIMALS = (2, 9)
 _MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cost")
 
 
@@ -27,8 +30,13 @@ def as_csv(answer: Answer, console: Console) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*answer.question.by, *_MEASURES])
-    writer.writerows([*each.group, *(getattr(each, name) for name in _MEASURES)] for each in answer.sums)
+    writer.writerows([*each.group, *(_plain(getattr(each, name)) for name in _MEASURES)] for each in answer.sums)
     console.file.write(text.getvalue())
+
+
+def _plain(number: float | None) -> str | float | None:
+    """Write a number without an exponent: not every program that reads CSV knows ``3.4e-05``."""
+    return f"{Decimal(repr(number)):f}" if isinstance(number, float) else number
 
 
 def as_table(answer: Answer, console: Console) -> None:
@@ -38,26 +46,37 @@ def as_table(answer: Answer, console: Console) -> None:
     if not answer.sums:
         console.print("nothing")
         return
-    priced = any(each.cost is not None for each in answer.sums)
+    costs = [each.cost for each in answer.sums if each.cost is not None]
+    decimals = cost_decimals(costs)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in question.by:
         table.add_column(name, overflow="fold")
-    for name in ("requests", "incomplete", "prompt", "cached", "completion", "reasoning", *(("cost",) if priced else ())):
+    for name in ("requests", "incomplete", "prompt", "cached", "completion", "reasoning", *(("cost",) if costs else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
     largest = max(map(_tokens, answer.sums)) or 1
     for each in answer.sums:
-        table.add_row(*(Text(part or "-") for part in each.group), *_numbers(each, priced), Bar(largest, 0, _tokens(each), width=_BAR))
+        numbers = [*_numbers(each), *([_cost(each, decimals)] if costs else [])]
+        table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
     console.print(table)
     if any(each.estimated for each in answer.sums):
         console.print("~ some of the completion tokens are estimated: those of streams that broke off", style="dim")
 
 
-def _numbers(each: Sum, priced: bool) -> list[str]:
+def _numbers(each: Sum) -> list[str]:
     mark = "~" if each.estimated else ""
     shown = [f"{each.requests:,}", f"{each.incomplete:,}", f"{each.prompt_tokens:,}", f"{each.cached_tokens:,}"]
-    shown += [f"{mark}{each.completion_tokens:,}", f"{each.reasoning_tokens:,}"]
-    return [*shown, *(["-" if each.cost is None else f"{mark}{each.cost:,.4f}"] if priced else [])]
+    return [*shown, f"{mark}{each.completion_tokens:,}", f"{each.reasoning_tokens:,}"]
+
+
+def _cost(each: Sum, decimals: int) -> str:
+    return "-" if each.cost is None else f"{'~' if each.estimated else ''}{each.cost:,.{decimals}f}"
+
+
+def cost_decimals(costs: Iterable[float]) -> int:
+    """How many decimals a column of costs needs so that the smallest shows two digits: 2 to 9, as the ledger counts billionths."""
+    smallest = min((cost for cost in costs if cost > 0), default=1.0)
+    return min(max(_DECIMALS[0], 1 - math.floor(math.log10(smallest))), _DECIMALS[1])
 
 
 def _tokens(each: Sum) -> int:

@@ -7,13 +7,17 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from gateway import __version__
+from gateway.cli import application
 from gateway.config import load
 from gateway.keys import hash_of, mint, well_formed
 
@@ -66,6 +70,13 @@ def test_check_of_a_good_file(folder: Path) -> None:
     )
 
 
+def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> None:
+    assert gateway("check", folder=folder) == Ran(2, "gateway.yaml: cannot be read: No such file or directory\n", "")
+    (folder / "good.yaml").rename(folder / "gateway.yaml")
+    assert gateway("check", folder=folder).out.endswith("gateway.yaml is fine: 1 model, 2 keys, 1 note\n")
+    assert gateway("keys", "verify", folder=folder, stdin=KEY) == Ran(0, "team-a: valid, for Qwen/*\n", "")
+
+
 def test_check_of_what_another_command_writes(folder: Path) -> None:
     text = (folder / "good.yaml").read_text()
     told = "/dev/stdin:5: keys[1].expires: has ended: no key of this entry is taken any more\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
@@ -105,7 +116,7 @@ def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
     ("arguments", "said"),
     [
         (["chekc"], "vllm-gateway: No such command 'chekc'."),
-        (["check"], "vllm-gateway: Missing argument 'FILE'."),
+        (["restart"], "vllm-gateway: Missing argument 'MODEL'."),
         (["check", "--fast", "x"], "vllm-gateway: No such option: --fast"),
         (["keys", "new"], "vllm-gateway: Missing option '--id'."),
         (["keys", "new", "--id", "a b"], "vllm-gateway: --id: must not hold spaces or control characters"),
@@ -175,9 +186,55 @@ def test_help_is_for_newcomers() -> None:
 
 
 def test_the_simulator_gets_its_arguments_untouched() -> None:
-    for arguments in (["--help"], ["--no-such-option", "--", "x", "-y"]):
-        direct = subprocess.run([sys.executable, "-m", "upstream.simulator", *arguments], capture_output=True, text=True, timeout=60)
-        assert gateway("simulate", *arguments) == Ran(direct.returncode, direct.stdout, direct.stderr)
+    arguments = ["--no-such-option", "--", "x", "-y"]
+    direct = subprocess.run([sys.executable, "-m", "upstream.simulator", *arguments], capture_output=True, text=True, timeout=60)
+    assert gateway("simulate", *arguments) == Ran(direct.returncode, direct.stdout, direct.stderr)
+
+
+def test_the_simulators_help_names_the_command_that_was_typed() -> None:
+    ran = gateway("simulate", "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("usage: vllm-gateway simulate [MODEL] [flags]\n")
+
+
+def tree(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of a command line, with the words that name it."""
+    for name, below in command.commands.items():
+        yield (*words, name), below
+        if hasattr(below, "commands"):
+            yield from tree(below, *words, name)
+
+
+COMMANDS = dict(tree(get_command(application(with_keys=True))))
+CONFIGURED = {words: one for words, one in COMMANDS.items() if any("--config" in each.opts for each in one.params)}
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("simulate",)], ids=" ".join)
+def test_every_command_has_help(words: tuple[str, ...]) -> None:
+    ran = gateway(*words, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"Usage: vllm-gateway {' '.join(words)} ")
+
+
+def test_every_command_takes_its_configuration_in_the_same_way() -> None:
+    without = {("schema",), ("demo",), ("simulate",), ("keys",), ("keys", "hash")}
+    assert COMMANDS.keys() - CONFIGURED.keys() == without
+    for words, command in CONFIGURED.items():
+        *_, last = (each for each in command.params if each.param_type_name == "argument")
+        assert (last.name, last.metavar, last.required, last.nargs) == ("file", "FILE", False, 1), words
+
+
+@pytest.mark.parametrize("words", CONFIGURED, ids=" ".join)
+def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path, words: tuple[str, ...]) -> None:
+    arguments = [each for each in CONFIGURED[words].params if each.param_type_name == "argument" and each.required]
+    (tmp_path / "keys.txt").write_text("sk-0123456789abcdef\n")
+    line = [*words, *("keys.txt" if each.metavar == "KEYS" else "x" for each in arguments), *(["--id", "x"] if words[-1] == "new" else [])]
+    by_argument = gateway(*line, "absent.yaml", folder=tmp_path, stdin="x")
+    by_option = gateway(*line, "--config", "absent.yaml", folder=tmp_path, stdin="x")
+    assert by_argument == by_option
+    assert by_argument.code in (1, 2) and "absent.yaml" in by_argument.err + by_argument.out
+    twice = gateway(*line, "one.yaml", "--config", "two.yaml", folder=tmp_path, stdin="x")
+    assert twice == Ran(2, "", "vllm-gateway: the configuration is given twice: one.yaml and --config two.yaml\n")
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

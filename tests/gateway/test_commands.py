@@ -123,7 +123,7 @@ def test_where_no_gateway_runs_it_says_so(tmp_path: Path) -> None:
         done = subprocess.run([program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
-    missing = "vllm-gateway: no gateway of this user runs with gateway.yaml, and there is no such file; name it with --config\n"
+    missing = "vllm-gateway: no gateway of this user runs with gateway.yaml, and there is no such file; name it as the last argument\n"
     assert said("status") == (1, "", missing)
     (tmp_path / "other.yaml").touch()
     assert said("stop", "x", "--config", "other.yaml") == (1, "", "vllm-gateway: no gateway of this user runs with other.yaml\n")

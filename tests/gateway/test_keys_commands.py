@@ -248,11 +248,11 @@ def test_a_secret_that_is_out_of_reach_here_is_no_reason_to_refuse(folder: Path)
 
 def test_the_list(folder: Path) -> None:
     soon, (end, *_) = (datetime.now(UTC) + timedelta(days=3)).strftime("%Y-%m-%dT%H:%M:%SZ"), ("2020-01-01T00:00:00Z",)
-    more = f"""  - {{id: ending, hash: [{{hash: {hash_of("x")}, expires: {soon}}}], limits: {{requests_per_minute: 5}}}}
+    more = f"""  - {{id: ending, hash: [{{hash: {hash_of("x")}, expires: {soon}}}], limits: {{requests_per_minute: 5}}, team: research}}
   - {{id: ended, hash: {hash_of("y")}, expires: {end}}}
   - {{id: gone, hash: {hash_of("z")}, revoked: true}}
 """
-    text = FILE.replace("\n# where", more + "\n# where")
+    text = FILE.replace("\n# where", more + "teams: [{id: research}]\n\n# where")
     (folder / "gateway.yaml").write_text(text)
     ran = gateway("keys", "list", "--json", folder=folder)
     listed: dict[str, dict[str, Any]] = {one["id"]: one for one in json.loads(ran.out)}
@@ -260,12 +260,13 @@ def test_the_list(folder: Path) -> None:
         "team-a": "valid", "two": "valid", "anonymous": "no key", "ending": "ends soon", "ended": "expired", "gone": "revoked",
     }  # fmt: skip
     assert listed["ending"] == {
-        "id": "ending", "state": "ends soon", "team": None, "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
+        "id": "ending", "state": "ends soon", "team": "research", "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
         "tokens": False, "limits": {"requests_per_minute": 5}, "last_used": None,
     }  # fmt: skip
     plain = gateway("keys", "list", folder=folder)
     assert plain.code == 0 and "sha256" not in plain.out and "requests_per_minute 5" in plain.out
-    assert [line.split()[0] for line in plain.out.splitlines()[1:]] == list(listed)
+    assert plain.out.split()[:4] == ["id", "team", "state", "models"]
+    assert [line.split()[:2] for line in plain.out.splitlines()[1:]] == [[name, one["team"] or "-"] for name, one in listed.items()]
 
 
 def litellm(token: str, **more: Any) -> dict[str, Any]:

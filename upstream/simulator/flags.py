@@ -82,13 +82,13 @@ class Settings:
     behaviour: Behaviour
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Read the arguments after ``vllm serve``.
+def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm serve") -> Settings:
+    """Read the arguments after ``vllm serve``. ``command`` is what ``--help`` calls the program; errors are vLLM's own.
 
     Raises SystemExit(2) as argparse does for a flag that does not exist, and BadArguments where vLLM parses
     the flags and then refuses them.
     """
-    given = _parser().parse_args(_normalised(_with_config_file(argv)))
+    given = _parser(command).parse_args(_normalised(_with_config_file(argv)))
     _check_parsers(given)
     model = given.model_tag or given.model or DEFAULT_MODEL
     keys = tuple(given.api_key or ([environ["VLLM_API_KEY"]] if environ.get("VLLM_API_KEY") else []))
@@ -126,11 +126,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="vllm serve", allow_abbrev=False, description="A stand-in for `vllm serve`.", usage="%(prog)s [model_tag] [flags]"
+def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
+    parser = _Parser(prog="vllm serve", allow_abbrev=False, description="A stand-in for `vllm serve`.", usage=f"{command} [MODEL] [flags]")
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the model's name; it is served under it unless --served-model-name says otherwise"
     )
-    parser.add_argument("model_tag", nargs="?", help="the model's name; it is served under it unless --served-model-name says otherwise")
     accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
     for names, options in _VLLM_FORMS:
         for name in sorted(names):

@@ -24,13 +24,13 @@ from upstream.simulator.app import Simulator
 from upstream.simulator.flags import BadArguments, Settings, parse
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the simulator with the arguments of ``vllm serve``; the exit status is vLLM's.
+def main(argv: Sequence[str], command: str = "python -m upstream.simulator") -> int:
+    """Run the simulator with the arguments of ``vllm serve``; the exit status is vLLM's. ``command`` is what ``--help`` calls it.
 
     Raises SystemExit(2) for arguments that do not parse, and SystemExit(0) for ``--help``.
     """
     try:
-        settings = parse(argv, os.environ)
+        settings = parse(argv, os.environ, command)
         listener = _bound(settings)
     except (BadArguments, OSError) as error:
         print(error, file=sys.stderr)

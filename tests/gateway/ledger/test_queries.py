@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gateway.cli import run
 from gateway.ledger.errors import QuestionError
-from gateway.ledger.queries import Answer, answer, question
+from gateway.ledger.queries import Answer, Sum, answer, question
 from gateway.ledger.row import LOST
 from gateway.ledger.shown import FORMATS
 from gateway.ledger.store import Store, database
@@ -117,11 +117,30 @@ def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "since"),
+    [
+        ("2026-11", "2026-11-01T00:00:00+00:00"),
+        ("2026-11-03", "2026-11-03T00:00:00+00:00"),
+        ("this-month", "2027-01-01T00:00:00+00:00"),
+        ("today", "2027-01-15T00:00:00+00:00"),
+        ("yesterday", "2027-01-14T00:00:00+00:00"),
+        ("12h", "2027-01-14T20:00:00.500000+00:00"),
+    ],
+)
+def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) -> None:
+    assert question({"since": text}, NOW).since.isoformat() == since
+    assert question({"since": "2026-01", "until": text}, NOW).until.isoformat() == since
+    elsewhere = NOW.astimezone(timezone(timedelta(hours=-11)))
+    assert question({"since": text}, elsewhere).since.isoformat() == since, "days and months are those of UTC"
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ({"by": "colour"}, "not shown by colour: choose of key, team, model, day, server"),
         ({"by": ""}, "by nothing"),
-        ({"since": "yesterday"}, "yesterday is no date"),
+        ({"since": "tomorrow"}, "tomorrow is no date .* and none of today, yesterday, this-month"),
+        ({"since": "2027-13"}, "2027-13 is no date"),
         ({"since": "99999999999d"}, "99999999999d is no date"),
         ({"since": "0001-01-01T00:00:00+14:00"}, "is no date such as"),
         ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it begins"),
@@ -164,6 +183,24 @@ def test_programs_get_csv_and_json(store: Store) -> None:
     assert (first["key"], first["model"], first["prompt_tokens"], first["cost"]) == ("team-a", "big", 1000, None)
     assert {name: str(value) if value is not None else "" for name, value in first.items()} == lines[0]
     assert document["by"] == ["key", "model"] and document["until"] == "2027-01-16T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("costs", "table", "listed"),
+    [
+        ([0.000034], ["0.000034"], ["0.000034"]),
+        ([1234.5, 0.00004, 0.0], ["1,234.500000", "0.000040", "0.000000"], ["1234.5", "0.00004", "0.0"]),
+        ([12.0, 0.25], ["12.00", "0.25"], ["12.0", "0.25"]),
+        ([1e-9], ["0.000000001"], ["0.000000001"]),
+        ([3e22], ["30,000,000,000,000,000,000,000.00"], ["30000000000000000000000"]),
+        ([0.0], ["0.00"], ["0.0"]),
+    ],
+)
+def test_a_cost_is_written_in_plain_decimals(costs: list[float], table: list[str], listed: list[str]) -> None:
+    sums = [Sum((f"key-{number}",), 1, 0, 0, 1, 1, 0, 0, cost) for number, cost in enumerate(costs)]
+    made = Answer(question({"by": "key"}, NOW), sums)
+    assert [line.split()[7] for line in shown(made, "table").splitlines()[2:]] == table
+    assert [line["cost"] for line in csv.DictReader(io.StringIO(shown(made, "csv")))] == listed
 
 
 @pytest.fixture
