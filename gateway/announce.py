@@ -1,14 +1,17 @@
-"""What the operator reads on the terminal: the summary at the start, servers coming up, and the end.
+"""What the operator reads on the terminal: the summary at the start, servers that come up or fail, and the end.
 
-On a terminal in colour, elsewhere as plain lines, and as lines of the log where that is for programs. It goes to standard error:
-standard output is the access log's.
+On a terminal in colour, elsewhere as plain lines, and as lines of the log where that is for programs. Each message begins with its time
+and level, as the lines of the log do; the summary alone is a table. It goes to standard error: standard output is the access log's. The
+rule: what is known already is not repeated, so a server that fails again and again for the same cause adds one line each time.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,8 +26,9 @@ from upstream.health import Probe
 from upstream.launcher import Snapshot
 from upstream.launcher import State as Stage
 from upstream.launcher.schedule import Action, Do
+from upstream.vllm_failures import Cause
 
-_LEVELS = (("[red]", logging.ERROR), ("[yellow]", logging.WARNING))
+_STYLES: Mapping[int, str] = MappingProxyType({logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"})
 _log = logging.getLogger("vllm_gateway.control")
 _DONE = {
     Do.START: "is started",
@@ -43,13 +47,16 @@ class Announcer:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
+        self._failures: dict[str, Cause | None] = {}
+        """By server, the cause that was reported last, until the server is up again."""
 
     def summary(self, config: Config, data: socket.socket, admin: socket.socket) -> None:
         """Models, servers, addresses, and where metrics are."""
         self._show(config)
         scheme = "https" if config.server.tls else "http"
-        self._say(f"requests  [bold]{scheme}://{_place(data)}/v1[/bold]  ({len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'})")
-        self._say(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
+        keys = f"{len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'}"
+        self._show_line(f"requests  [bold]{scheme}://{_place(data)}/v1[/bold]  ({keys})")
+        self._show_line(f"metrics   http://{_place(admin)}/metrics  (also /status /readyz /livez)")
 
     def _show(self, config: Config) -> None:
         if logs.for_programs():
@@ -73,18 +80,43 @@ class Announcer:
         if not total:
             self._say("[green]ready[/green]: models start when they are asked for")
             return
-        self._say(f"[green]ready[/green]: {up} of {total} servers up" if up else f"[red]no server is up[/red] (of {total})")
+        if up:
+            self._say(f"[green]ready[/green]: {up} of {total} servers up")
+        else:
+            self._say(f"[red]no server is up[/red] (of {total})", logging.ERROR)
 
     def launched(self, snapshot: Snapshot) -> None:
         """A launched server has changed its state."""
         if snapshot.state is Stage.READY:
+            self._failures.pop(snapshot.name, None)
             self._say(f"{escape(snapshot.name)} is up")
+        elif snapshot.state is Stage.STOPPED:
+            self._failures.pop(snapshot.name, None)
         elif snapshot.state in (Stage.CRASHED, Stage.FAILED):
-            self._say(f"[red]{escape(snapshot.reason)}[/red]")
+            self._failed(snapshot)
+
+    def _failed(self, snapshot: Snapshot) -> None:
+        """A failure: the root cause and what to change; the end of the log only where the cause is not known."""
+        cause = snapshot.cause
+        repeated = snapshot.name in self._failures and self._failures[snapshot.name] == cause
+        self._failures[snapshot.name] = cause
+        more = []
+        if not repeated and cause is not None:
+            more.append(f"Hint: {cause.hint}")
+        if not repeated and not (cause and cause.summary) and snapshot.tail:
+            more += [f"The last lines of {snapshot.log}:", *(f"| {line}" for line in snapshot.tail.splitlines())]
+        self._say(
+            "\n  ".join([f"[red]{escape(snapshot.reason)}[/red]", *map(escape, more)]),
+            logging.ERROR,
+            {"server": snapshot.name, "cause": cause.code if cause else None},
+        )
 
     def probed(self, probe: Probe) -> None:
         """A server's health has changed."""
-        self._say(f"{escape(probe.name)} is {'up' if probe.up else 'down: ' + escape(probe.reason)}")
+        if probe.up:
+            self._say(f"{escape(probe.name)} is up")
+        else:
+            self._say(f"{escape(probe.name)} is down: {escape(probe.reason)}", logging.WARNING)
 
     def found(self, change: Change) -> None:
         """Servers have come or gone."""
@@ -98,15 +130,15 @@ class Announcer:
     def reloaded(self, reading: Reading) -> None:
         """The files of the configuration have been read again."""
         if not reading.successful:
-            self._say("[red]the configuration cannot be used, and the one before stays:[/red]")
+            self._say("[red]the configuration cannot be used, and the one before stays:[/red]", logging.ERROR)
             for problem in reading.problems:
-                self._say(f"[red]{escape(problem)}[/red]")
+                self._say(f"[red]{escape(problem)}[/red]", logging.ERROR)
             return
         self._say(f"the configuration was read again{'' if reading.changes else ', and nothing has changed'}")
         for change in reading.changes:
             self._say(f"  {escape(change)}")
         for wait in reading.waiting:
-            self._say(f"[yellow]  {escape(wait)}[/yellow]")
+            self._say(f"[yellow]  {escape(wait)}[/yellow]", logging.WARNING)
 
     def lingering(self, seconds: float) -> None:
         """The word to stop has come, and requests are served on for a while."""
@@ -116,11 +148,26 @@ class Announcer:
         """The word to stop has come."""
         self._say(f"stopping: requests have {drain:g} s to finish (once more to stop at once)")
 
-    def _say(self, text: str) -> None:
+    def stopped(self) -> None:
+        """The gateway has stopped, and nothing of it is left."""
+        self._say("stopped")
+
+    def _say(self, text: str, level: int = logging.INFO, about: Mapping[str, str | None] = MappingProxyType({})) -> None:
+        """Write a message with its time and level. ``text`` has rich's markup; ``about``: members of the log line for programs."""
         if logs.for_programs():
-            level = next((level for colour, level in _LEVELS if colour in text), logging.INFO)
-            _log.log(level, " ".join(Text.from_markup(text).plain.split()))
-            return
+            _log.log(level, " ".join(Text.from_markup(text).plain.split()), extra=dict(about))
+        else:
+            name = logging.getLevelName(level)
+            self._print(f"[dim]{logs.timestamp(time.time())}[/dim] [{_STYLES[level]}]{name}[/] [dim]control:[/dim] {text}")
+
+    def _show_line(self, text: str) -> None:
+        """Write a line of the summary."""
+        if logs.for_programs():
+            _log.info(" ".join(Text.from_markup(text).plain.split()))
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         try:
             self._console.print(text, soft_wrap=True)
         except OSError:

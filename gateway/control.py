@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
@@ -79,6 +80,8 @@ class Control:
         self.generation = 0  # of what relays were told last
         self._news = False  # the relays are about to be told of probes
         self.launches: dict[tuple[str, str], int] = {}
+        self.launch_failures: Counter[tuple[str, str]] = Counter()
+        """By model and by the code of the cause."""
         self._expect_launches()
         self._stages: dict[str, Stage] = {}
         self._conditions: Mapping[str, Condition] = {}
@@ -255,6 +258,8 @@ class Control:
             return
         if before is Stage.STARTING:
             self._count_launch(snapshot)
+        if snapshot.state in (Stage.FAILED, Stage.CRASHED) and snapshot.cause is not None:
+            self.launch_failures[plan.launched_model(snapshot.name), snapshot.cause.code] += 1
         self.announcer.launched(snapshot)
         if self.generation and not self._draining:
             self.configure()
@@ -268,7 +273,10 @@ class Control:
 
     def probed(self, probe: Probe) -> None:
         """The prober tells of a change."""
-        if not (probe.up and probe.name in self._stages):  # of a launched one the launcher has told
+        stage = self._stages.get(probe.name)
+        if stage not in (None, Stage.READY):
+            return  # it has ended, or is being stopped: the launcher reports it
+        if not (probe.up and stage is Stage.READY):  # the launcher has reported that it is up
             self.announcer.probed(probe)
         if not self._news:  # one look may tell of a thousand models
             self._news = True

@@ -25,7 +25,7 @@ WINDOW = 5.0
 """Seconds."""
 _KINDS = 1000  # what is remembered; ours are few, a library may make up many
 _CHAIN = 5  # errors behind an error that are shown
-_MEMBERS = ("request_id", "model", "server")
+_MEMBERS = ("request_id", "model", "server", "cause")
 
 PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -125,14 +125,14 @@ class Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """``WARNING control: words``, with the trace below."""
+    """``2027-01-01T12:00:00.000Z WARNING control: words``, with the trace below."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{self._process}: {record.levelname} {record.getMessage()}"
+        line = f"{timestamp(record.created)} {record.levelname} {self._process}: {record.getMessage()}"
         return "\n".join([line, *_trace(record)])
 
 
@@ -145,7 +145,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": timestamp(record.created),
             "level": record.levelname.lower(),
             "process": self._process,
             "part": part_of(record.name),
@@ -155,6 +155,11 @@ class JsonFormatter(logging.Formatter):
         if trace := list(_trace(record)):
             line["trace"] = "\n".join(trace)
         return json.dumps(line, ensure_ascii=False)
+
+
+def timestamp(moment: float) -> str:
+    """Seconds since the epoch as RFC 3339, in UTC, with milliseconds."""
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def part_of(logger: str) -> str:

@@ -92,6 +92,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
         "fallbacks_total": Family("counter", "Requests that another model answered.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
+        "launch_failures_total": Family("counter", "Failed starts and deaths of launched servers by their cause.", ("model", "cause")),
         "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
         "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
         "config_last_reload_successful": Family("gauge", "1 when the last reading of the configuration was taken."),

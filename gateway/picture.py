@@ -21,7 +21,10 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 @dataclass(frozen=True, slots=True)
 class ServerPicture:
-    """One server. ``state`` is one of STATES; ``most`` is its bound; ``percent`` is how far its start has come, where it says so."""
+    """One server. ``state`` is one of STATES; ``most`` is its bound; ``percent`` is how far its start has come, where it says so.
+
+    ``reason`` is why it is down, the root cause first, and ``hint`` what to change.
+    """
 
     name: str
     state: str
@@ -30,6 +33,7 @@ class ServerPicture:
     most: int | None
     restarts: int
     reason: str
+    hint: str
     progress: str
     percent: int | None
     log: str
@@ -132,8 +136,8 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
         in_flight=server["in_flight"],
         most=model.get("max_inflight"),
         restarts=server.get("restarts", 0),
-        # The log's end follows the first line of a reason, and is shown by itself.
-        reason=str(server.get("reason") or "").split(". Last lines of its log:\n")[0],
+        reason=str(server.get("reason") or ""),
+        hint=str(server.get("hint") or ""),
         progress=progress.strip(),
         percent=min(int(percent[-1]), 100) if percent else None,
         log=server.get("log", ""),

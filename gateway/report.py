@@ -64,6 +64,7 @@ class Report:
         yield from ((Series("discovery_up", (model,)), float(well)) for model, well in control.discovery.well(control.config))
         yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
         yield from ((Series("launches_total", outcome), count) for outcome, count in control.launches.items())
+        yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
         ends = ((key.id, end(key)) for key in control.config.keys)
@@ -179,6 +180,8 @@ class Report:
                 "pid": snapshot.pid,
                 "restarts": snapshot.restarts,
                 "given_up": snapshot.given_up,
+                "cause": snapshot.cause.code if snapshot.cause else None,
+                "hint": snapshot.cause.hint if snapshot.cause else None,
                 "progress": snapshot.progress,
                 "log": str(snapshot.log),
             }

@@ -103,6 +103,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         let_nobody_in(data)
         data.close()  # the relays close theirs: who comes then is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
+    announcer.stopped()
     return 0
 
 

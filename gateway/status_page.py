@@ -48,6 +48,7 @@ h2 { font-size: 1.02rem; font-weight: 620; overflow-wrap: anywhere; }
 .name, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .name { font-size: .85rem; overflow-wrap: anywhere; }
 .reason { color: var(--failed); overflow-wrap: anywhere; font-size: .9rem; margin-top: .2rem; }
+.hint { overflow-wrap: anywhere; font-size: .9rem; margin-top: .2rem; }
 .progress { color: var(--quiet); font-size: .87rem; overflow-wrap: anywhere; margin-top: .2rem; }
 progress { width: 100%; height: .4rem; margin-top: .4rem; accent-color: var(--starting); display: block; }
 summary { color: var(--quiet); cursor: pointer; font-size: .87rem; margin-top: .25rem; width: fit-content; }
@@ -150,7 +151,8 @@ def _server(server: ServerPicture) -> Html:
     bar = tag("progress", value=str(server.percent), max="100") if server.percent is not None else Html()
     progress = tag("p", server.progress, class_="progress") if server.progress else Html()
     reason = tag("p", server.reason, class_="reason") if server.reason else Html()
-    return Html(row + bar + progress + reason + _log(server))
+    hint = tag("p", f"Hint: {server.hint}", class_="hint") if server.hint else Html()
+    return Html(row + bar + progress + reason + hint + _log(server))
 
 
 def _log(server: ServerPicture) -> Html:

@@ -48,12 +48,19 @@ def _state(state: str) -> Text:
     return Text(state, _COLOURS[state])
 
 
+def _without_name(server: ServerPicture) -> str:
+    """The reason of a launched server begins with its name."""
+    return server.reason.removeprefix(f"{server.name} ")
+
+
 def _told(server: ServerPicture) -> Iterator[Text]:
     """What there is to say of a server beside its state."""
     if server.progress:
         yield Text.assemble((one_line(server.name), "bold"), f": {one_line(server.progress)}")
     if server.reason:
-        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(server.reason), "red"))
+        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(_without_name(server)), "red"))
+    if server.hint:
+        yield Text(f"  Hint: {one_line(server.hint)}")
     if server.state == "failed" and server.lines:
         yield Text(f"  the end of {one_line(server.log)}:", "dim")
         yield from (Text(f"  | {one_line(line)}", "dim") for line in server.lines[-_LINES:])

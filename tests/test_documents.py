@@ -20,6 +20,7 @@ from gateway.errors import ROWS, Refusal, anthropic_error
 from gateway.metrics import FAMILIES, PREFIX
 from gateway.routes import ROUTES
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
+from upstream.vllm_failures import CAUSES
 
 _TABLE_ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 
@@ -54,6 +55,12 @@ def test_the_table_of_anthropics_types_is_the_codes() -> None:
 def test_the_table_of_metrics_is_the_codes() -> None:
     told = {cells[0]: (cells[1], cells[2]) for cells in rows(DOCS / "metrics.md") if cells[0].startswith(PREFIX)}
     assert told == {PREFIX + name: (family.kind, ", ".join(family.labels) or "none") for name, family in FAMILIES.items()}
+
+
+def test_the_table_of_causes_is_the_codes() -> None:
+    codes = {cause.code for cause in CAUSES}
+    told = [tuple(cells) for cells in rows(DOCS / "operators" / "troubleshooting.md") if len(cells) == 3 and cells[0] in codes]
+    assert told == [(cause.code, cause.summary or "none of the others", cause.hint.replace("`", "")) for cause in CAUSES]
 
 
 def test_no_other_metric_is_spoken_of() -> None:

@@ -67,6 +67,12 @@ def test_a_line_for_machines() -> None:
     assert "test_logs.py" in trace and "in failing" in trace
 
 
+def test_a_line_for_people_begins_with_its_time_and_level() -> None:
+    logger, stream = spoken(TextFormatter("relay 3"))
+    logger.warning("request %s failed", "req_1")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING relay 3: request req_1 failed\n", stream.getvalue())
+
+
 @pytest.mark.parametrize("formatter", [JsonFormatter("-"), TextFormatter("-")])
 def test_what_an_error_says_is_not_written(formatter: logging.Formatter) -> None:
     logger, stream = spoken(formatter)
@@ -122,7 +128,7 @@ def test_each_part_has_its_level_and_libraries_are_quiet(untouched: None, capsys
     for name in ("vllm_gateway.fleet", "vllm_gateway.control", "upstream.launcher.server", "upstream.health", "httpx2", "python_multipart"):
         for level in ("debug", "info", "warning", "error"):
             getattr(logging.getLogger(name), level)("%s %s", name, level)
-    said = {tuple(line.split()[2:]) for line in capsys.readouterr().err.splitlines()}
+    said = {tuple(line.split()[3:]) for line in capsys.readouterr().err.splitlines()}
     fleet = {("vllm_gateway.fleet", level) for level in ("debug", "info", "warning", "error")}
     infos = {(name, level) for name in ("vllm_gateway.control", "upstream.health") for level in ("info", "warning", "error")}
     assert said == fleet | infos | {

@@ -106,10 +106,15 @@ def test_what_is_said_of_the_whole() -> None:
     assert "4 (longest 1 min)" in text and "also a" in text and "3 in flight, 12 out, 4.0 in tokens per second" in text
 
 
-def test_a_reason_is_told_without_the_log_that_is_shown_anyway() -> None:
-    failed = server(condition="down", state="failed", reason="m#0 could not start: exit code 1. Last lines of its log:\nboom", log="/l")
-    (shown,) = picture(status(failed | {"last_log_lines": ["boom"]})).models[0].servers
-    assert (shown.reason, shown.lines) == ("m#0 could not start: exit code 1", ("boom",))
+def test_the_root_cause_and_the_hint_come_before_the_log() -> None:
+    known = {"reason": "m#0 could not start: no memory: ValueError: x (exit code 1)", "hint": "Raise it.", "cause": "kv_cache_too_small"}
+    failed = server(condition="down", state="failed", log="/l", last_log_lines=["boom"], **known)
+    shown, out = picture(status(failed)), io.StringIO()
+    show(shown, Console(file=out, width=200))
+    told = out.getvalue().splitlines()[-4:]
+    assert told == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  the end of /l:", "  | boom"]
+    text = page(shown)
+    assert text.index("no memory: ValueError") < text.index("Hint: Raise it.") < text.index("boom")
 
 
 def test_a_configuration_that_is_not_in_use_is_told() -> None:

@@ -84,11 +84,12 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
     async with case.launcher() as launcher:
         launcher.start(case.spec(no_such_flag=1))
         failed = await case.reached(State.FAILED)
-        assert failed.reason.startswith("org/m#0 could not start: exit code 2. Last lines of its log:\nusage: ")
-        assert failed.reason.endswith("unrecognized arguments: --no-such-flag 1")
-        assert failed.concluded
+        assert failed.cause is not None and failed.cause.code == "unknown_flag"
+        assert failed.reason.startswith(f"org/m#0 could not start: {failed.cause.summary}: ")
+        assert failed.reason.endswith("error: unrecognized arguments: --no-such-flag 1 (exit code 2)")
+        assert failed.tail.startswith("usage: ") and failed.concluded
         waiting = await case.reached(State.BACKING_OFF)
-        assert waiting.reason == failed.reason and waiting.pid is None
+        assert (waiting.reason, waiting.cause, waiting.pid) == (failed.reason, failed.cause, None)
         assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
 
 
@@ -106,6 +107,7 @@ async def test_a_command_that_is_not_there_is_a_failure_that_names_it(case: Case
         launcher.start(LaunchSpec("m#0", LaunchSettings("m", ("m",), command=("no-such-vllm", "serve")), 30))
         failed = await case.reached(State.FAILED, "m#0")
         assert "exit code 127" in failed.reason and "no-such-vllm: No such file or directory" in failed.reason
+        assert failed.cause is not None and failed.cause.code == "command_not_found"
 
 
 async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case: Case) -> None:
@@ -131,12 +133,13 @@ async def test_a_killed_server_is_told_at_once_leaves_nothing_and_is_started_aga
         pids, key = case.pids(), launcher.api_key(first.name)
         os.kill(pids["main"], signal.SIGKILL)
         crashed = await case.reached(State.CRASHED)
-        assert crashed.reason.startswith("org/m#0 ended: signal SIGKILL. Last lines of its log:\nloading org/m\nready")
+        assert crashed.reason.startswith("org/m#0 ended: ") and "signal SIGKILL" in crashed.reason
+        assert crashed.tail == "loading org/m\nready"
         await case.reached(State.BACKING_OFF)
         assert not any(map(alive, pids.values()))
         second = await case.reached(State.READY, restarts=1)
         assert second.pid == case.pids()["main"] != first.pid
-        assert second.reason == ""
+        assert (second.reason, second.cause, second.tail) == ("", None, "")
         assert await models(second, key) == ["org/m", "m"]
     assert case.states()[:6] == [State.STARTING, State.READY, State.CRASHED, State.BACKING_OFF, State.STARTING, State.READY]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from upstream.launcher import Backoff, State
-from upstream.launcher.lifecycle import TRANSITIONS, exit_words
-from upstream.launcher.logfile import TAIL_BYTES, TAIL_LINES, LogFile
+from upstream.launcher.lifecycle import TRANSITIONS, ended_by
+from upstream.launcher.logfile import LATELY, TAIL_BYTES, TAIL_LINES, LogFile
 
 
 def test_pauses_double_up_to_the_cap() -> None:
@@ -53,7 +53,7 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
     ],
 )
 def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: str) -> None:
-    assert exit_words(status, memory_kills) == words
+    assert ended_by(status, memory_kills).words == words
 
 
 def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:
@@ -73,6 +73,18 @@ def test_the_tail_is_of_the_present_process(tmp_path: Path) -> None:
     write(log, b"one\ntwo\n")
     assert log.tail() == "one\ntwo"
     assert log.path.read_bytes() == b"old\none\ntwo\n"
+
+
+def test_what_was_written_lately_leaves_out_what_is_older(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "m#0")
+    write(log, b"before\n")
+    write(log, b"old\n")
+    assert log.all_of_it() == log.lately() == "old\n"
+    for _ in range(LATELY):
+        log.keep_bounded()
+    with open(log.path, "ab") as file:
+        file.write(b"new\n")
+    assert (log.lately(), log.all_of_it()) == ("new\n", "old\nnew\n")
 
 
 def test_the_tail_is_bounded_and_printable(tmp_path: Path) -> None:

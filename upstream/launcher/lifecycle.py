@@ -12,6 +12,7 @@ from pathlib import Path
 
 from upstream.address import Address
 from upstream.vllm import LaunchSettings
+from upstream.vllm_failures import Cause, Ended
 
 
 class State(StrEnum):
@@ -60,8 +61,9 @@ class Snapshot:
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
     ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
     first one. ``concluded``: the first start has ended, well or badly. ``given_up``: it has failed too often and is not
-    started again. ``reason``: why it crashed or failed, with the last lines of its log, until it is ready again;
-    ``progress``: while it starts, the last line of its log that says something. Both for operators, never for clients.
+    started again. ``reason``: why it crashed or failed, in one line, until it is ready again; ``cause``: the same from the table of
+    known causes, and ``tail``: the last lines of its log at that time. ``progress``: while it starts, the last line of its log that says
+    something. All of them are for operators, never for clients.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Snapshot:
     concluded: bool = False
     given_up: bool = False
     reason: str = ""
+    cause: Cause | None = None
+    tail: str = ""
     progress: str = ""
 
 
@@ -102,11 +106,15 @@ class Backoff:
 KEEPER_LOST = "its keeper was killed"
 
 
-def exit_words(status: int | None, memory_kills: int | None) -> str:
-    """How a process ended: ``exit code 2`` or ``signal SIGTERM``, of a status as ``subprocess`` has it; None: its keeper was killed.
+def ended_by(status: int | None, memory_kills: int | None) -> Ended:
+    """How a process ended, of a status as ``subprocess`` has it; None: its keeper was killed.
 
     ``memory_kills``: how many processes the kernel has killed for lack of memory meanwhile; None where that can't be known.
     """
+    return Ended(_words(status, memory_kills), status, memory_kills)
+
+
+def _words(status: int | None, memory_kills: int | None) -> str:
     if status == -signal.SIGKILL and memory_kills:
         return "killed by the kernel for lack of memory (SIGKILL)"
     if status == -signal.SIGKILL and memory_kills is None:

@@ -7,6 +7,7 @@ with control). The rule: every reader takes a bounded piece, and what goes on to
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,10 @@ LIMIT = 64 << 20
 KEPT = 4 << 20
 TAIL_BYTES = 8192
 TAIL_LINES = 20
+SEARCHED_BYTES = 512 << 10
+"""How much of the log's end is searched for the cause of a failure: tracebacks of a dozen processes are a tenth of that."""
+LATELY = 60
+"""Checks of the log that count as lately."""
 _OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # somebody else's link is not followed, be the folder as open as it may
 
 
@@ -30,6 +35,7 @@ class LogFile:
         self.path = folder / f"{quote(name, safe='#@+=,')}.log"
         self._limit = limit
         self._begin = 0
+        self._sizes: deque[int] = deque(maxlen=LATELY)
 
     @contextmanager
     def appending(self) -> Iterator[int]:
@@ -37,6 +43,7 @@ class LogFile:
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OWN, 0o600)
         try:
             self._begin = os.fstat(fd).st_size
+            self._sizes.clear()
             yield fd
         finally:
             os.close(fd)
@@ -49,29 +56,39 @@ class LogFile:
         """The last line of the present process that says something; empty if there is none."""
         return _printable(progress(self._text()))
 
+    def all_of_it(self) -> str:
+        """What the present process has written, at most the last SEARCHED_BYTES; empty if there is nothing."""
+        return self._text(SEARCHED_BYTES)
+
+    def lately(self) -> str:
+        """What the present process has written since LATELY calls of ``keep_bounded``, at most the last SEARCHED_BYTES."""
+        return self._text(SEARCHED_BYTES, since=self._sizes[0] if self._sizes else 0)
+
     def keep_bounded(self) -> None:
-        """Cut the log if it has outgrown its limit, keeping the end. Raises OSError.
+        """Cut the log if it has outgrown its limit, keeping the end; to be called regularly. Raises OSError.
 
         Truncating in place works because the server appends: its next line goes to the new end.
         """
-        if self.path.lstat().st_size > self._limit:
+        self._sizes.append(size := self.path.lstat().st_size)
+        if size > self._limit:
             end = self._end(min(KEPT, self._limit))
             with open(self.path.with_suffix(".log.1"), "wb", opener=_own) as older:
                 older.write(end)
             with open(self.path, "r+b", opener=_own) as present:
                 present.truncate(0)
             self._begin = 0
+            self._sizes.clear()
 
-    def _text(self) -> str:
+    def _text(self, most: int = TAIL_BYTES, since: int = 0) -> str:
         try:
-            return self._end(TAIL_BYTES).decode(errors="replace")
+            return self._end(most, since).decode(errors="replace")
         except OSError:
             return ""
 
-    def _end(self, most: int) -> bytes:
+    def _end(self, most: int, since: int = 0) -> bytes:
         with open(self.path, "rb", opener=_own) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._begin, size - most))
+            file.seek(max(self._begin, since, size - most))
             return file.read(most)
 
 

@@ -22,10 +22,11 @@ from upstream.health import Doctor, Target
 from upstream.keeper import unlink_socket
 from upstream.launcher import memory
 from upstream.launcher.kept import KeptProcess, Order, kept_process
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State, exit_words
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State, ended_by
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.vllm import RPC_FOLDER, address_for, command_line, knows_no_uds
+from upstream.vllm_failures import Cause, Ended, find_cause
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +131,10 @@ class LaunchedServer:
                 async with _beside(self._watch_log()), kept_process(self._order(), output) as process:
                     await self._live(process)
         except OSError as error:
-            self._went_wrong(str(error))
+            self._went_wrong(Ended(str(error)))
         except Exception as error:  # the outer edge: the next process may fare better, and the other servers go on
             log.exception("launch of %s", self.spec.name)
-            self._went_wrong(repr(error))
+            self._went_wrong(Ended(repr(error)))
 
     def _ready_seconds(self) -> float:
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
@@ -159,7 +160,7 @@ class LaunchedServer:
             if why is None:
                 self._ready_since = time.monotonic()
                 self._renewal = asyncio.get_running_loop().create_future()
-                self._enter(State.READY, concluded=True, reason="", progress="")
+                self._enter(State.READY, concluded=True, reason="", cause=None, tail="", progress="")
                 why = await self._until_over(process, ended, self._renewal)
             self._went_wrong(why)
         except asyncio.CancelledError:
@@ -168,7 +169,7 @@ class LaunchedServer:
         finally:
             ended.cancel()
 
-    async def _until_ready(self, ended: asyncio.Task[int | None]) -> str | None:
+    async def _until_ready(self, ended: asyncio.Task[int | None]) -> Ended | None:
         """None: it answers. Otherwise why it does not."""
         began = asyncio.get_running_loop().time()
         by = Doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE)
@@ -179,23 +180,23 @@ class LaunchedServer:
                         return None
                     await asyncio.wait([ended], timeout=POLL)
         except TimeoutError:
-            return f"no answer to GET /health within {self.spec.startup_timeout:g} s"
-        return self._exit_words(ended)
+            return Ended(f"no answer to GET /health within {self.spec.startup_timeout:g} s")
+        return self._ended_by(ended)
 
-    async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> str:
+    async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> Ended:
         """Why its readiness is over. If it is to be renewed, that is told before its process is asked to end."""
         either: tuple[asyncio.Future[Any], ...] = (ended, renewal)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            return self._exit_words(ended)
+            return self._ended_by(ended)
         why, grace = renewal.result()
-        self._went_wrong(f"it is renewed: {why}")
+        self._went_wrong(renewed := Ended(f"it is renewed: {why}"))
         await process.end(grace)
-        return why
+        return renewed
 
-    def _exit_words(self, ended: asyncio.Task[int | None]) -> str:
+    def _ended_by(self, ended: asyncio.Task[int | None]) -> Ended:
         before, after = self._memory_kills, memory.kills()
-        return exit_words(ended.result(), None if before is None or after is None else after - before)
+        return ended_by(ended.result(), None if before is None or after is None else after - before)
 
     async def _watch_log(self) -> None:
         while True:
@@ -207,24 +208,25 @@ class LaunchedServer:
             if self.snapshot.state is State.STARTING and (said := self.log.progress()) != self.snapshot.progress:
                 self._update(progress=said)
 
-    def _went_wrong(self, why: str) -> None:
-        """The first cause is the one that is told."""
+    def _went_wrong(self, ended: Ended) -> None:
+        """The first failure of a process is the one that is reported."""
         what = {State.STARTING: "could not start", State.READY: "ended"}.get(self.snapshot.state)
         if what is None:
             return
+        starting = self.snapshot.state is State.STARTING
         self._failures = self._backoff.failures(self._failures, self._ready_seconds())
         given_up = self._failures >= self._backoff.limit
-        state = State.FAILED if given_up or self.snapshot.state is State.STARTING else State.CRASHED
+        state = State.FAILED if given_up or starting else State.CRASHED
         tail = self.log.tail()
-        if self.snapshot.state is State.STARTING and self.snapshot.address.uds and knows_no_uds(tail):
+        if starting and self.snapshot.address.uds and knows_no_uds(tail):
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
-        reason = f"{self.spec.name} {what}: {why}"
+        # A server that was ready has lived for long: what it logged an hour ago does not explain its end.
+        cause = find_cause(self.log.all_of_it() if starting else self.log.lately(), ended)
+        reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
             reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"
-        if tail:
-            reason += f". Last lines of its log:\n{tail}"
-        self._enter(state, concluded=True, given_up=given_up, reason=reason, progress="")
+        self._enter(state, concluded=True, given_up=given_up, reason=reason, cause=cause, tail=tail, progress="")
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         if self.snapshot.state is State.STOPPING:
@@ -240,6 +242,13 @@ class LaunchedServer:
 
     def _address(self) -> Address:
         return address_for(self._settings, uds=f"{self._place}.sock", free_port=free_port)
+
+
+def _explained(cause: Cause, ended: Ended) -> str:
+    """The root cause first, then how the process ended."""
+    if not cause.headline:
+        return ended.words
+    return cause.headline if ended.words in cause.headline else f"{cause.headline} ({ended.words})"
 
 
 @asynccontextmanager

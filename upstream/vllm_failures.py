@@ -1,0 +1,420 @@
+"""Why a launched engine failed: the known causes of failed starts and deaths, and what an operator can change.
+
+Owns the table of causes. Pure: from the lines of a server's log, and from how its process ended, to one ``Cause``. The rule: the time is
+linear in the length of the log, and every ``code`` comes from the table, so that it can be the label of a metric.
+
+vLLM reports a failure in the process that met it (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
+("Engine core initialization failed. See root cause above."). So the last lines of a log rarely say why, and the whole of it is searched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from signal import SIGKILL
+
+LINE_LENGTH = 300
+"""Characters of a log line that a cause shows."""
+_SEARCHED = 2000  # characters of a log line that are searched
+_INPUT = " [type="  # what pydantic appends to a message: the kind of the error, and a part of the wrong value
+
+_PROCESS = re.compile(r"(?:\((?P<process>\w[\w ./-]*) pid=\d+\) ?|\[rank\d+\]: ?){1,3}")
+_LEVEL = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.){0,8}[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Timeout)(?::|$)")
+_USAGE = re.compile(r"[\w ./-]{1,80}: error: ")  # argparse's
+_DETAIL = re.compile(r"  Value error, ")  # pydantic's, below the name of its exception
+_MESSAGE = re.compile(r"(?:terminate called|MemoryError|Killed|  what\(\): |OpenBLAS |.{1,200}: No such file or directory$)")
+_ENGINE_PROCESS = re.compile(r"EngineCore|Worker|Vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a server failed. ``code``: for programs. ``summary`` and ``hint``: for the operator; the hint says what to change.
+
+    ``line``: what the log says about it, at most ``LINE_LENGTH`` characters; empty where it says nothing.
+    """
+
+    code: str
+    summary: str
+    hint: str
+    line: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The summary and the log line."""
+        return ": ".join(part for part in (self.summary, self.line) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a server's main process ended. ``words``: for the operator.
+
+    ``status``: as ``subprocess`` has it, None where it is not known or the process still runs. ``memory_kills``: the processes that the
+    kernel has killed meanwhile for lack of memory, None where the kernel does not say.
+    """
+
+    words: str
+    status: int | None = None
+    memory_kills: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A row: a line of the log that matches ``pattern`` shows this cause."""
+
+    cause: Cause
+    pattern: re.Pattern[str]
+
+
+def _known(code: str, summary: str, hint: str, *patterns: str) -> _Known:
+    return _Known(Cause(code, summary, hint), re.compile("|".join(patterns)))
+
+
+# Sources of the patterns: vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker, config, model_executor/models/registry.py, tool_parsers,
+# reasoning), PyTorch, huggingface_hub and transformers. The last line that matches any row counts; of one line, the first row.
+_ROOT_CAUSES = (
+    _known(
+        "kv_cache_too_small",
+        "no memory is left for the KV cache",
+        "Raise gpu-memory-utilization, use a smaller or quantized model, or spread it over more GPUs with tensor-parallel-size. "
+        "Remove num-gpu-blocks-override if it is set.",
+        r"No available memory for the cache blocks",
+        r"not enough GPU memory available to serve even a single token",
+    ),
+    _known(
+        "context_exceeds_kv_cache",
+        "one request of the full context length does not fit into the KV cache",
+        "Lower max-model-len to the length that the log line gives, or raise gpu-memory-utilization.",
+        r"To serve at least one request with the model's max seq len",
+        r"The model's max seq len \(\d+\) is larger than the maximum number of tokens",
+    ),
+    _known(
+        "context_exceeds_model",
+        "max-model-len is longer than the context that the model supports",
+        "Lower max-model-len, or remove it to use the model's own length.",
+        r"User-specified max_model_len \(\d+\) is greater than the derived max_model_len",
+    ),
+    _known(
+        "gpu_out_of_memory",
+        "the GPU's memory is used up",
+        "Use a smaller or quantized model, more GPUs (tensor-parallel-size), or a lower gpu-memory-utilization or max-num-seqs. "
+        "Check with nvidia-smi whether another process uses the GPU.",
+        r"(?:CUDA|HIP|XPU) out of memory",
+        r"CUDA error: out of memory",
+        r"OutOfMemoryError",
+        r"CUBLAS_STATUS_ALLOC_FAILED",
+        r"Free memory on device",
+    ),
+    _known(
+        "host_out_of_memory",
+        "the machine's memory, or the limit set for the server, is used up",
+        "Give the server more memory (the container's limit, ulimit, VLLM_CPU_KVCACHE_SPACE), or launch fewer models at once.",
+        r"^MemoryError",
+        r"Cannot allocate memory",
+        r"can't allocate memory",
+        r"std::bad_alloc",
+        r"failed to map segment from shared object",
+        r"can't start new thread",
+        r"less than desired CPU memory utilization",
+        r"pthread_create failed",
+        r"Not enough memory",
+        r"insufficient memory",
+    ),
+    _known(
+        "weights_not_found",
+        "the model was not found",
+        "Correct launch.model: a folder with the weights, or a name on the Hugging Face hub. Without access to the hub, the model must be "
+        "in its cache (HF_HOME). A private model needs HF_TOKEN in launch.env.",
+        r"HFValidationError",
+        r"RepositoryNotFoundError|RevisionNotFoundError",
+        r"is not a local folder and is not a valid model identifier",
+        r"LocalEntryNotFoundError|Cannot find an appropriate cached snapshot folder",
+        r"Invalid repository ID or local directory specified",
+        r"Can't load the configuration of",
+        r"Cannot find any model weights with",
+        r"does not appear to have a file named",
+    ),
+    _known(
+        "hub_unreachable",
+        "the Hugging Face hub cannot be reached",
+        'Check the network and the proxy variables in launch.env, or download the model beforehand and set HF_HUB_OFFLINE: "1".',
+        r"We couldn't connect to 'https?://",
+        r"NameResolutionError|Failed to resolve 'huggingface|MaxRetryError|OfflineModeIsEnabled",
+    ),
+    _known(
+        "model_access_denied",
+        "the Hugging Face hub refuses access to the model",
+        "Accept the model's license on the hub, and set HF_TOKEN in launch.env to a token with read access, e.g. {env: HF_TOKEN}.",
+        r"GatedRepoError",
+        r"[Aa]ccess (?:to )?(?:a )?gated repo",
+        r"is a gated repository",
+        r"40[13] Client Error",
+    ),
+    _known(
+        "unknown_flag",
+        "this version of vLLM does not know an option of launch.args",
+        "Correct or remove the option. `vllm-gateway check` lists every option that the installed vLLM does not know.",
+        r"error: unrecognized arguments: ",
+        r"error: ambiguous option: ",
+    ),
+    _known(
+        "invalid_flag_value",
+        "an option of launch.args has a value that vLLM does not accept",
+        "Correct the value. `vllm-gateway command MODEL` prints the whole command line.",
+        r"error: argument ",
+        r"error: the following arguments are required",
+    ),
+    _known(
+        "unknown_parser",
+        "this version of vLLM has no parser of this name",
+        "Correct tool-call-parser or reasoning-parser, or use launch.preset.",
+        r"invalid tool call parser: ",
+        r"invalid reasoning parser: ",
+        r"(?:Reasoning|Tool) parser '[^']*' not found",
+        r"[Tt]ool parser .{0,80} has not been registered",
+    ),
+    _known(
+        "chat_template_not_found",
+        "the chat template cannot be read",
+        "Correct chat-template in launch.args: a file, relative to the configuration's folder.",
+        r"The supplied chat template",
+    ),
+    _known(
+        "port_in_use",
+        "another process has the port or the socket",
+        "Remove port and uds from launch.args, so that the gateway chooses a free socket, or end the other process.",
+        r"[Aa]ddress already in use",
+        r"EADDRINUSE",
+        r"port \d+ of .{1,80} is taken",
+    ),
+    _known(
+        "cuda_driver",
+        "the GPU driver is missing, or does not fit this build of vLLM",
+        "Update the NVIDIA driver, or install a vLLM that is built for the driver's CUDA version. In a container, check that it has GPUs.",
+        r"NVIDIA driver on your system is too old",
+        r"CUDA driver version is insufficient",
+        r"unsupported display driver / cuda driver combination",
+        r"no kernel image is available for execution",
+        r"Found no NVIDIA driver",
+        r"No CUDA GPUs are available|no CUDA-capable device",
+        r"libcuda\.so|libcudart\.so|libnvrtc|libnccl\.so",
+        r"Failed to infer device type",
+        r"Torch not compiled with CUDA enabled",
+        r"CUDA error: (?:system not yet initialized|invalid device ordinal|forward compatibility)",
+        r"the provided PTX was compiled with an unsupported toolchain",
+    ),
+    _known(
+        "disk_full",
+        "a disk is full",
+        "Free space on the disk with the model cache (HF_HOME), /tmp and the logs; for a container, raise the size of /dev/shm.",
+        r"No space left on device",
+        r"Disk quota exceeded",
+    ),
+    _known(
+        "too_many_open_files",
+        "the server ran out of file descriptors",
+        "Raise the limit on open files (ulimit -n, LimitNOFILE) of the gateway: launched servers inherit it.",
+        r"Too many open files",
+    ),
+    _known(
+        "remote_code_required",
+        "the model brings code of its own, which vLLM does not run without permission",
+        "If you trust the model's authors, set trust-remote-code: true in launch.args.",
+        r"trust_remote_code=True|--trust-remote-code",
+        r"contains custom code which must be executed",
+    ),
+    _known(
+        "unsupported_architecture",
+        "this version of vLLM does not support the model's architecture",
+        "Use a newer vLLM, or another model. The list of supported models is in vLLM's documentation.",
+        r"Model architectures .{1,300} (?:are not supported|failed to be inspected)",
+        r"has no vLLM implementation",
+        r"Transformers does not recognize this architecture",
+        r"is supported only up to vLLM|was removed in vLLM",
+    ),
+    _known(
+        "unsupported_quantization",
+        "the quantization does not fit the model, the GPU or this version of vLLM",
+        "Remove quantization from launch.args (vLLM reads it from the model), or use a model quantized by a supported method.",
+        r"Unknown quantization method",
+        r"does not match the quantization method specified",
+        r"The quantization method .{1,80} is not supported for the current GPU",
+        r"quantization is currently not supported",
+        r"Cannot find the config file for ",
+    ),
+    _known(
+        "unsupported_dtype",
+        "the data type does not fit the GPU or the quantization",
+        "Set dtype in launch.args to one that the log line names, e.g. half on GPUs before Ampere.",
+        r"Bfloat16 is only supported on GPUs",
+        r"is not supported for quantization method",
+        r"[Uu]nknown dtype",
+        r"dtype .{1,80} is not supported",
+    ),
+    _known(
+        "tensor_parallel_size",
+        "tensor-parallel-size does not divide the model's attention heads or weights",
+        "Set tensor-parallel-size to a divisor of the number in the log line, mostly 1, 2, 4 or 8.",
+        r"must be divisible by tensor parallel size",
+        r"(?:is|are) not divisible by (?:tensor parallel size|tp_size|world_size|\d)",
+        r"[Ww]eight (?:input|output)_size_per_partition = \d+ is not divisible",
+    ),
+    _known(
+        "too_few_gpus",
+        "the server needs more GPUs than it can see",
+        "Lower tensor-parallel-size, pipeline-parallel-size or data-parallel-size, or give the replica more GPUs in launch.gpus.",
+        r"World size \(\d+\) is larger than the number of available GPUs",
+        r"DP adjusted local rank .{1,80} out of bounds",
+        r"is larger than the total number of (?:available )?GPUs",
+    ),
+    _known(
+        "tools_without_parser",
+        "enable-auto-tool-choice needs a tool-call-parser",
+        "Set tool-call-parser in launch.args, or use launch.preset.",
+        r"--enable-auto-tool-choice requires --tool-call-parser",
+    ),
+)
+
+# These often follow from a root cause in another process.
+_LESSER_CAUSES = (
+    _known(
+        "missing_package",
+        "a Python package that the server needs is missing or damaged",
+        "Install the package into the environment of launch.command, e.g. with the extra that vLLM's documentation names.",
+        r"ModuleNotFoundError|ImportError",
+    ),
+    _known(
+        "gpu_communication",
+        "the GPUs could not communicate with each other",
+        "Check nvidia-smi topo -m, the size of /dev/shm and the container's IPC mode; NCCL_DEBUG: INFO in launch.env shows more.",
+        r"NCCL error|ncclUnhandledCudaError|ncclSystemError|DistBackendError",
+    ),
+)
+
+# Shown where nothing better is known: this always follows from something else.
+_CONSEQUENCES = (
+    _known(
+        "engine_died",
+        "vLLM's engine process died without reporting an error",
+        "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
+        r"EngineDeadError",
+        r"Engine core initialization failed",
+        r"died unexpectedly",
+        r"Engine core proc \S{1,80} died",
+        r"WorkerProc initialization failed",
+        r"EngineCore encountered an issue",
+        r"GET /health: status 5\d\d",
+    ),
+)
+
+_KILLED_FOR_MEMORY = Cause(
+    "killed_for_memory",
+    "the kernel killed the server for lack of memory",
+    "Give the machine or the container more memory, launch fewer models at once, or lower cpu-offload-gb and the KV cache on the CPU.",
+)
+_KILLED = Cause(
+    "killed",
+    "the server was killed by a signal",
+    "Look for who sent it: the kernel's log (dmesg) has kills for lack of memory and crashes in native code.",
+)
+_COMMAND_NOT_FOUND = Cause(
+    "command_not_found",
+    "launch.command cannot be executed",
+    "Write the whole path of the program into launch.command, or set PATH for the gateway or in launch.env.",
+)
+_START_TIMEOUT = Cause(
+    "start_timeout",
+    "the server did not become healthy in time",
+    "Raise launch.startup_timeout if loading takes this long; otherwise look at the log for a download, a file system or a GPU that hangs.",
+)
+_UNKNOWN = Cause("unknown", "", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand.")
+
+CAUSES: tuple[Cause, ...] = (
+    *(row.cause for row in (*_ROOT_CAUSES, *_LESSER_CAUSES, *_CONSEQUENCES)),
+    _KILLED_FOR_MEMORY,
+    _KILLED,
+    _COMMAND_NOT_FOUND,
+    _START_TIMEOUT,
+    _UNKNOWN,
+)
+"""Every cause there is, without a log line."""
+
+
+def find_cause(log: str, ended: Ended) -> Cause:
+    """Why a server failed that wrote ``log`` since it was started, or lately, and ended so.
+
+    What the kernel did comes first, then the last line of the log that shows a root cause, then how the process ended, then a lesser
+    cause, then the last exception of the engine's processes, then that the engine died, then the last exception of all.
+    """
+    lines = list(_failure_lines(log.splitlines()))
+    if ended.memory_kills and (ended.status == -SIGKILL or _last(_CONSEQUENCES, lines)):
+        return _KILLED_FOR_MEMORY
+    words = _Line("", ended.words)
+    return (
+        _last(_ROOT_CAUSES, [*lines, words])
+        or _of_the_end(ended, lines)
+        or _last(_LESSER_CAUSES, lines)
+        or _last_exception(lines, of_engine=True)
+        or _last(_CONSEQUENCES, [*lines, words])
+        or _last_exception(lines, of_engine=False)
+        or (_KILLED if ended.status is not None and ended.status < 0 else _UNKNOWN)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line that reports a failure, without what vLLM puts before it. ``process``: the one that wrote it, where the line says so."""
+
+    process: str
+    text: str
+
+
+def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
+    """Those that report a failure: exceptions, messages of the level ERROR, and what argparse and the C++ runtime write.
+
+    Source lines of a traceback are indented, and warnings have a level: neither says why a server failed.
+    """
+    process, level = "", ""
+    for line in lines:
+        text, process, level = line[:_SEARCHED], "", ""
+        if (prefix := _PROCESS.match(text)) is not None:
+            text, process = text[prefix.end() :], prefix["process"] or ""
+        if (head := _LEVEL.match(text)) is not None:
+            text, level = text[head.end() :], head["level"]
+        if level in ("DEBUG", "INFO", "WARNING") or (text[:1].isspace() and not _DETAIL.match(text) and not text.startswith("  what()")):
+            continue
+        if level or any(shape.match(text) for shape in (_EXCEPTION, _USAGE, _DETAIL, _MESSAGE)):
+            yield _Line(process, text.partition(_INPUT)[0] if _DETAIL.match(text) else text)
+
+
+def _last(rows: Iterable[_Known], lines: list[_Line]) -> Cause | None:
+    """The cause that the last of these lines shows."""
+    known = tuple(rows)
+    for line in reversed(lines):
+        for row in known:
+            if row.pattern.search(line.text):
+                return replace(row.cause, line=_shown(line.text))
+    return None
+
+
+def _of_the_end(ended: Ended, lines: list[_Line]) -> Cause | None:
+    if ended.status in (126, 127):
+        return replace(_COMMAND_NOT_FOUND, line=_shown(lines[-1].text) if lines else "")
+    return replace(_START_TIMEOUT, line=ended.words) if ended.words.startswith("no answer to GET /health within") else None
+
+
+def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
+    """The last exception that does not merely follow from another one; with ``of_engine``, of an engine core or a worker."""
+    for line in reversed(lines):
+        if of_engine and not _ENGINE_PROCESS.match(line.process):
+            continue
+        follows = any(row.pattern.search(line.text) for row in _CONSEQUENCES)
+        if not follows and any(shape.match(line.text) for shape in (_EXCEPTION, _USAGE, _DETAIL)):
+            return replace(_UNKNOWN, line=_shown(line.text))
+    return None
+
+
+def _shown(text: str) -> str:
+    said = "".join(char for char in text.removeprefix("  Value error, ").strip() if char.isprintable())
+    return said if len(said) <= LINE_LENGTH else f"{said[: LINE_LENGTH - 1]}…"
