@@ -19,6 +19,7 @@ ANTHROPIC = ("anthropic.AuthenticationError", "anthropic.NotFoundError", "anthro
 CLIENTS = (
     Client("openai", None, "use_openai", OPENAI, tells_code=True),
     Client("openai-1", "older", "use_openai", OPENAI, tells_code=True),
+    Client("openai-2", "litellm", "use_openai", OPENAI, tells_code=True),
     Client("openai-node", None, "use_openai.mjs", OPENAI, tells_code=True),
     Client("anthropic", "current", "use_anthropic", ANTHROPIC),
     Client("anthropic-0", "older", "use_anthropic", ANTHROPIC),
@@ -57,7 +58,7 @@ def told(visit: Visit, client: Client, case: str) -> Any:
 
 def having(case: str) -> pytest.MarkDecorator:
     """The clients whose packages know of a case, which are not all."""
-    of_openai, of_anthropic = ("openai", "openai-1", "openai-node"), ("anthropic", "anthropic-0")
+    of_openai, of_anthropic = ("openai", "openai-1", "openai-2", "openai-node"), ("anthropic", "anthropic-0")
     knowing = {
         "models": (*of_openai, "anthropic"),
         "responses": of_openai,

@@ -25,6 +25,7 @@ REASONS = (
     "it needs another machine",
     "it changes the machine",
     "it takes minutes",
+    "it needs a package that the tests do not install",
 )
 _BLOCK = re.compile(r"^( *)(?:<!-- ([^\n]*?) -->\n *)?(`{3,})([^\n]*)\n(.*?)^ *\3$", re.MULTILINE | re.DOTALL)
 _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
@@ -49,6 +50,7 @@ FATES = {
     "promql": Fate.READ,
     "nginx": Fate.READ,
     "ini": Fate.READ,
+    "toml": Fate.READ,
     "text": Fate.SHOWN,
 }
 

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from tests.support.certificates import certificate
 BIN = Path(sys.executable).parent
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 _SECRET = re.compile(r"\{(env|file): ([^}]+)\}")
-READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.yaml")
+CLIENTS = {".aider.conf.yml": {"model", "openai-api-base", "show-model-warnings"}, "config.yaml": {"name", "version", "schema", "models"}}
+"""Settings of clients: the files' names, and their sections."""
+READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.yaml", *CLIENTS)
 """The files' names; tests/deploy/test_chart.py renders the values."""
 
 YAML = blocks("yaml")
@@ -177,6 +180,31 @@ def test_units_of_systemd_have_sections_and_settings() -> None:
         parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
         parser.read_string(block.text)
         assert parser.sections(), block
+
+
+@pytest.mark.parametrize("block", [block for block in YAML if block.file in CLIENTS], ids=identity)
+def test_clients_settings_have_their_sections(block: Block) -> None:
+    assert set(yaml.safe_load(block.text)) == CLIENTS[block.file]
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=identity)
+def test_toml_is_toml(block: Block) -> None:
+    tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("python") if block.reason is not None], ids=identity)
+def test_python_that_is_not_run_is_well_formed(block: Block) -> None:
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("js") if block.reason is not None], ids=identity)
+def test_javascript_that_is_not_run_is_well_formed(tmp_path: Path, block: Block) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed (Debian: nodejs)")
+    (tmp_path / "shown.mjs").write_text(block.text)
+    done = subprocess.run([node, "--check", tmp_path / "shown.mjs"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=identity)

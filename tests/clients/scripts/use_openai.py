@@ -1,15 +1,15 @@
-"""The openai package, as its README shows it; for release 1 as for today's."""
+"""The openai package, as its README shows it; the same for releases 1, 2 and 3."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, Timeout
 
 from tests.clients.scripts.report import TASK, refused, run, user
 
-client = OpenAI(base_url=TASK["url"] + "/v1", api_key=TASK["key"])
+client = OpenAI(base_url=TASK["url"] + "/v1", api_key=TASK["key"], timeout=Timeout(120, connect=5))
 completions: Any = client.chat.completions
 
 
