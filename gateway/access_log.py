@@ -36,6 +36,8 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     key: str | None = None
     user: str | None = None
     endpoint: str
+    method: str | None = None
+    path: str | None = None
     model: str | None = None
     asked: str | None = None
     server: str | None = None
@@ -67,6 +69,8 @@ def line(record: Record) -> bytes:
         key=record.key.id if record.key else None,
         user=record.user,
         endpoint=record.endpoint,
+        method=record.method,
+        path=record.path,
         model=record.model,
         asked=record.asked,
         server=record.server,

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway import manual
+from gateway import __version__, manual
 from gateway.access_log import AccessLog
 from gateway.addresses import Connections, Proxies, shown
 from gateway.admission import House, part
@@ -44,6 +44,8 @@ from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
 from gateway.state import Key, State
 from gateway.tracing import Sampler, Spans
+from gateway.unserved import shown as shown_text
+from gateway.unserved import unserved
 from gateway.waiting import Ask, Lobby, nobody
 from upstream.deadlines import Deadlines
 from upstream.pool import Fleet
@@ -51,7 +53,7 @@ from upstream.pool import Fleet
 if TYPE_CHECKING:
     from gateway.tokens import Tokens
 
-_HEALTH, _MODELS = "/health", "/v1/models"
+_HEALTH, _MODELS, _VERSION = "/health", "/v1/models", "/version"
 _SWEEP_EVERY = 4  # ticks
 _log = logging.getLogger("vllm_gateway.relay")
 
@@ -246,7 +248,7 @@ class Relay:
         return JSONResponse({"status": "ok"})
 
     async def _other(self, request: Request) -> Response:
-        """The model lists, of the gateway and of instance URLs; everything else is an error."""
+        """The model lists, of the gateway and of instance URLs, the version, the API reference; everything else is an error."""
         path = _raw_path(request)
         root, mark, rest = path.partition(_MODELS)
         mounted = self.catalog.mounted(root + _MODELS, _MODELS) if root else None
@@ -258,14 +260,22 @@ class Relay:
         if lists:
             _only(request, "GET")
             return self._models(request, mounted, rest[1:])
-        if path == _HEALTH:
-            _only(request, "GET")
         if path.encode() in self.targets:
             _only(request, "POST")
+        page = path.removesuffix("/")
+        if page in (_HEALTH, _VERSION):
+            request.state.endpoint = page
+            _only(request, "GET")
+            return await self._health(request) if page == _HEALTH else self._version(request)
         if self.state.docs and path in manual.PATHS:
             _only(request, "GET")
             return await self._manual.page(path)
-        raise Refusal("not_found", "There is no such route.")
+        raise unserved(request.method, path)
+
+    def _version(self, request: Request) -> Response:
+        """The gateway's own version, in the shape of vLLM's. It needs a key: a version tells which faults a program has."""
+        self._key(request)
+        return JSONResponse({"version": __version__})
 
     def _preflight(self, request: Request) -> Response | None:
         """The answer to a browser that asks whether a page may send its request; it carries no key."""
@@ -330,11 +340,14 @@ def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], 
     state, path = scope["state"], scope["path"]
     key: Key | None = state.get("key")
     endpoint = state.get("endpoint") or (path if path == _HEALTH else OTHER)
+    unknown = endpoint == OTHER  # no label says what was requested, so the line in the log does
     return Record(
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
         incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
         user=None, failures=(), detail=None, client=_client(scope, proxies),
+        method=shown_text(scope["method"]) if unknown else None,
+        path=shown_text(scope["raw_path"].decode("latin-1")) if unknown else None,
     )  # fmt: skip
 
 
@@ -365,10 +378,10 @@ async def _refused(request: Request, refusal: Refusal) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own 404 and 405."""
+    """Starlette's own: 405 for a method that no route has, 404 for a path that its router cannot read."""
     if error.status_code == 405:
-        return _told(request, Refusal("method_not_allowed", "The method is not allowed here.", headers=error.headers))
-    return _told(request, Refusal("not_found", "There is no such route."))
+        return _told(request, Refusal("method_not_allowed", f"The method {shown_text(request.method)} is not allowed here."))
+    return _told(request, unserved(request.method, _raw_path(request)))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

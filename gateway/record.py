@@ -39,7 +39,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
     wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
     ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address; ``shape`` what
-    its body looked like, None unless it is one of those that are shown (see ``body_shape``).
+    its body looked like, None unless it is one of those that are shown (see ``body_shape``); ``method`` and ``path`` only for a path
+    that is not served.
 
     A Struct, because a frozen dataclass of this size takes three times as long to make.
     """
@@ -71,3 +72,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace | None = None
     client: str | None = None
     shape: Mapping[str, Any] | None = None
+    method: str | None = None
+    path: str | None = None

@@ -1,7 +1,8 @@
-"""The routes that reach a server, as a table. What is not in it is never forwarded.
+"""The routes that reach a server, and vLLM's routes that are refused on purpose: two tables.
 
-Each row says the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
-root), the ``endpoint`` label of the metrics, the dialect of its answers, and how its body is read.
+Each row of the first says the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
+root), the ``endpoint`` label of the metrics, the dialect of its answers, and how its body is read. The rule: what is not in it is
+never forwarded. The second table only gives reasons to clients; docs/routes.md shows both, and a test holds them to the real vLLM.
 """
 
 from __future__ import annotations
@@ -119,3 +120,80 @@ OUTPUTS: Mapping[str, Output] = MappingProxyType(
     }
 )
 """By the path at the server. What is not here generates nothing, or takes its bound in a form."""
+
+
+class Reason(StrEnum):
+    """Why a route of vLLM is not served, as clients read it."""
+
+    NO_STORE = "responses are not stored, so there is none to return or cancel"
+    WEBSOCKET = "WebSockets are not served"
+    OPERATOR = "it shows the inside of a server and is for its operator"
+    CONTROL = "it changes a server and is for its operator"
+    BETWEEN_SERVERS = "servers use it among themselves"
+    ANY_ROUTE = "its body decides which route it is, so no rule could be applied to it"
+    NOT_COVERED = "the rules for request bodies and the usage accounting do not cover it"
+
+
+REFUSED: Mapping[str, tuple[str, Reason]] = MappingProxyType(
+    {
+        "/v1/responses/{response_id}": ("GET", Reason.NO_STORE),
+        "/v1/responses/{response_id}/cancel": ("POST", Reason.NO_STORE),
+        "/v1/realtime": ("GET", Reason.WEBSOCKET),
+        "/v1/systemone": ("POST", Reason.NOT_COVERED),
+        "/generative_scoring": ("POST", Reason.NOT_COVERED),
+        "/cohere/v2/chat": ("POST", Reason.NOT_COVERED),
+        "/invocations": ("POST", Reason.ANY_ROUTE),
+        "/ping": ("GET", Reason.OPERATOR),
+        "/load": ("GET", Reason.OPERATOR),
+        "/metrics": ("GET", Reason.OPERATOR),
+        "/kv_event_sources": ("GET", Reason.OPERATOR),
+        "/server_info": ("GET", Reason.OPERATOR),
+        "/tokenizer_info": ("GET", Reason.OPERATOR),
+        "/get_world_size": ("GET", Reason.OPERATOR),
+        "/weight_info": ("GET", Reason.OPERATOR),
+        "/weight_checker": ("POST", Reason.OPERATOR),
+        "/is_paused": ("GET", Reason.OPERATOR),
+        "/is_sleeping": ("GET", Reason.OPERATOR),
+        "/is_scaling_elastic_ep": ("POST", Reason.OPERATOR),
+        "/fault_tolerance/status": ("GET", Reason.OPERATOR),
+        "/docs": ("GET", Reason.OPERATOR),
+        "/docs/oauth2-redirect": ("GET", Reason.OPERATOR),
+        "/redoc": ("GET", Reason.OPERATOR),
+        "/openapi.json": ("GET", Reason.OPERATOR),
+        "/v1/load_lora_adapter": ("POST", Reason.CONTROL),
+        "/v1/unload_lora_adapter": ("POST", Reason.CONTROL),
+        "/adapters": ("POST", Reason.CONTROL),
+        "/adapters/{adapter_name}": ("DELETE", Reason.CONTROL),
+        "/scale_elastic_ep": ("POST", Reason.CONTROL),
+        "/fault_tolerance/apply": ("POST", Reason.CONTROL),
+        "/start_profile": ("POST", Reason.CONTROL),
+        "/stop_profile": ("POST", Reason.CONTROL),
+        "/sleep": ("POST", Reason.CONTROL),
+        "/wake_up": ("POST", Reason.CONTROL),
+        "/release_kv_cache_memory": ("POST", Reason.CONTROL),
+        "/reset_prefix_cache": ("POST", Reason.CONTROL),
+        "/reset_mm_cache": ("POST", Reason.CONTROL),
+        "/reset_encoder_cache": ("POST", Reason.CONTROL),
+        "/collective_rpc": ("POST", Reason.CONTROL),
+        "/pause": ("POST", Reason.CONTROL),
+        "/resume": ("POST", Reason.CONTROL),
+        "/abort_requests": ("POST", Reason.CONTROL),
+        "/init_weight_transfer_engine": ("POST", Reason.CONTROL),
+        "/shutdown_weight_transfer_engine": ("POST", Reason.CONTROL),
+        "/start_weight_update": ("POST", Reason.CONTROL),
+        "/start_draft_weight_update": ("POST", Reason.CONTROL),
+        "/update_weights": ("POST", Reason.CONTROL),
+        "/finish_weight_update": ("POST", Reason.CONTROL),
+        "/update_weight_version": ("POST", Reason.CONTROL),
+        "/inference/v1/generate": ("POST", Reason.BETWEEN_SERVERS),
+        "/inference/v1/abort_requests": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/chat/completions/render": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/chat/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/completions/render": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/messages/render": ("POST", Reason.BETWEEN_SERVERS),
+        "/v1/responses/render": ("POST", Reason.BETWEEN_SERVERS),
+        "/cohere/v2/chat/render": ("POST", Reason.BETWEEN_SERVERS),
+    }
+)
+"""By the path in vLLM 0.32: its method there, and why it is not served."""

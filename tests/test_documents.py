@@ -18,7 +18,7 @@ from gateway import __version__
 from gateway.cli import application
 from gateway.errors import ROWS, Refusal, anthropic_error
 from gateway.metrics import FAMILIES, PREFIX
-from gateway.routes import ROUTES
+from gateway.routes import REFUSED, ROUTES
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
 from upstream.vllm_failures import CAUSES
 
@@ -61,6 +61,13 @@ def test_the_table_of_causes_is_the_codes() -> None:
     codes = {cause.code for cause in CAUSES}
     told = [tuple(cells) for cells in rows(DOCS / "operators" / "troubleshooting.md") if len(cells) == 3 and cells[0] in codes]
     assert told == [(cause.code, cause.summary or "none of the others", cause.hint.replace("`", "")) for cause in CAUSES]
+
+
+def test_the_page_of_vllms_routes_is_the_tables() -> None:
+    told = [cells for cells in rows(DOCS / "routes.md") if len(cells) == 3 and cells[1].startswith("/")]
+    assert [cells[1] for cells in told if cells[0] == "POST" and cells[2].startswith("served")] == [*ROUTES]
+    refused = [(cells[1], (cells[0], cells[2])) for cells in told if not cells[2].startswith(("served", "one entry", "the gateway's"))]
+    assert refused == [*REFUSED.items()]
 
 
 def test_no_other_metric_is_spoken_of() -> None:

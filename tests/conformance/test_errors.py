@@ -137,7 +137,7 @@ def test_an_unknown_model_names_no_other_one(stage: Stage, path: str) -> None:
 
 
 @on("simulator", "qwen")
-@pytest.mark.parametrize("path", ["/metrics", "/v1/load_lora_adapter", "/invocations", "/docs", "/v1/nothing", "/v1/chat/completions/"])
+@pytest.mark.parametrize("path", ["/metrics", "/v1/load_lora_adapter", "/invocations", "/docs", "/v1/nothing", "/v1/chat/completions//"])
 def test_other_routes_are_not_there(stage: Stage, path: str) -> None:
     answer: Any = stage.post(BODY, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

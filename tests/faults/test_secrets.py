@@ -55,7 +55,7 @@ def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/messages", good | {"max_tokens": "x"}
     yield "/v1/responses", {"model": "sim/one", "input": PROMPT, "store": True}
     yield "/v1/embeddings", {"model": "sim/one", "input": [PROMPT]}
-    yield f"/{PROMPT}", good
+    yield f"/{GOOD}", good
     yield f"/v1/chat/completions?key={GOOD}", good
 
 

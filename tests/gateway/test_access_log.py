@@ -154,7 +154,7 @@ async def test_neither_key_nor_prompt_is_in_it() -> None:
             request(chat(messages=[{"role": "user", "content": canary}])),
             request(chat(model=canary)),
             request(token=canary),
-            request(path=f"/v1/{canary}"),
+            request(path=f"/v1/{KEY}?{canary}"),
             request(b"{" + canary.encode()),
         ):
             await ask(served.port, data)

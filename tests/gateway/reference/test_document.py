@@ -17,7 +17,7 @@ from tests.support.described import answer_problems, described, request_problems
 
 DOCUMENT = described()
 SCHEMAS = DOCUMENT["components"]["schemas"]
-READ_ONLY = {"/v1/models", "/v1/models/{model}", "/health"}
+READ_ONLY = {"/v1/models", "/v1/models/{model}", "/version", "/health"}
 
 
 def test_both_descriptions_are_valid_openapi() -> None:
