@@ -175,7 +175,8 @@ def _operation(operation: Operation) -> str:
     lines = [f"### {operation.method} {operation.path}", "", about, ""]
     lines += [f"- takes {_bodies(operation.sent)}"] if operation.sent else []
     lines += [f"- answers {_bodies(operation.answered)}"]
-    return "\n".join(lines) + "".join(f"\n\n```json\n{json.dumps(example)}\n```" for example in operation.examples)
+    call = words.curl(operation)
+    return "\n".join(lines) + (f"\n\n```sh\n{call}\n```" if call else "")
 
 
 def _bodies(kinds: Mapping[str, tuple[str, ...]]) -> str:

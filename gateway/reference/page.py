@@ -5,7 +5,6 @@ The rule: what is told stands in ``words``; here is how it looks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
@@ -55,7 +54,7 @@ def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
         *(tag("p", *_prose(told[name])) for name in ("summary", "description") if name in told),
         *([tag("p", "Takes ", *_kinds(operation.sent), class_="quiet")] if operation.sent else []),
         tag("p", "Answers ", *_kinds(operation.answered), class_="quiet"),
-        *(tag("pre", json.dumps(example)) for example in operation.examples),
+        *([tag("pre", call)] if (call := words.curl(operation)) else []),
         _table(operation.parameters),
         tag("dl", *answers),
     )

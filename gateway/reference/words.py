@@ -6,6 +6,8 @@ schema, which has a table of its own; objects that have no name are told in rows
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +65,29 @@ def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
     for path, methods in document["paths"].items():
         for method, told in methods.items():
             yield Operation(method.upper(), path, told)
+
+
+def curl(operation: Operation) -> str | None:
+    """Return a command that calls an operation of the data port, or None where no request is shown.
+
+    It uses the environment variables of OpenAI's SDKs. ``MODEL`` and ``speech.wav`` are the reader's.
+    """
+    path, body = operation.path.replace("{model}", "MODEL"), _body_options(operation)
+    takes_key = any("x-api-key" in each for each in operation.told.get("security", ()))
+    if not body and not (operation.method == "GET" and takes_key):
+        return None
+    url = f"$OPENAI_BASE_URL/{path.removeprefix(_V1)}" if path.startswith(_V1) else f"${{OPENAI_BASE_URL%/v1}}{path}"
+    return " \\\n  ".join([f'curl "{url}"', '-H "Authorization: Bearer $OPENAI_API_KEY"', *body])
+
+
+def _body_options(operation: Operation) -> list[str]:
+    if "multipart/form-data" in operation.sent:
+        return ["-F model=MODEL", "-F file=@speech.wav"]
+    sent = [f"-d {shlex.quote(json.dumps(example))}" for example in operation.examples]
+    return ['-H "Content-Type: application/json"', *sent] if sent else []
+
+
+_V1 = "/v1/"
 
 
 def answers(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:

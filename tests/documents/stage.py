@@ -26,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 OWN = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 """Namespaces: the loopback interface's ports are the page's, and its processes end with it."""
 SECONDS = 500
+SPEECH = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e\0\0\0\x7d\0\0\x02\0\x10\0data\0\0\0\0"
+"""A recording of the reader's, of no length."""
 SHELLS = ("sh", "bash")
 ENVIRONMENTS = {"anthropic": "current", "langchain_openai": "current", "litellm": "litellm"}
 """Packages that are not in the project's own environment, and those of the tests' clients that have them."""
@@ -81,6 +83,7 @@ def _clone(place: Path) -> Path:
         if not each.name.startswith(".") and each.name not in ("build", "gateway.yaml"):
             (folder / each.name).symlink_to(each)
     (folder / "node_modules").symlink_to(NODE / "node_modules")
+    (folder / "speech.wav").write_bytes(SPEECH)
     (place / "home" / ".curlrc").write_text("silent\nshow-error\nfail-with-body\nmax-time = 60\n")
     real = Path(sys.executable).with_name("vllm-gateway")
     _program(place / "bin" / "vllm", f'shift; exec {shlex.quote(str(real))} simulate "$@"')
@@ -128,7 +131,7 @@ _GIVEN = {
 
 
 def _shell(block: Block, folder: Path) -> str:
-    return block.text.replace("sk-...", KEY)  # the reader's own
+    return block.text.replace("sk-...", KEY).replace("MODEL", "qwen")  # the reader's own
 
 
 def _python(block: Block, folder: Path) -> str:

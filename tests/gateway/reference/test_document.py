@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from openapi_spec_validator import validate
 from gateway.admin_document import document as admin_document
 from gateway.errors import ROWS, Refusal, anthropic_error, openai_error, render_event
 from gateway.policy import FORBIDDEN, MOST
-from gateway.reference import page
+from gateway.reference import page, words
 from gateway.routes import ENDPOINTS, ROUTES, Body, Dialect
 from tests.support.described import answer_problems, described, request_problems
 
@@ -95,6 +96,19 @@ def test_the_examples_are_what_is_asked_for(path: str) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     assert request_problems(path, example) == []
     assert request_problems(path, {}) != []
+
+
+def test_every_route_is_shown_with_a_curl_command() -> None:
+    text = html.unescape(page(DOCUMENT))
+    for operation in words.operations(DOCUMENT):
+        call = words.curl(operation)
+        assert (call is None) == (operation.path == "/health"), operation.path
+        assert call is None or f"<pre>{call}</pre>" in text
+    assert {words.curl(operation) for operation in words.operations(admin_document())} == {None}
+    calls = {operation.path: words.curl(operation) for operation in words.operations(DOCUMENT)}
+    assert str(calls["/v1/chat/completions"]).startswith('curl "$OPENAI_BASE_URL/chat/completions" \\\n  -H "Authorization: Bearer ')
+    assert str(calls["/rerank"]).startswith('curl "${OPENAI_BASE_URL%/v1}/rerank" \\\n')
+    assert str(calls["/v1/models/{model}"]).startswith('curl "$OPENAI_BASE_URL/models/MODEL" \\\n')
 
 
 def test_a_difference_is_seen() -> None:
