@@ -3,6 +3,7 @@
 Owns one task for each target and what was last learned of it. Probes open a connection of their own each time, so
 that a server that no longer accepts is noticed. The rules: ``on_change`` is called for a change and for nothing else;
 a look that this process itself has no means for tells nothing of the server, and changes nothing;
+a server that refuses the gateway's key is down, because every request to it would fail;
 and of what a server says about its models only the id and the length are kept (``root`` is a path of its machine).
 """
 
@@ -68,13 +69,15 @@ class Sighting:
     """One look at a server.
 
     ``conclusive``: nobody listens there, which a second look would only confirm. ``broken``: the server itself says that it
-    does not work (5xx: vLLM's engine is dead, and does not come back).
+    does not work (5xx: vLLM's engine is dead, and does not come back). ``refused``: the server works and rejects the gateway's
+    key; a second probe or a new process would give the same result.
     """
 
     up: bool
     reason: str = ""
     conclusive: bool = False
     broken: bool = False
+    refused: bool = False
     models: tuple[ModelCard, ...] | None = None
 
 
@@ -87,19 +90,22 @@ class Standing:
 
 
 def judge(before: Standing | None, name: str, seen: Sighting) -> Standing:
-    """The hysteresis: up after one success, down after two failures in a row; at once where nobody listens or nothing is known yet."""
+    """The hysteresis: up after one success, down after two failures in a row; down at once where nobody listens, where the key is
+    refused, or where nothing is known yet."""
     if seen.up:
         known = before.probe.models if before else ()
         return Standing(Probe(name, True, seen.reason, known if seen.models is None else seen.models))
     failures = before.failures + 1 if before else 1
-    if before and before.probe.up and not seen.conclusive and failures < FAILURES_UNTIL_DOWN:
+    if before and before.probe.up and not (seen.conclusive or seen.refused) and failures < FAILURES_UNTIL_DOWN:
         return Standing(before.probe, failures)
     return Standing(Probe(name, False, seen.reason, before.probe.models if before else ()), failures)
 
 
 def lost(standing: Standing, seen: Sighting) -> bool:
     """Whether nothing but a new process will help, by where the server stands after the look ``seen``."""
-    return not standing.probe.up and standing.failures >= (FAILURES_UNTIL_DOWN if seen.broken else FAILURES_UNTIL_LOST)
+    if standing.probe.up or seen.refused:
+        return False
+    return standing.failures >= (FAILURES_UNTIL_DOWN if seen.broken else FAILURES_UNTIL_LOST)
 
 
 def read_models(body: bytes) -> tuple[ModelCard, ...]:
@@ -148,12 +154,19 @@ class Doctor:
 
     async def _look_at_models(self, otherwise: Sighting) -> Sighting:
         status, body = await self._get("/v1/models")
+        if status == 401 or (status == 403 and self._target.api_key is not None):  # 403 without a key: perhaps this path alone is closed
+            return Sighting(False, f"{self._refusal()} (GET /v1/models: status {status})", refused=True)
         if not 200 <= status < 300:
             return replace(otherwise, reason=f"GET /v1/models: status {status}")
         try:
             return Sighting(True, models=read_models(body))
         except ValueError:
             return replace(otherwise, reason="GET /v1/models: not a list of models")
+
+    def _refusal(self) -> str:
+        if self._target.api_key is None:
+            return "the server asks for a key, and the gateway has none for it"
+        return "the server refused the gateway's key"
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         target = self._target

@@ -20,8 +20,10 @@ from gateway import keys
 from gateway.config import Config, load
 from gateway.reload import History, Reading, Reloader
 from tests.support.certificates import certificate
+from tests.support.controlled import controlled
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
-from tests.support.running import KEY
+from tests.support.running import KEY, until
+from tests.support.scripted import Conversation, scripted
 
 OTHER = "sk-another-key"
 FAILED = 'vllm_gateway_config_reloads_total{outcome="failure"}'
@@ -226,6 +228,40 @@ def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
         for word in ("start", "restart", "wake"):
             assert one.command(word, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
         assert one.stop() == 0, "a second signal ends the patience"
+
+
+async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_is_refused_takes_the_server_down(tmp_path: Path) -> None:
+    """The order of docs/kubernetes.md: the server accepts the current key and the next one, the gateway changes over, then the server."""
+    accepted = {"Bearer first", "Bearer second"}
+
+    async def script(talk: Conversation) -> None:
+        guarded = talk.request.head.split()[1].startswith(b"/v1")
+        refused = guarded and talk.request.header("authorization") not in accepted
+        await talk.respond(b'{"object":"list","data":[]}', "401 Unauthorized" if refused else "200 OK")
+
+    key = tmp_path / "key"
+    key.write_text("first")
+    async with scripted(script) as server:
+        far = {"id": "far", "servers": [{"url": f"http://127.0.0.1:{server.port}", "api_key": {"file": str(key)}}]}
+        async with controlled(tmp_path, far) as one:
+            assert (await one.ask("far")).status_code == 200
+            key.write_text("second")
+            assert (await one.control.reload()).changes == ("model far has changed: servers",)
+            assert (await one.ask("far")).status_code == 200
+            accepted.remove("Bearer first")
+            assert (await one.ask("far")).status_code == 200
+            key.write_text("first")
+            await one.control.reload()
+            await until(lambda: one.status("far")["servers"][0]["condition"] == "down", 60.0)
+            await one.heard()
+            answer = await one.ask("far")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_server")
+            assert one.status("far")["servers"][0]["reason"].startswith("the server refused the gateway's key")
+            key.write_text("second")
+            await one.control.reload()
+            await until(lambda: one.status("far")["servers"][0]["condition"] == "up", 60.0)
+            await one.heard()
+            assert (await one.ask("far")).status_code == 200
 
 
 class FailingOnce:

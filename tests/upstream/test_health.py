@@ -52,7 +52,8 @@ REFUSED = Sighting(False, "refused", conclusive=True)
         (Standing(Probe("s", False, "x"), 7), FAILED, Standing(Probe("s", False, FAILED.reason), 8)),
         (Standing(Probe("s", False, "x", CARDS), 7), Sighting(True), UP),
         (UP, Sighting(True, models=()), Standing(Probe("s", True))),
-        (UP, Sighting(True, "GET /v1/models: status 401"), Standing(Probe("s", True, "GET /v1/models: status 401", CARDS))),
+        (UP, Sighting(True, "GET /v1/models: status 500"), Standing(Probe("s", True, "GET /v1/models: status 500", CARDS))),
+        (UP, Sighting(False, "refused", refused=True), Standing(Probe("s", False, "refused", CARDS), 1)),
     ],
 )
 def test_the_hysteresis(before: Standing | None, seen: Sighting, after: Standing) -> None:
@@ -271,7 +272,8 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ((401, b'{"error":"Unauthorized"}'), "GET /v1/models: status 401"),
+        ((403, b"not a path of this proxy"), "GET /v1/models: status 403"),
+        ((500, b""), "GET /v1/models: status 500"),
         ((200, b"<html>"), "GET /v1/models: not a list of models"),
         ((200, b'{"data": [' + b" " * 2 * BODY_LIMIT + b"]}"), "GET /v1/models: not a list of models"),
     ],
@@ -281,6 +283,49 @@ async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tup
         told = Told()
         async with probing(told, Target("s", server.address)):
             assert told == [Probe("s", True, reason)]
+
+
+@pytest.mark.parametrize(
+    ("key", "status", "reason"),
+    [
+        ("stale", 401, "the server refused the gateway's key (GET /v1/models: status 401)"),
+        ("stale", 403, "the server refused the gateway's key (GET /v1/models: status 403)"),
+        (None, 401, "the server asks for a key, and the gateway has none for it (GET /v1/models: status 401)"),
+    ],
+)
+@pytest.mark.parametrize("health", [(200, b""), (404, b"")], ids=["with /health", "without /health"])
+async def test_a_server_that_refuses_the_gateways_key_is_down(
+    key: str | None, status: int, reason: str, health: tuple[int | None, bytes]
+) -> None:
+    """Every request to it would be refused too."""
+    routes = {"/health": health, "/v1/models": (status, b'{"error":"Unauthorized"}')}
+    async with listening(FakeServer(routes)) as server:
+        told, gone = Told(), Told()
+        async with Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
+            prober.set_targets([Target("s", server.address, key)])
+            assert await told.up(False) == Probe("s", False, reason)
+            before = server.asked.count("/v1/models")
+            await until(lambda: server.asked.count("/v1/models") > before + FAILURES_UNTIL_LOST)
+            assert gone == [], "another process would refuse the key as well"
+            server.routes["/v1/models"] = (200, json.dumps(LISTED).encode())
+            assert (await told.up(True)).models == CARDS
+
+
+async def test_a_key_that_a_server_accepts_no_longer_takes_it_down_and_another_key_brings_it_back() -> None:
+    async with scripted(_asks_for_the_new_key) as server, Prober(on_change=(told := Told()).append, interval=0.02, deadline=30.0) as prober:
+        address = Address(port=server.port)
+        prober.set_targets([Target("s", address, "old")])
+        assert "refused the gateway's key" in (await told.up(False)).reason
+        prober.set_targets([Target("s", address, "new")])
+        assert (await told.up(True)).models == CARDS
+        prober.set_targets([Target("s", address, "old")])
+        await told.up(False)
+        assert [probe.up for probe in told] == [False, True, False], "one probe is enough to see it"
+
+
+async def _asks_for_the_new_key(talk: Conversation) -> None:
+    allowed = talk.request.head.split()[1] != b"/v1/models" or talk.request.header("authorization") == "Bearer new"
+    await talk.respond(json.dumps(LISTED).encode(), "200 OK" if allowed else "401 Unauthorized")
 
 
 async def test_models_are_looked_at_again_now_and_then() -> None:
