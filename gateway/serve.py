@@ -134,10 +134,11 @@ def _without(environ: Mapping[str, str], names: Set[str]) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartError."""
+    """A listening socket; on ``::`` it accepts IPv4 connections too. Raises StartError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 

@@ -74,7 +74,7 @@ def _quantity(text: str, description: str) -> Any:
 class Admin(Section):
     """Where operators and Prometheus look: /metrics, /livez, /readyz, /status."""
 
-    host: Text = Field(default="127.0.0.1", description="address that the admin port listens on")
+    host: Text = Field(default="127.0.0.1", description="address that the admin port listens on; `::` is every address, IPv6 and IPv4")
     port: Port = Field(default=9090, description="admin port; 0 takes a free one")
     token: Secret | None = Field(default=None, description="bearer token that the admin port asks for")
 
@@ -103,7 +103,7 @@ class Tls(Section):
 class ServerSection(Section):
     """The gateway's own ports and bounds."""
 
-    host: Text = Field(default="0.0.0.0", description="address that the data port listens on")  # noqa: S104  clients are elsewhere
+    host: Text = Field(default="0.0.0.0", description="address that the data port listens on; `::` is every address, IPv6 and IPv4")  # noqa: S104  clients are elsewhere
     port: Port = Field(default=8000, description="data port; 0 takes a free one")
     relays: Annotated[int, Strict(), Field(ge=1, le=256)] = Field(default=1, description="relay processes on the data port")
     admin: Admin = Field(default=Admin(), description="the admin port")

@@ -234,6 +234,19 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
             assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_unspecified_ipv6_address_listens_on_ipv4_too(tmp_path: Path) -> None:
+    """One setting serves a dual-stack network, as in vLLM."""
+    config = configuration(launched(), host="::", admin={"host": "::", "port": 0})
+    with gateway(tmp_path, config) as one:
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"http://{host}:{one.data}/v1/models"
+            assert httpx2.get(url, headers={"authorization": f"Bearer {KEY}"}, timeout=60).status_code == 200
+            assert httpx2.get(f"http://{host}:{one.admin}/readyz", timeout=60).status_code == 200
+        assert one.ask().status_code == 200
+        wait_for(lambda: '"client":"127.0.0.1"' in one.log, why=lambda: one.log)
+
+
 def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
     screen, keyboard = pty.openpty()
     with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
