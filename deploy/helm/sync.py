@@ -84,7 +84,10 @@ _SPREAD = _object(
     nodeAffinityPolicy=_TEXT,
     nodeTaintsPolicy=_TEXT,
 )
+_STRATEGY = _object(type={"enum": ["RollingUpdate", "Recreate"]}, rollingUpdate=_FREE)
+_RETENTION: Schema = {"enum": ["Retain", "Delete"]}
 _POD: dict[str, Schema] = {
+    "accessModes": _list({"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]} | {"type": "string"}),
     "extraEnv": _VARIABLES,
     "extraVolumes": _VOLUMES,
     "extraVolumeMounts": _MOUNTS,
@@ -123,10 +126,11 @@ TYPES: dict[str, Schema] = {
     "engineDefaults.command": _list(_TEXT) | {"minItems": 1},
     "engineDefaults.startupTimeout": _DURATION,
     "engineDefaults.drain": _DURATION,
-    "engineDefaults.strategy": _object(type={"enum": ["RollingUpdate", "Recreate"]}, rollingUpdate=_FREE),
-    "engineDefaults.cache.accessModes": _list(
-        {"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]} | {"type": "string"}
-    ),
+    "strategy": _STRATEGY,
+    "engineDefaults.strategy": _STRATEGY,
+    "persistence.updateStrategy": _object(type={"enum": ["RollingUpdate", "OnDelete"]}, rollingUpdate=_FREE),
+    "persistence.retention": _object(whenDeleted=_RETENTION, whenScaled=_RETENTION),
+    "engineKey.generation": {"type": "integer", "minimum": 1},
     "discovery": {"enum": ["auto", "kubernetes", "dns"]},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "httpRoute.parentRefs": _list(_object(name=_TEXT, namespace=_TEXT, sectionName=_TEXT, port=_COUNT, group=_TEXT, kind=_TEXT)),

@@ -62,13 +62,17 @@ class Rendered:
         (found,) = [each for each in self.all(kind) if each["metadata"]["name"] == name]
         return found
 
-    def deployment(self, component: str = "gateway") -> Manifest:
-        (found,) = [each for each in self.all("Deployment") if each["metadata"]["labels"]["app.kubernetes.io/component"] == component]
-        return found
+    def workloads(self) -> dict[str, Manifest]:
+        """Every Deployment and StatefulSet, by its component."""
+        found = [*self.all("Deployment"), *self.all("StatefulSet")]
+        return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in found}
+
+    def workload(self, component: str = "gateway") -> Manifest:
+        return self.workloads()[component]
 
     def pod(self, component: str = "gateway") -> dict[str, Any]:
-        """The specification of a Deployment's pods."""
-        spec: dict[str, Any] = self.deployment(component)["spec"]["template"]["spec"]
+        """The specification of a workload's pods."""
+        spec: dict[str, Any] = self.workload(component)["spec"]["template"]["spec"]
         return spec
 
     def container(self, component: str = "gateway") -> dict[str, Any]:
@@ -80,14 +84,14 @@ class Rendered:
         """The gateway's configuration."""
         return dict(yaml.safe_load(self.one("ConfigMap")["data"]["gateway.yaml"]))
 
-    def mount(self, root: Path, secrets: Iterable[Manifest] = ()) -> None:
-        """Write below ``root`` what the gateway's container finds mounted; ``secrets`` are those that the chart does not make."""
+    def mount(self, root: Path, secrets: Iterable[Manifest] = (), component: str = "gateway") -> None:
+        """Write below ``root`` what a component's container finds mounted; ``secrets`` are those that the chart does not make."""
         there = {each["metadata"]["name"]: each for each in (*self.all("Secret"), *secrets)}
-        volumes = {each["name"]: each for each in self.pod()["volumes"]}
-        for place in self.container()["volumeMounts"]:
+        volumes = {each["name"]: each for each in self.pod(component)["volumes"]}
+        for place in self.container(component)["volumeMounts"]:
             folder = root / place["mountPath"].lstrip("/")
             folder.mkdir(parents=True, exist_ok=True)
-            for name, text in _files(volumes[place["name"]], there, self):
+            for name, text in _files(volumes.get(place["name"], {}), there, self):
                 folder.joinpath(name).write_text(text)
 
 

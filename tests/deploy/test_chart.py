@@ -65,7 +65,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "topologySpreadConstraints": [
             {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {"matchLabels": {"a": "b"}}}
         ],
-        "terminationGracePeriodSeconds": 600,
+        "terminationGracePeriodSeconds": 900,
     },
     "extras": {
         "engines": {"a": ENGINE | {"extraEnv": [{"name": "A", "value": "b"}], "podLabels": {"a": "b"}, "podAnnotations": {"a": "b"}}},
@@ -77,6 +77,24 @@ VALUES: dict[str, dict[str, Any]] = {
         "podLabels": {"a": "b"},
         "podAnnotations": {"a": "b"},
     },
+    "a volume for each pod": {
+        "engines": {"a": ENGINE},
+        "persistence": EVERYTHING | {"storageClass": "fast", "updateStrategy": {"type": "OnDelete"}},
+        "config": {"ledger": "sqlite:////var/lib/vllm-gateway/usage.db"},
+        "autoscaling": EVERYTHING,
+    },
+    "IPv6": {
+        "engines": {"a": ENGINE | {"host": "::"}},
+        "config": {"server": {"host": "::", "admin": {"host": "::"}}},
+        "httpRoute": EVERYTHING | {"parentRefs": [{"name": "public"}], "timeout": ""},
+    },
+    "foreign keys of the engines": {
+        "engines": {"a": ENGINE},
+        "engineKey": {"existingSecret": "engine-key", "accepted": "engines.yaml"},
+        "adminToken": {"existingSecret": "admin", "key": "bearer"},
+        "strategy": {"type": "Recreate"},
+    },
+    "no token of the admin port": {"engines": {"a": ENGINE}, "adminToken": {"enabled": False}},
     "everything that may be on": {
         "engines": {"a": ENGINE | {"autoscaling": EVERYTHING, "podDisruptionBudget": EVERYTHING}, "b": {"model": {"id": "org/other"}}},
         "autoscaling": EVERYTHING,
@@ -177,7 +195,8 @@ def test_engines_start_as_the_gateway_would_start_them() -> None:
     }
     loras = [{"id": f"lora-{n}", "path": f"/adapters/{n}"} for n in range(2)]
     model = {"id": "org/model", "loras": loras}
-    rendered = Rendered.of(values={"engines": {"a": {"model": model, "args": args, "weights": "/weights", "port": 9001}}})
+    values = {"engines": {"a": {"model": model, "args": args, "weights": "/weights", "port": 9001, "drain": "2m"}}}
+    rendered = Rendered.of(values=values | {"engineKey": {"existingSecret": "engine-key"}})
     adapters = tuple(Adapter(each["id"], each["path"]) for each in loras)
     settings = LaunchSettings("/weights", ("org/model",), args=args, adapters=adapters, drain=120)
     expected = command_line(settings, Address(host="0.0.0.0", port=9001), "key")
@@ -185,6 +204,71 @@ def test_engines_start_as_the_gateway_would_start_them() -> None:
     assert options([*container["command"], *container["args"]]) == options([*expected.argv])
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert expected.env.items() - {("VLLM_API_KEY", "key")} <= variables.items() and "VLLM_API_KEY" in variables
+
+
+def test_no_key_of_the_engines_is_on_a_command_line_or_in_a_variable(cases: dict[str, Rendered]) -> None:
+    """Engines that accept two keys read them from a file, as their configuration file."""
+    rendered = cases["one-gpu"]
+    keys = {text for name, text in content(rendered.one("Secret", "gw-vllm-gateway-engine-key")).items() if name != "vllm.yaml"}
+    assert len(keys) == 2
+    (container,) = rendered.pod("engine-qwen")["containers"]
+    assert not [key for key in keys if key in json.dumps(container)]
+    assert "VLLM_API_KEY" not in {each["name"] for each in container["env"]}
+    assert container["args"][container["args"].index("--config") + 1] == "/etc/vllm-gateway/engine/vllm.yaml"
+
+
+def test_engines_that_accept_one_key_have_it_in_a_variable() -> None:
+    container = Rendered.of(values={"engines": {"a": ENGINE}, "engineKey": {"existingSecret": "mine"}}).container("engine-a")
+    (variable,) = [each for each in container["env"] if each["name"] == "VLLM_API_KEY"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "key"}} and "--config" not in container["args"]
+
+
+def test_engines_listen_on_the_address_that_is_named(cases: dict[str, Rendered]) -> None:
+    for name, host in (("one-gpu", "0.0.0.0"), ("IPv6", "::")):
+        args = next(each for part, each in cases[name].workloads().items() if part != "gateway")["spec"]["template"]["spec"]["containers"][
+            0
+        ]["args"]
+        assert args[args.index("--host") + 1] == host
+
+
+def test_the_admin_port_requires_a_token_that_prometheus_has(cases: dict[str, Rendered]) -> None:
+    made = cases["two-models"]
+    assert made.config["server"]["admin"]["token"] == {"file": "/etc/vllm-gateway/admin/token"}
+    monitor = made.one("ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["authorization"]["credentials"] == {"name": "gw-vllm-gateway-admin-token", "key": "token"}
+    assert len(content(made.one("Secret", "gw-vllm-gateway-admin-token"))["token"]) == 48
+    foreign = cases["foreign keys of the engines"]
+    assert [each["secret"] for each in foreign.pod()["volumes"] if each["name"] == "admin-token"] == [
+        {"secretName": "admin", "items": [{"key": "bearer", "path": "token"}]}
+    ]
+    assert "token" not in cases["no token of the admin port"].config["server"]["admin"]
+
+
+def test_a_token_that_the_operator_sets_is_the_admin_ports() -> None:
+    own = {"server": {"admin": {"token": {"env": "ADMIN"}}}}
+    rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": own, "monitoring": {"serviceMonitor": EVERYTHING}})
+    assert rendered.config["server"]["admin"]["token"] == {"env": "ADMIN"}
+    assert not [each for each in rendered.all("Secret") if each["metadata"]["name"].endswith("admin-token")]
+    assert "authorization" not in rendered.one("ServiceMonitor")["spec"]["endpoints"][0]
+
+
+def test_several_servers_have_a_budget_and_engines_request_what_they_need() -> None:
+    scaled = ENGINE | {"autoscaling": EVERYTHING}
+    rendered = Rendered.of(values={"engines": {"a": ENGINE, "b": ENGINE | {"replicas": 2}, "c": scaled}})
+    budgets = {each["metadata"]["name"] for each in rendered.all("PodDisruptionBudget")}
+    assert budgets == {"gw-vllm-gateway", "gw-vllm-gateway-b", "gw-vllm-gateway-c"}
+    assert rendered.container("engine-a")["resources"] == {
+        "requests": {"cpu": "2", "memory": "16Gi"},
+        "limits": {"nvidia.com/gpu": 1},
+    }
+
+
+def test_the_pod_of_helm_test_may_reach_a_gateway_that_names_its_clients(cases: dict[str, Rendered]) -> None:
+    rendered = cases["everything that may be on"]
+    peers = rendered.one("NetworkPolicy")["spec"]["ingress"][0]["from"]
+    labels = rendered.one("Pod", "gw-vllm-gateway-test")["metadata"]["labels"]
+    (selected,) = [each["podSelector"]["matchLabels"] for each in peers if "podSelector" in each]
+    assert selected.items() <= labels.items()
 
 
 def options(argv: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
@@ -296,10 +380,10 @@ def test_no_secret_is_made_where_one_exists(cases: dict[str, Rendered]) -> None:
 
 
 def test_the_time_to_end_covers_what_is_under_way(cases: dict[str, Rendered]) -> None:
-    assert cases["many-replicas"].pod()["terminationGracePeriodSeconds"] == 15 + 600 + 15
-    assert cases["external-servers"].pod()["terminationGracePeriodSeconds"] == 10 + 5 + 120 + 15
+    assert cases["many-replicas"].pod()["terminationGracePeriodSeconds"] == 15 + 5 + 600 + 15
+    assert cases["external-servers"].pod()["terminationGracePeriodSeconds"] == 10 + 5 + 600 + 15
     for rendered in cases.values():
-        for each in rendered.all("Deployment"):
+        for each in rendered.workloads().values():
             pod = each["spec"]["template"]["spec"]
             assert pod["terminationGracePeriodSeconds"] > pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] + 100
 
@@ -333,7 +417,7 @@ def test_releases_of_one_name_may_read_the_same_namespace() -> None:
 
 def test_pods_are_restricted(cases: dict[str, Rendered]) -> None:
     for rendered in cases.values():
-        pods = [each["spec"]["template"]["spec"] for each in rendered.all("Deployment")] + [each["spec"] for each in rendered.all("Pod")]
+        pods = [each["spec"]["template"]["spec"] for each in rendered.workloads().values()] + [each["spec"] for each in rendered.all("Pod")]
         for pod in pods:
             assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
             assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -345,13 +429,21 @@ def test_pods_are_restricted(cases: dict[str, Rendered]) -> None:
 def test_only_a_change_of_what_needs_a_restart_rolls_the_pods() -> None:
     def annotations(**config: Any) -> dict[str, str]:
         rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": config})
-        return dict(rendered.deployment()["spec"]["template"]["metadata"]["annotations"])
+        return dict(rendered.workload()["spec"]["template"]["metadata"]["annotations"])
 
     assert annotations() == annotations(log={"level": "debug"})
-    changes: dict[str, Any] = {"server": {"relays": 2}, "ledger": {"url": "sqlite:////tmp/usage.db", "retention": "90d"}}
-    assert changes.keys() == {path.partition(".")[0] for path in NEEDS_RESTART}
-    for section, change in changes.items():
-        assert annotations() != annotations(**{section: change}), section
+    changes: dict[str, Any] = {
+        "server.host": "::",
+        "server.port": 9000,
+        "server.relays": 2,
+        "server.tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"},
+        "server.admin": {"host": "::"},
+        "ledger": {"url": "sqlite:////tmp/usage.db", "retention": "90d"},
+    }
+    assert changes.keys() == NEEDS_RESTART.keys()
+    for path, change in changes.items():
+        section, _, name = path.partition(".")
+        assert annotations() != annotations(**{section: {name: change} if name else change}), path
 
 
 def test_promtool_accepts_the_alerts(two_models: Rendered, tmp_path: Path) -> None:
@@ -373,8 +465,8 @@ def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
 def test_engines_may_be_stopped_before_others_start() -> None:
     """The API server refuses the settings of one strategy beside the other."""
     rendered = Rendered.of(values={"engines": {"a": ENGINE | {"strategy": {"type": "Recreate"}}, "b": ENGINE}})
-    assert rendered.deployment("engine-a")["spec"]["strategy"] == {"type": "Recreate"}
-    assert rendered.deployment("engine-b")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert rendered.workload("engine-a")["spec"]["strategy"] == {"type": "Recreate"}
+    assert rendered.workload("engine-b")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_without_a_sleep_nothing_comes_before_the_signal() -> None:
@@ -389,7 +481,7 @@ def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
     mine = [{"name": "DO_NOT_TRACK", "value": "0"}, {"name": "MORE", "value": "1"}]
     engine = ENGINE | {"env": {"HF_HOME": "/models"}, "extraEnv": mine}
     rendered = Rendered.of(values={"engines": {"a": engine}, "extraEnv": [{"name": "HOME", "value": "/home"}]})
-    assert rendered.container()["env"] == [{"name": "HOME", "value": "/home"}]
+    assert [each["value"] for each in rendered.container()["env"] if each["name"] == "HOME"] == ["/home"]
     given = rendered.container("engine-a")["env"]
     variables = {each["name"]: each.get("value") for each in given}
     assert len(variables) == len(given)
@@ -418,6 +510,9 @@ def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
         ({"engineDefaults": {"cache": {"sise": "1Gi"}}}, "sise"),
         ({"engines": {"a": ENGINE}, "discovery": "consul"}, "discovery"),
         ({"engines": {"a": ENGINE | {"args": {"port": 1}}}}, "args.port is set by the chart"),
+        ({"engines": {"a": ENGINE | {"args": {"config": "/c.yaml"}}}}, "args.config: vLLM reads one configuration file"),
+        ({"engines": {"a": ENGINE}, "persistence": {"updateStrategy": {"type": "Recreate"}}}, "updateStrategy"),
+        ({"engines": {"a": ENGINE}, "engineKey": {"generation": 0}}, "generation"),
         ({"engines": {"a": {"model": {"id": "m", "loras": [{"id": "l"}]}}}}, "l needs a path"),
         ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 60}, "is less than preStopSleep"),
         ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 0}, "is less than preStopSleep"),
@@ -448,14 +543,18 @@ def test_what_the_containers_run_answers(tmp_path: Path) -> None:
     two_models = Rendered.of(CHART / "examples" / "two-models.yaml", values={"rbac": {"create": False}})
     root = tmp_path / "root"
     mounted(two_models, root)
-    key, engine_key = (content(two_models.one("Secret", f"gw-vllm-gateway-{name}"))["key"] for name in ("keys", "engine-key"))
-    with engine(two_models, "engine-llama", engine_key) as llama, engine(two_models, "engine-embed", engine_key) as embed:
+    key = content(two_models.one("Secret", "gw-vllm-gateway-keys"))["key"]
+    token = content(two_models.one("Secret", "gw-vllm-gateway-admin-token"))["token"]
+    with engine(two_models, "engine-llama", root) as llama, engine(two_models, "engine-embed", root) as embed:
         config = here(root, {"meta-llama/Llama-3.3-70B-Instruct": llama, "Qwen/Qwen3-Embedding-0.6B": embed})
         container = two_models.container()
         assert container["command"] == ["vllm-gateway", "serve", "/etc/vllm-gateway/config/gateway.yaml"]  # as `gateway` runs it
         with gateway(config, None, seconds=60) as one:
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 assert one.get(container[probe]["httpGet"]["path"]).status_code == 200
+            assert one.get("/status").status_code == one.get("/metrics").status_code == 401
+            shown = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers={"authorization": f"Bearer {token}"}, timeout=60)
+            assert shown.status_code == 200
             chat: dict[str, Any] = {"model": "llama-legal", "messages": [{"role": "user", "content": "Hello"}]}
             assert asked(one.url, key, "/v1/chat/completions", chat)["model"] == "llama-legal"
             assert asked(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
@@ -482,13 +581,15 @@ def hooked(rendered: Rendered, url: str) -> int:
 
 
 @contextmanager
-def engine(rendered: Rendered, component: str, key: str) -> Iterator[int]:
+def engine(rendered: Rendered, component: str, root: Path) -> Iterator[int]:
     """The simulator with the arguments and variables of an engine's container, on a free port of this machine."""
     container = rendered.container(component)
     ((path, port),) = {(probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in container.items() if name.endswith("Probe")}
     assert [each["name"] for each in container["ports"]] == [port]
-    words = [{"0.0.0.0": "127.0.0.1", "8000": "0"}.get(word, word) for word in container["args"]]
-    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each} | {"VLLM_API_KEY": key}
+    rendered.mount(root / component, component=component)
+    local = {"0.0.0.0": "127.0.0.1", "8000": "0"}
+    words = [local.get(word, word).replace("/etc/vllm-gateway/", f"{root}/{component}/etc/vllm-gateway/") for word in container["args"]]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     command = [sys.executable, "-P", "-m", "upstream.simulator", *words]
     process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
     try:
@@ -507,7 +608,8 @@ def here(root: Path, ports: dict[str, int]) -> Path:
     """The folder of the gateway's configuration, on free ports, with this machine's address for the name of a Service."""
     file = root / "etc/vllm-gateway/config/gateway.yaml"
     config = yaml.safe_load(file.read_text())
-    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin": {"host": "127.0.0.1", "port": 0}}
+    admin = config["server"]["admin"] | {"host": "127.0.0.1", "port": 0}
+    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin": admin, "linger": "0s"}
     for model in config["models"]:
         model["discover"]["dns"] |= {"name": "127.0.0.1", "port": ports[model["id"]]}
     write(file, config)
@@ -516,10 +618,12 @@ def here(root: Path, ports: dict[str, int]) -> Path:
 
 def mounted(rendered: Rendered, root: Path) -> None:
     """The files of the gateway's container below ``root``, with the paths in them."""
-    names = ("gateway-keys", "engine-key")
+    names = ("gateway-keys", "engine-key", "gateway-admin", "admin")
     made = {each["metadata"]["name"] for each in rendered.all("Secret")}
     keys = yaml.safe_dump({"keys": [{"id": "team", "hash": hash_of(KEY)}]})
-    rendered.mount(root, [foreign(name, {"keys.yaml": keys, "key": "engine"}) for name in names if name not in made])
+    rendered.mount(
+        root, [foreign(name, {"keys.yaml": keys, "key": "engine", "token": "t", "bearer": "t"}) for name in names if name not in made]
+    )
     file = root / "etc/vllm-gateway/config/gateway.yaml"
     file.write_text(file.read_text().replace("/etc/vllm-gateway", str(root / "etc/vllm-gateway")))
 

@@ -26,6 +26,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{- /* Labels of a pod: (list ROOT COMPONENT). Nothing in them changes with the chart's version, since a change restarts the pods. */ -}}
+{{- define "vllm-gateway.podLabels" -}}
+{{ include "vllm-gateway.selector" (index . 0) }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
 {{- /* Metadata of an object: (list ROOT COMPONENT NAME) */ -}}
 {{- define "vllm-gateway.metadata" -}}
 name: {{ index . 2 }}
@@ -51,6 +57,39 @@ labels:
 {{- default (printf "%s-engine-key" (include "vllm-gateway.fullname" .)) .Values.engineKey.existingSecret }}
 {{- end }}
 
+{{- define "vllm-gateway.adminSecret" -}}
+{{- default (printf "%s-admin-token" (include "vllm-gateway.fullname" .)) .Values.adminToken.existingSecret }}
+{{- end }}
+
+{{- /* Whether the chart sets the admin port's token: true or empty */ -}}
+{{- define "vllm-gateway.setsAdminToken" -}}
+{{- if and .Values.adminToken.enabled (not ((.Values.config.server).admin).token) }}true{{ end }}
+{{- end }}
+
+{{- /* The entry of the engines' Secret with the keys that they accept; empty where they accept one key alone */ -}}
+{{- define "vllm-gateway.acceptedKeys" -}}
+{{- if .Values.engineKey.enabled }}
+{{- default (empty .Values.engineKey.existingSecret | ternary "vllm.yaml" "") .Values.engineKey.accepted }}
+{{- end }}
+{{- end }}
+
+{{- /* What the gateway is: a Deployment, or a StatefulSet whose pods have volumes */ -}}
+{{- define "vllm-gateway.kind" -}}
+{{- .Values.persistence.enabled | ternary "StatefulSet" "Deployment" }}
+{{- end }}
+
+{{- /* How pods are replaced. The default's rollingUpdate stays when another type is merged over it, and the API server refuses both. */ -}}
+{{- define "vllm-gateway.strategy" -}}
+{{- eq .type "RollingUpdate" | ternary . (omit . "rollingUpdate") | toYaml }}
+{{- end }}
+
+{{- /* Replicas of a workload that is scaled by an autoscaler: as many as run now, at least MINIMUM; without a cluster MINIMUM.
+Leaving the number out would set it to 1 where it was set before. (list ROOT KIND NAME MINIMUM) */ -}}
+{{- define "vllm-gateway.scaledReplicas" -}}
+{{- $live := lookup "apps/v1" (index . 1) (index . 0).Release.Namespace (index . 2) }}
+{{- max (index . 3 | int64) (($live.spec).replicas | int64) }}
+{{- end }}
+
 {{- /* Whole seconds of a duration of gateway.yaml, rounded up */ -}}
 {{- define "vllm-gateway.seconds" -}}
 {{- $unit := regexFind "[a-z]+$" . }}
@@ -62,8 +101,10 @@ labels:
 {{- empty (.Values.config.server).tls | ternary "http" "https" }}
 {{- end }}
 
+{{- /* What of config.server is decided at the start of the gateway, as JSON; gateway/change.py lists the same. */ -}}
 {{- define "vllm-gateway.server" -}}
-{{- .Values.config.server | default dict | toJson }}
+{{- $server := .Values.config.server | default dict }}
+{{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "relays" "admin") | toJson }}
 {{- end }}
 
 {{- define "vllm-gateway.grace" -}}
@@ -114,6 +155,7 @@ labels:
 {{- $engine := mustMergeOverwrite (deepCopy $root.Values.engineDefaults) (deepCopy (get $root.Values.engines $name)) }}
 {{- $_ := set $engine "fullname" (printf "%s-%s" (include "vllm-gateway.fullname" $root) $name | trunc 63 | trimSuffix "-") }}
 {{- $_ := set $engine "weights" (default $engine.model.id $engine.weights) }}
+{{- $_ := set $engine "acceptedKeys" (include "vllm-gateway.acceptedKeys" $root) }}
 {{- $engine | toJson }}
 {{- end }}
 
@@ -151,6 +193,10 @@ labels:
 {{- end }}
 {{- $config = merge (dict "keys_file" (printf "/etc/vllm-gateway/keys/%s" .Values.keys.file)) $config }}
 {{- end }}
+{{- if include "vllm-gateway.setsAdminToken" . }}
+{{- $token := dict "token" (dict "file" "/etc/vllm-gateway/admin/token") }}
+{{- $config = merge (dict "server" (dict "admin" $token)) $config }}
+{{- end }}
 {{- toYaml $config }}
 {{- end }}
 
@@ -161,7 +207,10 @@ labels:
 
 {{- /* The words after the command of an engine, as a JSON list; upstream/vllm.py says the same of launch.args */ -}}
 {{- define "vllm-gateway.engineArgs" -}}
-{{- $flags := dict "served-model-name" (list .model.id) "host" "0.0.0.0" "port" .port "shutdown-timeout" (include "vllm-gateway.seconds" .drain | int64) }}
+{{- $flags := dict "served-model-name" (list .model.id) "host" .host "port" .port "shutdown-timeout" (include "vllm-gateway.seconds" .drain | int64) }}
+{{- with .acceptedKeys }}
+{{- $_ := set $flags "config" "/etc/vllm-gateway/engine/vllm.yaml" }}
+{{- end }}
 {{- with .model.loras }}
 {{- $modules := list }}
 {{- range . }}
@@ -180,6 +229,9 @@ labels:
 {{- $flag := prepend (rest $parts) $head | join "." }}
 {{- if has $flag (list "api-key" "model" "served-model-name" "host" "port" "uds") }}
 {{- fail (printf "engines: args.%s is set by the chart" $key) }}
+{{- end }}
+{{- if and (eq $flag "config") $.acceptedKeys }}
+{{- fail (printf "engines: args.%s: vLLM reads one configuration file, and the chart's has the keys that engines accept (engineKey.accepted)" $key) }}
 {{- end }}
 {{- $_ := set $flags $flag $value }}
 {{- end }}
