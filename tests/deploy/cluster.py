@@ -44,7 +44,7 @@ class Cluster(ThreadingHTTPServer):
 
     def render(self, folder: Path, values: Mapping[str, Any], chart: Path = CHART) -> subprocess.CompletedProcess[str]:
         """Render the chart as the release ``gw`` of the namespace ``llm``, as an upgrade would in this cluster. ``folder``: for a file."""
-        words = ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", self._kubeconfig(folder)]
+        words: list[str | Path] = ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", self._kubeconfig(folder)]
         return helm("template", "gw", chart, "--namespace", "llm", *words, values=values)
 
     def upgrade(self, folder: Path, values: Mapping[str, Any]) -> Rendered:
