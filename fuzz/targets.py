@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,19 +26,22 @@ from gateway.beginning import hint
 from gateway.config import ConfigurationError, drafted, load
 from gateway.errors import ROWS, Refusal, from_server, render
 from gateway.form import Form
+from gateway.json_scan import ELEMENT, Scanner, Wanted
 from gateway.key_set import usable
 from gateway.link import Health
 from gateway.media import MediaHosts
 from gateway.payload import Prepared, merge, parse, prepare
 from gateway.policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, Policy
-from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body
+from gateway.response_fields import HELD, Fields, Observer, of_body, of_event
+from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.state import BodyRules, Issuer, Key, State
 from gateway.tokens import Tokens
+from gateway.usage import Usage
 from tests.support.way import unchunked, way
 from tests.support.wire import STREAM_HEAD
 from upstream import vllm_names
 from upstream.server import Condition
-from upstream.sse import EventTooLongError, Splitter, data_of, split
+from upstream.sse import EventTooLongError, Splitter, data_of, is_error, split
 
 Target = Callable[[bytes], None]
 
@@ -184,6 +189,82 @@ def sse(data: bytes) -> None:
     assert given + splitter.take() == data[1:]
 
 
+# The fields of responses
+
+_WANTED: Wanted = {"usage": None, "choices": {ELEMENT: {"finish_reason": None}}, "response": {"status": None}}
+_DIALECTS = tuple(Dialect)
+_DEEP = 500  # brackets; Python's parser has a bound
+
+
+def scan(data: bytes) -> None:
+    """The scanner finds the same however the document is cut, and in a valid document what a parser finds."""
+    wire = data[1:]
+    found = _scanned([wire])
+    assert _scanned(list(_pieces(data))) == found
+    if wire.count(b"[") + wire.count(b"{") > _DEEP:
+        return
+    try:
+        document = json.loads(wire.decode(), object_pairs_hook=_Pairs)
+    except ValueError:
+        return
+    if isinstance(document, _Pairs):
+        assert [(path, _plain(value)) for path, value in found] == [
+            (path, repr(value)) for path, value in _wanted_in(document, _WANTED, ())
+        ]
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object with its members in their order, of which several may have one key."""
+
+
+def _scanned(pieces: list[bytes]) -> list[tuple[tuple[str, ...], bytes]]:
+    scanner, found, value = Scanner(_WANTED), [], b""
+    for piece in pieces:
+        for path, start, end, is_last in scanner.feed(piece):
+            value += piece[start:end]
+            if is_last:
+                found.append((path, value))
+                value = b""
+    return found
+
+
+def _plain(value: bytes) -> str:
+    return repr(json.loads(value, object_pairs_hook=_Pairs))
+
+
+def _wanted_in(document: Any, wanted: Wanted, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    is_object = isinstance(document, _Pairs)
+    if is_object is (ELEMENT in wanted) or not isinstance(document, list):
+        return
+    for name, value in document if is_object else [(ELEMENT, each) for each in document]:
+        inner = wanted.get(name, {})
+        if inner is None:
+            yield (*path, name), value
+        else:
+            yield from _wanted_in(value, inner, (*path, name))
+
+
+def echo(data: bytes) -> None:
+    """A client's text in a response changes nothing of what is read from it, as text or, where it is JSON, as that."""
+    if not data:
+        return
+    dialect, text = _DIALECTS[data[0] % len(_DIALECTS)], data[1:].decode(errors="replace")
+    echoed: list[Any] = [text]
+    with suppress(ValueError):
+        echoed.append(orjson.loads(data[1:]))
+    usage = {"prompt_tokens": 5, "completion_tokens": 7}
+    choice = {"index": 0, "message": {"content": text, "x": echoed}, "delta": {"content": text}, "finish_reason": "stop"}
+    body = {"x": echoed, "metadata": {text: text}, "choices": [choice], "status": "completed", "usage": usage, "input_messages": echoed}
+    for wire in (orjson.dumps(body), orjson.dumps(body | {"y": "z" * HELD})):
+        observer = Observer(dialect)
+        for piece in _pieces(data[:1] + wire) if len(wire) < HELD else [wire[: len(text)], wire[len(text) :]]:
+            observer.feed(piece)
+        assert observer.fields == of_body(wire, dialect) == Fields(Usage(5, 7), is_final=True)
+    event = b"event: x\ndata: %b\n\n" % orjson.dumps({"type": "x", "delta": text, "item": echoed, "choices": [choice]})
+    assert split(event) == [event] and not is_error(event)
+    assert of_event(orjson.loads(data_of(event)), dialect) == Fields(is_sole=dialect not in (Dialect.RESPONSES, Dialect.MESSAGES))
+
+
 # Answers and requests on the wire: Connection, lane, relay and edge, with stand-ins for transports
 
 
@@ -320,7 +401,7 @@ def answer(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {each.__name__: each for each in (config, payload, form, sse, stream, connection, media, key, token, answer)}
+    {each.__name__: each for each in (config, payload, form, sse, scan, echo, stream, connection, media, key, token, answer)}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
 """What is worth beginning with, and worth keeping: a folder for each target."""

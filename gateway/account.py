@@ -156,7 +156,7 @@ class Account(msgspec.Struct, eq=False):
         """What the request has used of its key's limits is known, unless it was before the end of its answer went out."""
         if (permit := self.call.permit) is not None and permit.holds:
             asked, passing = self.attempt is not None and bool(self.attempt.tried), self.passing or _NOTHING
-            permit.settle(Outcome(asked, status, passing.usage, passing.events, self.incomplete))
+            permit.settle(Outcome(asked, status, passing.usage, passing.uncounted_events, self.incomplete))
 
     def _record(self) -> Record:
         now = monotonic()

@@ -17,21 +17,22 @@ from time import monotonic
 
 from gateway.call import Call
 from gateway.metrics import BETWEEN, Gaps
+from gateway.response_fields import Marks
 from upstream.attempt import Answer
 from upstream.connection import EVENT_END, Connection
 
-Marks = tuple[bytes, bytes, bytes]
 _LEAST, _MOST = 64, 2048
 """Bytes of an ordinary chunk with its frame. Whatever ends a stream is shorter, or is looked at."""
 
 
-def _size_lines() -> tuple[bytes, ...]:
-    """By the bytes of a read: how it begins if it is one whole chunk. No read begins with what stands where none has this length."""
-    lines = [b"\n"] * _MOST
+def _size_lines() -> tuple[tuple[bytes, int, int], ...]:
+    """By the bytes of a read: how it begins if it is one whole chunk, the bytes of that line, and those of the chunk's data. No read
+    begins with what stands where none has this length."""
+    lines = [(b"\n", 1, 0)] * _MOST
     for size in range(_LEAST, _MOST):
         line = b"%x\r\n" % size
         if len(line) + size + 2 < _MOST:
-            lines[len(line) + size + 2] = line
+            lines[len(line) + size + 2] = line, len(line), size
     return tuple(lines)
 
 
@@ -47,14 +48,13 @@ def lane(
     ``write`` sends framed chunks to the client.
     """
     long_way = connection.data_received
-    first, second, third = marks
+    first, second, third, fourth = marks
     counts, lines, bounds = gaps.counts, _SIZE_LINES, BETWEEN
 
     def read(data: bytes) -> None:
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
-            line = lines[size]
-            begins = len(line)
+            line, begins, payload = lines[size]
             if (
                 data[:begins] == line  # as methods, with their arguments to parse, these two take twice as long
                 and data[-4:] == EVENT_END
@@ -62,11 +62,12 @@ def lane(
                 and data.find(first) < 0  # ``in`` makes and drops an exception each time
                 and data.find(second) < 0
                 and data.find(third) < 0
+                and data.find(fourth) < 0
             ):
                 now = answer.last_byte = monotonic()
                 counts[bisect_left(bounds, now - gaps.last)] += 1
                 gaps.last = now
-                call.bytes_out += size - begins - 2
+                call.bytes_out += payload
                 write(data)
                 return
         long_way(data)

@@ -316,20 +316,26 @@ class InFlight:
 class Gaps:
     """Times between the reads of one stream, gathered beside it and counted once at its end.
 
-    ``more``: the events beyond one of each read.
+    ``more``: the events beyond one of each read. ``counted``: how many events the server's usage covers.
     """
 
-    __slots__ = ("_began", "counts", "last", "more")
+    __slots__ = ("_began", "counted", "counts", "last", "more")
 
     def __init__(self, now: float) -> None:
         self._began = self.last = now
         self.counts = [0] * len(BETWEEN)
         self.more = 0
+        self.counted = 0.0
 
     @property
     def events(self) -> int:
         """How many events passed."""
         return 1 + sum(self.counts) + self.more
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether the server's usage covers all of them."""
+        return self.counted >= self.events
 
     @property
     def total(self) -> float:

@@ -25,6 +25,10 @@ class GapCounts(Protocol):
         """All that passed, the first one too."""
 
     @property
+    def are_counted(self) -> bool:
+        """Whether the server's usage covers all of them."""
+
+    @property
     def total(self) -> float:
         """In seconds."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -18,17 +19,18 @@ from typing import Any, TypeVar
 import orjson
 
 from gateway.call import Call
-from gateway.errors import Refusal, event_status, fault, from_event, render, render_event
+from gateway.errors import Refusal, event_status, fault, from_event, from_failure, render, render_event
 from gateway.lane import lane
 from gateway.limits.estimate import Outcome
 from gateway.metrics import Gaps
 from gateway.rename import Renaming, renamed
+from gateway.response_fields import MARKS, Fields, Marks, Observer, of_body, of_document, of_event
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
-from gateway.usage import USAGE, Observer, Usage, find, merged, read
+from gateway.usage import Usage, merged
 from upstream.attempt import Answer
 from upstream.errors import Aborted, BadAnswer, Disconnected, UpstreamError
-from upstream.sse import EventTooLongError, Splitter, data_of, split
+from upstream.sse import EventTooLongError, Splitter, data_of, is_error, split
 
 T = TypeVar("T")
 
@@ -44,11 +46,6 @@ _PAUSE = 0.03  # seconds in which more of it comes, or it has got stuck
 
 EVENT_STREAM = b"text/event-stream"
 _BYTES, _METADATA = b"application/octet-stream", b"metadata"
-_ABORTED = b'"finish_reason":"abort"'
-_ERROR, _ERROR_EVENT, _ERROR_TYPE = b'{"error":', b"event: error", b'{"type":"error"'
-
-_MARKS = USAGE, b"error", _ABORTED
-"""A chunk that has none of them needs no look."""
 
 _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
     {
@@ -83,16 +80,26 @@ class Passing:
         """How many events of a stream passed."""
         return 0 if self.gaps is None else self.gaps.events
 
+    @property
+    def uncounted_events(self) -> int:
+        """As ``events``; 0 where the server's usage covers all of them."""
+        return 0 if self.gaps is None or self.gaps.are_counted else self.gaps.events
+
     def _settle(self) -> None:
         """The end of the answer is about to go out: whoever has it may ask again at once, and is to find its limits as they are."""
         if (permit := self._call.permit) is not None:
             incomplete = "upstream" if self.aborted or self.failure is not None else None
-            permit.settle(Outcome(True, self._answer.status, self.usage, self.events, incomplete, self.uncounted))
+            permit.settle(Outcome(True, self._answer.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
 
     @property
     def delivered(self) -> bool:
         """The client has been given the whole of it, though the server has not ended its body yet."""
         return False
+
+    def _note_stopped(self) -> None:
+        """The server's engine stopped the request."""
+        self.aborted = True
+        self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
 
 
 class BodyRelay(Passing):
@@ -101,7 +108,8 @@ class BodyRelay(Passing):
     def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
         self._call = call
         self._answer = answer
-        self._name = name if name is None or _is_json(answer) else None
+        self._is_json = _is_json(answer)
+        self._name = name if self._is_json else None
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError when the server breaks off."""
@@ -109,15 +117,14 @@ class BodyRelay(Passing):
         self.first_byte = answer.last_byte
         if answer.complete:
             body = answer.pending[0] if len(answer.pending) == 1 else b"".join(answer.pending)
-            self.usage = find(body)
-            if body.find(_ABORTED) >= 0:
-                self._note_abort()
+            if self._is_json:
+                self._note(of_body(body, call.target.route.dialect))
             if self._name is not None:
                 body = renamed(body, self._name)
             self._settle()
             call.respond(answer.status, content_type(answer), body)
         else:
-            self._observer = Observer()
+            self._observer = Observer(call.target.route.dialect)
             if self._name is None:
                 await self._flow(content_type(answer), _length(answer), self._pass)
             else:
@@ -127,7 +134,10 @@ class BodyRelay(Passing):
         """Relay as it comes, behind a head with these lines. Raises UpstreamError."""
         self._call.begin(self._answer.status, lines, length)
         _couple(self._call, self._answer, sink)
-        await self._ended()
+        try:
+            await self._ended()
+        finally:
+            self._note_observed()
         self._settle()
         self._call.finish()
 
@@ -161,16 +171,19 @@ class BodyRelay(Passing):
         return passed
 
     def _observe(self, data: bytes) -> None:
-        text = self._observer.feed(data)
-        self.usage = self._observer.usage
-        if text.find(_ABORTED) >= 0:
-            self._note_abort()
+        if self._is_json:
+            self._observer.feed(data)
         if self._answer.complete:
+            self._note_observed()
             self._settle()
 
-    def _note_abort(self) -> None:
-        self.aborted = True
-        self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
+    def _note_observed(self) -> None:
+        self._note(self._observer.fields)
+
+    def _note(self, fields: Fields) -> None:
+        self.usage = fields.usage
+        if fields.stopped:
+            self._note_stopped()
 
 
 class BytesRelay(BodyRelay):
@@ -187,7 +200,7 @@ class BytesRelay(BodyRelay):
         self.first_byte = answer.last_byte
         told, lines = answer.headers.get(_METADATA), content_type(answer)
         if told is not None:
-            self.usage = find(told)
+            self.usage = of_body(told, Dialect.PLAIN).usage
             lines += b"%b: %b\r\n" % (_METADATA, told if self._told_name is None else renamed(told, self._told_name))
         self.uncounted = self.usage is None
         await self._flow(lines, _length(answer), self._pass)
@@ -196,6 +209,9 @@ class BytesRelay(BodyRelay):
         if self._answer.complete:
             self._settle()
         self._call.write(data)
+
+    def _note_observed(self) -> None:
+        """Its fields are in the header."""
 
 
 class TranslatedRelay(BodyRelay):
@@ -210,12 +226,10 @@ class TranslatedRelay(BodyRelay):
         call, answer = self._call, self._answer
         self.first_byte = answer.last_byte
         body = await answer.collect(TRANSLATED_LIMIT)
-        self.usage = find(body)
         document = _json(body)
         if not document:
             raise BadAnswer(answer.server.name, "its answer is not the JSON that was expected")
-        if body.find(_ABORTED) >= 0:
-            self._note_abort()
+        self._note(of_document(document, call.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
         translated = _translated(self._translation.answer, document, answer)
@@ -240,6 +254,8 @@ class EventRelay(Passing):
         self._call = call
         self._answer = answer
         self._route: Route = call.target.route
+        self._marks = MARKS[self._route.dialect]
+        self._counts_others = False  # usages that are of one choice among several have come
         self._model = model
         self._input_field = input_field
         self._hides_usage = hides_usage
@@ -288,7 +304,7 @@ class EventRelay(Passing):
         if count > 1:
             self.gaps.more += count - 1
         came = whole
-        if self._translation is not None or _tells(whole):
+        if self._translation is not None or _has_any(whole, self._marks):
             events = split(whole)
             first = self._seen(events[0], len(events))
             if self.failure is not None and not self._call.started:
@@ -297,9 +313,6 @@ class EventRelay(Passing):
             whole = first + b"".join(self._seen(event, len(events) - place) for place, event in enumerate(events[1:], 1))
         if not came.isspace():  # blank lines behind the last event are none
             self._last = came
-        if whole.find(_ABORTED) >= 0:
-            self.aborted = True
-            self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
         if self._name is not None:
             whole = b"".join(renamed(event, self._name) for event in split(whole))
         if self._call.permit is not None and self._has_ended():
@@ -315,30 +328,53 @@ class EventRelay(Passing):
         """From here on ordinary chunks go the short way."""
         write = self._call.chunk_writer()
         if write is not None:
-            self._answer.divert(functools.partial(lane, self._answer, self._call, gaps, self._splitter.held, write, _MARKS))
+            self._answer.divert(functools.partial(lane, self._answer, self._call, gaps, self._splitter.held, write, self._marks))
 
     def _seen(self, event: bytes, left: int) -> bytes:
-        """An event that may hold usage or an error: what the client gets of it. ``left``: how many of the run are still to be seen."""
-        document = _document(event)
-        kind = document.get("type")
-        error = document.get("error", document if kind == "error" else None)  # OpenAI's responses have it at the top
-        if isinstance(error, dict) and kind in (None, "error"):
+        """An event that may have fields that the gateway acts on: what the client gets of it. ``left``: how many of the run are still to
+        be seen, this one included."""
+        data = data_of(event)
+        document = _json(data) if data.startswith(b"{") else {}
+        error = _error_in(document)
+        if error is not None:
             return self._error(error, self.events - left)
-        usage = _usage_of(document)
-        self.usage = merged(self.usage, usage)
-        if usage is not None and self._hides_usage and document.get("choices") == []:
+        if data and is_error(event):
+            return self._unreadable_error(self.events - left)
+        fields = of_event(document, self._route.dialect)
+        if fields.usage is not None:
+            self._count(fields, self.events - left + 1)
+        if fields.stopped:
+            self._note_stopped()
+        if fields.usage is not None and self._hides_usage and document.get("choices") == []:
             return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF before it is the rest of the CRLF that ended the one before
         if self._translation is not None and document:
             chunks = _translated(self._translation.chunk, document, self._answer)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
+    def _count(self, fields: Fields, events: int) -> None:
+        """Note a usage, and how many events it covers: the later ones have no tokens where it is final."""
+        self.usage = merged(self.usage, fields.usage)
+        self._counts_others = self._counts_others or not (fields.is_sole or fields.is_final)
+        if self.gaps is not None and (fields.is_final or not self._counts_others):
+            self.gaps.counted = math.inf if fields.is_final else events
+
     def _error(self, error: Mapping[str, Any], number: int) -> bytes:
-        self.failure = from_event(error, self._model, self._input_field)
-        self._answer.fault = fault(self._answer.server.name, event_status(error), str(error.get("message")))
+        fault_of_server = fault(self._answer.server.name, event_status(error), str(error.get("message")))
+        return self._failed(from_event(error, self._model, self._input_field), fault_of_server, number)
+
+    def _unreadable_error(self, number: int) -> bytes:
+        """An error whose data is not of any known shape: it may be long, and say what no client is to know."""
+        bad = BadAnswer(self._answer.server.name, "an error event without a JSON error")
+        return self._failed(from_failure(bad), bad, number)
+
+    def _failed(self, refusal: Refusal, fault_of_server: UpstreamError | None, number: int) -> bytes:
+        """The contract's event for an error of the server's."""
+        self.failure = refusal
+        self._answer.fault = fault_of_server
         if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
-            return render_event(self.failure, dialect=self._route.dialect, number=number)
-        return b"data: " + render(self.failure) + b"\n\n"
+            return render_event(refusal, dialect=self._route.dialect, number=number)
+        return b"data: " + render(refusal) + b"\n\n"
 
     @property
     def delivered(self) -> bool:
@@ -359,13 +395,14 @@ class EventRelay(Passing):
         self._call.finish()
 
 
-def _tells(events: bytes) -> bool:
-    """Whether usage or an error is perhaps in these events.
+def _has_any(events: bytes, marks: Marks) -> bool:
+    """Whether these events may have fields that the gateway acts on.
 
     ``find``, because ``in`` takes bytes for a number first, and makes and drops an exception for each that is none; written
     out, because a loop over the marks costs more than the searches.
     """
-    return events.find(USAGE) >= 0 or events.find(_ERROR) >= 0 or events.find(_ERROR_EVENT) >= 0 or events.find(_ERROR_TYPE) >= 0
+    usage, error, stopped, escaped = marks
+    return events.find(usage) >= 0 or events.find(error) >= 0 or events.find(stopped) >= 0 or events.find(escaped) >= 0
 
 
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
@@ -426,9 +463,15 @@ def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, An
         raise BadAnswer(answer.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
 
 
-def _document(event: bytes) -> dict[str, Any]:
-    data = data_of(event)
-    return _json(data) if data.startswith(b"{") else {}
+def _error_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The error that an event's data is; None for other data. OpenAI's responses have its fields at the top."""
+    kind = document.get("type")
+    error = document.get("error", document if kind == "error" else None)
+    if kind not in (None, "error"):
+        return None
+    if isinstance(error, str) and error:
+        return {"message": error}
+    return error if isinstance(error, dict) else None
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -437,10 +480,3 @@ def _json(data: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}  # not ours to judge: it passes as it is
     return document if isinstance(document, dict) else {}
-
-
-def _usage_of(document: dict[str, Any]) -> Usage | None:
-    """In chat, completions and message_delta at the top; in ``response`` or Anthropic's ``message`` else."""
-    holders = (document, document.get("response"), document.get("message"))
-    members = (holder.get("usage") for holder in holders if isinstance(holder, dict))
-    return next((usage for member in members if isinstance(member, dict) and (usage := read(member)) is not None), None)

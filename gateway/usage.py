@@ -1,20 +1,15 @@
-"""How many tokens an answer used, read from bytes as they pass.
+"""How many tokens a response used, read from a ``usage`` object in the shape of any of the APIs.
 
-The rule: only a server's own count is believed; nothing is counted here. A byte search comes before any parse:
-in JSON text a quote inside a string is escaped, so ``"usage":`` can only be a real member.
+The rule: only the server's own count is believed; nothing is counted here. Where the object stands in a response is known to
+``response_fields``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-
-USAGE = b'"usage":'
-_MEMBER = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
-_CARRY = 2 * 1024  # bytes kept between two reads: more than any usage object has
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +29,7 @@ class _Details(msgspec.Struct, gc=False):
     reasoning_tokens: _Count | None = None
 
 
-class _Member(msgspec.Struct, gc=False):
+class Member(msgspec.Struct, gc=False):
     """A ``usage`` object in OpenAI's chat, OpenAI's responses and Anthropic's words at once."""
 
     prompt_tokens: _Count | None = None
@@ -49,7 +44,7 @@ class _Member(msgspec.Struct, gc=False):
     cache_creation_input_tokens: _Count | None = None
 
     def usage(self) -> Usage | None:
-        """None when it is in none of those words."""
+        """None where it has no count."""
         prompt = self._input() if self.prompt_tokens is None else self.prompt_tokens
         completion = self.output_tokens if self.completion_tokens is None else self.completion_tokens
         if prompt is None and completion is None:
@@ -67,47 +62,24 @@ class _Member(msgspec.Struct, gc=False):
         return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
 
-_decode = msgspec.json.Decoder(_Member).decode
+_decode = msgspec.json.Decoder(Member | None).decode
 
 
 def read(member: Mapping[str, Any]) -> Usage | None:
-    """A ``usage`` object that was parsed already; None if it is none."""
+    """The usage in an object that was parsed already; None where it has no valid count."""
     try:
-        return msgspec.convert(member, _Member).usage()
+        return msgspec.convert(member, Member).usage()
     except msgspec.ValidationError:
         return None
 
 
-def find(data: bytes) -> Usage | None:
-    """The last ``usage`` object in a piece of JSON text or a run of events; None when there is none.
-
-    The last, because vLLM echoes parts of a request (metadata, tool schemas) before it and nothing after it
-    (vllm/entrypoints/openai/*/protocol.py, the order of the fields).
-    """
-    start = data.rfind(USAGE)
-    while start >= 0:
-        member = _member(data, start)
-        if member is not None and (usage := _parsed(member)) is not None:
-            return usage
-        start = data.rfind(USAGE, 0, start)
-    return None
-
-
-def _member(data: bytes, start: int) -> bytes | None:
-    """The object behind ``"usage":``, if it is whole."""
-    opened = start + len(USAGE)
-    closed = data.find(b"}", opened, opened + _CARRY)
-    if closed > 0 and data[opened : opened + 1] == b"{" and data.find(b"{", opened + 1, closed) < 0:
-        return data[opened : closed + 1]  # the ordinary one, with nothing nested in it: found without the expression below
-    member = _MEMBER.match(data, start)
-    return member[1] if member is not None else None
-
-
-def _parsed(member: bytes) -> Usage | None:
+def decoded(member: bytes) -> Usage | None:
+    """As ``read``, of the object's JSON text."""
     try:
-        return _decode(member).usage()
+        found = _decode(member)
     except msgspec.DecodeError:
         return None
+    return None if found is None else found.usage()
 
 
 def merged(before: Usage | None, after: Usage | None) -> Usage | None:
@@ -120,20 +92,3 @@ def merged(before: Usage | None, after: Usage | None) -> Usage | None:
         max(before.cached, after.cached),
         max(before.reasoning, after.reasoning),
     )
-
-
-class Observer:
-    """Watches an answer's JSON text pass, in pieces of any size, and keeps its last usage."""
-
-    __slots__ = ("_carry", "usage")
-
-    def __init__(self) -> None:
-        self._carry = b""
-        self.usage: Usage | None = None
-
-    def feed(self, data: bytes) -> bytes:
-        """Look at the next bytes, together with the end of those before; returns what was looked at."""
-        text = self._carry + data if self._carry else data
-        self.usage = find(text) or self.usage
-        self._carry = text[-_CARRY:]
-        return text

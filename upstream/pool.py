@@ -115,8 +115,9 @@ class Pool:
 
 
 def _all_taken(up: Sequence[Server]) -> bool:
-    """Whether the servers that could be trusted with a request are full."""
-    return any(server.full for server in up) and not any(server.available for server in up)
+    """Whether the servers that can be trusted with a request are full. Where all are passed over for their failures, these are all."""
+    trusted = [server for server in up if not server.passed_over]
+    return all(server.full for server in trusted or up)
 
 
 class Fleet:

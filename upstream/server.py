@@ -156,10 +156,15 @@ class Server:
         return self.in_flight >= self.limit
 
     @property
+    def passed_over(self) -> bool:
+        """It gets no requests for its failures, as long as there is another server."""
+        until = self._standing.until
+        return until != 0.0 and monotonic() < until
+
+    @property
     def available(self) -> bool:
         """It is up, not full, and not passed over for its failures."""
-        until = self._standing.until
-        return self._condition is Condition.UP and not self.full and (not until or monotonic() >= until)
+        return self._condition is Condition.UP and not self.full and not self.passed_over
 
     def failed(self, error: UpstreamError) -> None:
         """A request failed on it: when that was too much, it is passed over for a while, where another one can take requests."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
+_IS_ERROR = re.compile(rb"(?:\A|[\r\n])event: ?error(?:[\r\n]|\Z)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _OVERLAP = 3  # a blank line is at most CR LF CR LF: its first three bytes may be in what is held
 
@@ -80,3 +81,8 @@ def data_of(event: bytes) -> bytes:
     """The event's data: its ``data:`` lines joined by LF; ``b""`` for a comment or an event without data."""
     lines = (line for line in _LINE_END.split(event) if line.startswith(b"data:"))
     return b"\n".join(line[6:] if line[5:6] == b" " else line[5:] for line in lines)
+
+
+def is_error(event: bytes) -> bool:
+    """Whether the event's name is ``error``."""
+    return _IS_ERROR.search(event) is not None

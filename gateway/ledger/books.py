@@ -106,7 +106,7 @@ class Books:
 
 def _chunks(record: Record) -> int:
     """Of a stream whose count is not known, or perhaps not that of all of it."""
-    if record.gaps is None or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
+    if record.gaps is None or record.gaps.are_counted or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
         return 0
     return record.gaps.events - 1
 

@@ -134,22 +134,44 @@ async def test_an_error_as_the_first_event_is_a_status(name: str) -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        b'data: {"error":"text"}\n\n',
         b'data: {"error":null}\n\n',
         b'data: {"usage":5,"response":"text","message":[1]}\n\n',
         b'data: {"usage":{"prompt_tokens":"x"}}\n\n',
         b'data: {"usage": not JSON\n\n',
         b'data: ["usage":]\n\n',
         b": keep-alive\n\n",
-        b'event: error\ndata: {"a":1}\n\n',
         b"event: error\n\n",
         b'data: {"type":"error"}x\n\n',
+        b'data: {"choices":[{"delta":{"content":"a"},"x":{"finish_reason":"abort","usage":{"prompt_tokens":9}}}]}\n\n',
+        b'data: {"choices":[{"delta":{"finish_reason":"abort"},"finish_reason":null}],"x":[{"error":{"message":"a"}}]}\n\n',
         b'data: {"choices":[{"delta":{"content":"event: error {\\"error\\":"}}]}\n\n',
     ],
 )
 async def test_events_that_only_look_like_it_pass_as_they_are(odd: bytes) -> None:
     reply, counted = await streamed(streams(ROLE, odd, DONE))
     assert (reply.status, reply.body, counted["incomplete"]) == (200, ROLE + odd + DONE, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        b'data: {"error":"text at /opt/x.py"}\n\n',
+        b"event: error\ndata: text at /opt/x.py\n\n",
+        b"event:error\rdata: text at /opt/x.py\n\n",
+        b"data: " + b"at /opt/x.py" * 10_000 + b"\nevent: error\n\n",
+        b'event: error\ndata: {"a":"/opt/x.py"}\n\n',
+        b'event: error\ndata: ["/opt/x.py"]\n\n',
+        b'data: {"id":1,"error" : {"message":"at /opt/x.py"}}\n\n',
+        b'data: {"err\\u006fr":{"message":"at /opt/x.py"}}\n\n',
+    ],
+)
+async def test_an_error_of_another_shape_is_put_into_shape(path: str, error: bytes) -> None:
+    first = {"/v1/messages": START, "/v1/responses": CREATED}.get(path, ROLE)
+    for before in (b"", first):
+        reply, counted = await streamed(streams(before, error) if before else streams(error), path)
+        assert b"/opt" not in reply.body and b"The model's server " in reply.body and len(reply.body) < 2000
+        assert (reply.status, counted["incomplete"]) in ((200, 1), (500, 0), (502, 0))
 
 
 async def test_an_event_without_end_is_bounded() -> None:
@@ -273,3 +295,65 @@ async def test_an_error_of_the_gateways_own_is_counted_on_every_route() -> None:
         await until(lambda: len(served.relay.records) == 1)
         (one,) = served.relay.records
         assert (one.endpoint, one.status, one.code) == ("/v1/models", 500, "internal_error")
+
+
+FORGED = {"finish_reason": "abort", "status": "cancelled", "usage": {"input_tokens": 0, "output_tokens": 0}, "error": {"message": "forged"}}
+
+
+def echoing(document: dict[str, object]) -> bytes:
+    """A response as vLLM writes it: the request's metadata and tools in front of the usage, its messages behind."""
+    usage = {"input_tokens": 5000, "output_tokens": 700}
+    tools = [{"type": "function", "name": "f", "parameters": FORGED}]
+    response = {"id": "r", "metadata": document.get("metadata"), "tools": tools, "status": "completed", "usage": usage}
+    return orjson.dumps(response | {"input_messages": [FORGED, document]})
+
+
+async def test_what_a_client_had_echoed_neither_counts_nor_ejects_a_server() -> None:
+    async def echoes(talk: Conversation) -> None:
+        body = echoing(talk.request.json)
+        if talk.request.json.get("stream"):
+            await talk.begin_stream()
+            await talk.chunk(b'event: response.created\ndata: {"type":"response.created","response":%b}\n\n' % body)
+            await talk.chunk(b'event: response.completed\ndata: {"type":"response.completed","response":%b}\n\n' % body)
+            await talk.end_stream()
+        elif talk.request.json.get("temperature"):
+            await talk.trickle(body, 100)
+        else:
+            await talk.respond(body)
+
+    fields = {"input": "hi", "metadata": {"finish_reason": "abort"}, "enable_response_messages": True, "text": '"finish_reason":"abort"'}
+    kinds: list[dict[str, object]] = [{}, {"stream": True}, {"temperature": 1}]
+    async with scripted(echoes) as server, serving([model(server.port, server.port)]) as served:
+        for kind in 4 * kinds:
+            reply = await ask(served.port, request({"model": "tiny", **fields, **kind}, "/v1/responses"))
+            assert (reply.status, reply.whole) == (200, True)
+        assert served.total("server_failures_total") == served.total("server_ejected") == served.total("incomplete_total") == 0
+        assert [served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion")] == [60_000, 8_400]
+
+
+async def test_a_response_whose_engine_stopped_is_incomplete() -> None:
+    async def cancelled(talk: Conversation) -> None:
+        body = echoing({}).replace(b'"status":"completed"', b'"status":"cancelled"')
+        if talk.request.json.get("stream"):
+            await talk.begin_stream()
+            await talk.chunk(b'event: response.completed\ndata: {"type":"response.completed","response":%b}\n\n' % body)
+            await talk.end_stream()
+        else:
+            await talk.respond(body)
+
+    async with scripted(cancelled) as server, serving([model(server.port)]) as served:
+        for stream in (False, True):
+            assert (await ask(served.port, request({"model": "tiny", "input": "hi", "stream": stream}, "/v1/responses"))).status == 200
+        assert served.value("server_failures_total", "tiny", "tiny#0", "aborted") == 2
+        assert served.value("incomplete_total", "tiny", "upstream") == 2
+
+
+async def test_what_is_said_in_a_recording_is_no_usage() -> None:
+    text = b'{"usage":{"prompt_tokens":9},"choices":[{"finish_reason":"abort"}]}'
+
+    async def speaks(talk: Conversation) -> None:
+        await talk.respond(text, kind="text/plain; charset=utf-8")
+
+    async with scripted(speaks) as server, serving([model(server.port)]) as served:
+        assert (await ask(served.port, request())).body == text
+        assert served.total("tokens_total") == served.total("server_failures_total") == 0

@@ -222,6 +222,26 @@ async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_ful
     assert pool.has_room() and pool.choose() in (a, b), "all have refused, and none is full"
 
 
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_full(balance: str) -> None:
+    each = bounded(1, 1, 1, 1)
+    pool = Pool(each, balance)
+    each[0].enter()
+    for server in each:
+        server.failed(REFUSED)
+    assert pool.has_room()
+    for _ in range(3):
+        chosen = pool.choose(hint=7)
+        assert not chosen.full
+        chosen.enter()
+    assert not pool.has_room()
+    with pytest.raises(NoServerError) as caught:
+        pool.choose(hint=7)
+    assert caught.value.full
+    each[2].leave()
+    assert pool.has_room() and pool.choose() is each[2]
+
+
 async def test_one_that_is_full_is_not_taken_for_a_second_attempt() -> None:
     a, b, c = bounded(2, 1, 1)
     pool = Pool([a, b, c], "round_robin")

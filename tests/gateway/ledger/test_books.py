@@ -161,6 +161,50 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
     assert (row.completion, row.generated) == (4, (11, True))
 
 
+async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Row:
+    """The row of a stream whose client leaves when these events have come, before the stream's end."""
+
+    async def stays(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in events:
+            await talk.chunk(each)
+        await talk.closed_by_peer()
+
+    async with scripted(stays) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
+        await one.events(len(events))
+        one.leave()
+        await until(lambda: not served.stories)
+        (row,) = rows(journal)
+        return row
+
+
+TOKEN = event('[{"index":0,"delta":{"content":"a"},"finish_reason":null}]')
+FIVE = ',"usage":{"prompt_tokens":3,"completion_tokens":5}'
+MESSAGE_TOKEN = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n'
+MESSAGE_COUNT = b'event: message_delta\ndata: {"type":"message_delta","delta":{},"usage":{"input_tokens":3,"output_tokens":5}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "events"),
+    [
+        ("/v1/chat/completions", [ROLE, *5 * [TOKEN], STOP, event("[]", FIVE)]),
+        ("/v1/chat/completions", [event('[{"index":0,"delta":{"content":"a"}}]', FIVE)] * 9),
+        ("/v1/messages", [*8 * [MESSAGE_TOKEN], MESSAGE_COUNT]),
+    ],
+    ids=["chat", "a count with each event", "messages"],
+)
+async def test_a_count_that_has_come_is_no_estimate(journal: Journal, path: str, events: list[bytes]) -> None:
+    """Events without a token, such as the one with the finish reason, came too."""
+    row = await _left_behind(journal, events, path)
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (5, False))
+
+
+async def test_a_count_of_earlier_events_is_one(journal: Journal) -> None:
+    row = await _left_behind(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
+    assert (row.completion, row.generated) == (5, (9, True))
+
+
 async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Journal) -> None:
     async def silent(talk: Conversation) -> None:
         await talk.begin_stream()

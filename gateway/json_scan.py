@@ -1,0 +1,269 @@
+"""Where wanted members of a JSON document stand, found while the document passes in pieces of any size. Sans-I/O.
+
+The rule: a member counts only at its own place in the document. The same bytes inside a string, or in an object deeper down, are
+data. The scanner holds no part of the document but an unfinished key, and takes time in proportion to the bytes: what is not
+wanted is skipped in long steps, so that lists of numbers and long strings cost little. It does not validate: of text that is no
+JSON object it reports nothing, and of a malformed document what it found before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import orjson
+
+Wanted = Mapping[str, "Wanted | None"]
+"""The wanted members of an object by key: None for one that is reported, a mapping for one whose own members are wanted. For the
+elements of an array the only key is ELEMENT."""
+
+ELEMENT = "[]"
+
+_DOCUMENT, _KEY, _KEY_REST, _COLON, _VALUE, _VALUE_REST, _COMMA, _NOTHING = range(8)
+"""What the scanner expects next."""
+
+_WHOLE_KEY = re.compile(rb'"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')
+_LONGEST_KEY = 256  # bytes of a key with its escapes that are compared
+_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_SCALAR = re.compile(rb"[^,\]}\s]*")
+_QUOTE, _BACKSLASH, _OPENS_OBJECT, _OPENS_ARRAY = b'"\\{['
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_ROUNDS = 3  # in which balanced brackets are taken out, as many as most documents nest
+_STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
+_WINDOW = 1024  # bytes of a first search for a structural character; four times as many each time
+_FAR = 256  # bytes without a structural character that are better searched than reduced
+_BLOCKS = (2048, 256)  # bytes that are reduced to their brackets at once; fewer where the value ends in them
+
+
+class Span(NamedTuple):
+    """A part of a wanted value in the piece that was fed: its path, where the part begins and ends, whether the value ends there."""
+
+    path: tuple[str, ...]
+    start: int
+    end: int
+    is_last: bool
+
+
+class Scanner:
+    """Scans one document. ``wanted``: the members of the document itself."""
+
+    __slots__ = ("_depth", "_escaped", "_expects", "_in_string", "_key", "_levels", "_path", "_reported", "_wanted")
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._expects = _DOCUMENT
+        self._levels: list[tuple[Wanted, bool]] = []  # the open containers that lead to wanted members, and whether they are arrays
+        self._path: tuple[str, ...] = ()  # of the innermost one
+        self._key = b""
+        self._reported: tuple[str, ...] | None = None  # the path of the value that is being read, if it is wanted
+        self._depth = 0  # of brackets that the value has open
+        self._in_string = False
+        self._escaped = False
+
+    @property
+    def finished(self) -> bool:
+        """The document is over, or is none: there is nothing more to find."""
+        return self._expects == _NOTHING
+
+    def feed(self, data: bytes) -> list[Span]:
+        """Take the next bytes; return which of them belong to wanted values, in their order."""
+        spans: list[Span] = []
+        at, size = 0, len(data)
+        while at < size and self._expects != _NOTHING:
+            if self._expects == _VALUE_REST:
+                start, at = at, self._through_value(data, at)
+                if self._reported is not None:
+                    spans.append(Span(self._reported, start, at, self._expects != _VALUE_REST))
+            elif self._expects == _KEY_REST:
+                at = self._through_key(data, at)
+            elif data[at] in b" \t\r\n":
+                at = _end(_SPACE, data, at)
+            else:
+                at = self._next(data, at)
+        return spans
+
+    # Between values
+
+    def _next(self, data: bytes, at: int) -> int:
+        """Take note of the character at this place, or begin a key or a value there; returns where to read on."""
+        character, expects = data[at], self._expects
+        if character in _CLOSING and expects in (_KEY, _VALUE, _COMMA):
+            self._leave()
+        elif expects == _VALUE:
+            return self._begin_value(character, at)
+        elif expects == _KEY and character == _QUOTE:
+            return self._begin_key(data, at)
+        elif expects == _COMMA and character == ord(","):
+            self._expects = _VALUE if self._levels[-1][1] else _KEY
+        elif expects == _COLON and character == ord(":"):
+            self._expects = _VALUE
+        elif expects == _DOCUMENT and character == _OPENS_OBJECT:
+            self._enter(self._wanted, array=False)
+        else:
+            self._expects = _NOTHING
+        return at + 1
+
+    def _enter(self, wanted: Wanted, *, array: bool) -> None:
+        self._levels.append((wanted, array))
+        self._expects = _VALUE if array else _KEY
+
+    def _leave(self) -> None:
+        self._levels.pop()
+        self._path = self._path[:-1]
+        self._expects = _COMMA if self._levels else _NOTHING
+
+    def _begin_key(self, data: bytes, at: int) -> int:
+        whole = _WHOLE_KEY.match(data, at)
+        if whole is not None:
+            self._key = whole[1]
+            self._expects = _VALUE
+            return whole.end()
+        self._key, self._in_string = b"", True
+        self._expects = _KEY_REST
+        return at + 1
+
+    def _through_key(self, data: bytes, at: int) -> int:
+        end = self._through_string(data, at)
+        self._key = (self._key + data[at : min(end, at + _LONGEST_KEY)])[:_LONGEST_KEY]
+        if not self._in_string:
+            self._key = _unescaped(self._key[:-1])
+            self._expects = _COLON
+        return end
+
+    def _begin_value(self, character: int, at: int) -> int:
+        """Go into a container that leads to wanted members; of any other value the rest follows."""
+        wanted, array = self._levels[-1]
+        name = ELEMENT if array else self._key.decode("utf-8", "replace")
+        self._expects = _VALUE_REST
+        self._reported = None
+        self._depth = 0
+        if name in wanted:
+            inner = wanted[name]
+            if inner is None:
+                self._reported = (*self._path, name)
+            elif character == (_OPENS_ARRAY if ELEMENT in inner else _OPENS_OBJECT):
+                self._path = (*self._path, name)
+                self._enter(inner, array=ELEMENT in inner)
+                return at + 1
+        return at
+
+    # Through a value
+
+    def _through_value(self, data: bytes, at: int) -> int:
+        """Begin a value, or read on in it; returns up to where."""
+        if not self._depth and not self._in_string:
+            character = data[at]
+            if character == _QUOTE:
+                self._in_string = True
+            elif character in _OPENING:
+                self._depth = 1
+            else:
+                return self._through_scalar(data, at)
+            at += 1
+        size = len(data)
+        while at < size:
+            at = self._through_string(data, at) if self._in_string else self._through_parts(data, at)
+            if not self._depth and not self._in_string:
+                self._expects = _COMMA
+                break
+        return at
+
+    def _through_scalar(self, data: bytes, at: int) -> int:
+        end = _end(_SCALAR, data, at)
+        if end < len(data):
+            self._expects = _COMMA
+        return end
+
+    def _through_string(self, data: bytes, at: int) -> int:
+        """Read on in a string; returns the place behind its closing quote, or the end of the data."""
+        size = len(data)
+        if self._escaped:
+            self._escaped = False
+            at += 1
+        end = data.find(b'"', at)
+        if end < 0 and (at >= size or data[-1] != _BACKSLASH):
+            return size
+        if end < 0 or (end > at and data[end - 1] == _BACKSLASH):
+            end = _end(_STRING_REST, data, at)
+            if end == size:
+                return size
+            if data[end] == _BACKSLASH:
+                self._escaped = True
+                return size
+        self._in_string = False
+        return end + 1
+
+    def _through_parts(self, data: bytes, at: int) -> int:
+        """Outside of strings in a container; returns the place behind what was read, which is one character or many."""
+        place = _next_structural(data, at)
+        if place - at < _FAR:
+            for size in _BLOCKS:
+                if at + size <= len(data) and self._skips(data[at : at + size]):
+                    return at + size
+        if place == len(data):
+            return place
+        character = data[place]
+        if character == _QUOTE:
+            self._in_string = True
+        elif character in _OPENING:
+            self._depth += 1
+        else:
+            self._depth -= 1
+        return place + 1
+
+    def _skips(self, block: bytes) -> bool:
+        """Skip all of these bytes, which begin outside of strings, unless the value ends in them; returns whether it did.
+
+        Strings and all that is no bracket are taken out, and then, from the inside, most of what is balanced.
+        """
+        escaped = False
+        if b"\\" in block:
+            escaped = (len(block) - len(block.rstrip(b"\\"))) % 2 == 1
+            block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = block.split(b'"')
+        brackets = b"".join(parts[::2]).translate(None, _NO_BRACKETS)
+        for _ in range(_ROUNDS):
+            brackets = brackets.replace(b"{}", b"").replace(b"[]", b"")
+        depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self._depth))
+        if min(depths) <= 0:
+            return False
+        self._depth = depths[-1]
+        self._in_string = len(parts) % 2 == 0
+        self._escaped = escaped
+        return True
+
+
+def _end(expression: re.Pattern[bytes], data: bytes, at: int) -> int:
+    """Where what the expression matches here ends."""
+    found = expression.match(data, at)
+    return at if found is None else found.end()
+
+
+def _next_structural(data: bytes, at: int) -> int:
+    """The place of the next quote or bracket, or the end of the data. By searches for one byte each, which are ten times as fast as
+    an expression for all five, in windows that grow, so that each byte is searched a few times at most."""
+    window, size = _WINDOW, len(data)
+    while at < size:
+        end = limit = min(at + window, size)
+        for character in (b'"', b"]", b"[", b"}", b"{"):
+            place = data.find(character, at, end)
+            if place >= 0:
+                end = place
+        if end < limit:
+            return end
+        at, window = limit, 4 * window
+    return size
+
+
+def _unescaped(key: bytes) -> bytes:
+    """A key in its plain form; as it is where it has none."""
+    if b"\\" not in key:
+        return key
+    try:
+        return str(orjson.loads(b'"%b"' % key)).encode()
+    except orjson.JSONDecodeError:
+        return key
