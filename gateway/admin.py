@@ -43,6 +43,9 @@ class Overview(Protocol):
     def not_ready(self) -> str | None:
         """Why no traffic should come yet; None when it may."""
 
+    def degraded(self) -> list[str]:
+        """Why not everything works, though traffic may come."""
+
     def status(self) -> dict[str, Any]:
         """The whole picture, as JSON, but for what launched servers have written last."""
 
@@ -125,8 +128,11 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return PlainTextResponse("ok\n")
 
     async def readyz(_: Request) -> Response:
-        reason = overview.not_ready()
-        return PlainTextResponse("ok\n" if reason is None else f"{reason}\n", 200 if reason is None else 503)
+        reason, headers = overview.not_ready(), {"cache-control": "no-store"}
+        if reason is not None:
+            return JSONResponse({"status": "not_ready", "reasons": [reason]}, 503, headers)
+        reasons = overview.degraded()
+        return JSONResponse({"status": "degraded" if reasons else "ready", "reasons": reasons}, headers=headers)
 
     async def status(request: Request) -> Response:
         known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}

@@ -76,7 +76,15 @@ ROUTES = (
         (METRICS,),
     ),
     Described("/livez", "Whether the control process lives.", {200: "it does"}, (TEXT,)),
-    Described("/readyz", "Whether traffic may come.", {200: "it may", 503: "not yet, or no more; the text says why"}, (TEXT,)),
+    Described(
+        "/readyz",
+        "Whether the gateway accepts requests. `status` is `ready`, `degraded` or `not_ready`; `reasons` says why it is not `ready`.",
+        {
+            200: "it does; `degraded`: a model has no ready server, or something that the gateway depends on is down",
+            503: "not yet, or no longer: it starts or stops",
+        },
+        (JSON,),
+    ),
     Described("/status", "Models, servers and relays.", {200: "the whole picture; a page for who prefers HTML"}, (JSON, HTML)),
     Described(
         "/usage",

@@ -73,6 +73,7 @@ class Relay:
         log: AccessLog,
         ask: Ask = nobody,
         want: Callable[[str], None] | None = None,
+        on_store: Callable[[str | None], None] | None = None,
         books: Books | None = None,
         meters: Meters | None = None,
         number: int = 0,
@@ -88,7 +89,7 @@ class Relay:
         self._tokens: Tokens | None = None
         self.metrics = metrics
         self.admission = Admission()
-        self.limits = Limiter(metrics, meters or Meters.private())
+        self.limits = Limiter(metrics, meters or Meters.private(), on_store or _told_nobody)
         self.deadlines = Deadlines()
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.leaving = False
@@ -304,8 +305,8 @@ class Relay:
         return key
 
 
-def _told_nobody(_: str) -> None:
-    """There is no control that could fetch a key."""
+def _told_nobody(_: str | None) -> None:
+    """There is no control process to report to."""
 
 
 class _Accounted:

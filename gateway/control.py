@@ -10,13 +10,15 @@ import asyncio
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
+from gateway import config as conf
 from gateway import logs, plan
 from gateway.announce import Announcer
 from gateway.config import Config
+from gateway.dependencies import Dependencies, Report
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.fleet import Fleet
 from gateway.handling import STOP_GRACE
@@ -24,6 +26,7 @@ from gateway.key_sets import KeySets
 from gateway.link import Health
 from gateway.metrics import tokens_by_model
 from gateway.operations import RefusedOperation
+from gateway.picture import counted
 from gateway.rates import Rates
 from gateway.relays import LOOK, Relays
 from gateway.reload import History, Reading, Reloader
@@ -32,13 +35,14 @@ from upstream.discovery import Standing
 from upstream.health import Probe, Prober
 from upstream.launcher import Launcher, Snapshot
 from upstream.launcher import State as Stage
-from upstream.launcher.schedule import Action
+from upstream.launcher.schedule import Action, Phase
 from upstream.server import Condition
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
+_AT_REST = frozenset({Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING})
 _ENDING = 30.0  # seconds for what has no other bound of its own on the way down
 
 
@@ -88,6 +92,7 @@ class Control:
         self.changed_at: Mapping[str, float] = {}
         """Since when each server is in its condition, in seconds since the epoch."""
         self.rates = Rates()
+        self.dependencies = Dependencies()
 
     # Starting and stopping
 
@@ -132,11 +137,26 @@ class Control:
         return sum(place.name not in away for place in plan.places(self.config))
 
     async def watch_tokens(self) -> None:
-        """Look at the counts of tokens, again and again."""
+        """Look at the counts of tokens and at dependencies, again and again."""
         while True:
             self.rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            self.observe_dependencies()
             logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)
+
+    def observe_dependencies(self) -> Dependencies:
+        """What the gateway depends on, as it is at this moment."""
+        self.dependencies.observe(self._dependency_reports(), time.time())
+        return self.dependencies
+
+    def _dependency_reports(self) -> Iterator[Report]:
+        store = self.relays.store()
+        if store is not None and self.config.limits_store is not None:
+            yield Report("limits_store", error=store.error)
+        if self.ledger is not None:
+            yield from self.ledger.dependencies()
+        yield from self.key_sets.dependencies()
+        yield from self.discovery.dependencies(self.config)
 
     async def watch_relays(self) -> None:
         """See whether the relays answer, again and again."""
@@ -155,7 +175,8 @@ class Control:
         """How the gateway is, in a line."""
         well = f"{self._up()} of {self._expected_up()} servers up"
         wrong = "" if self.history.last.successful else "; the configuration that was read last cannot be used"
-        return f"{self.broken() or self.not_ready() or well}{wrong}"
+        down = "".join(f"; {name} is down" for name in self.dependencies.down())
+        return f"{self.broken() or self.not_ready() or well}{down}{wrong}"
 
     # Another configuration
 
@@ -389,6 +410,19 @@ class Control:
         if waiting:
             return f"waiting for {', '.join(waiting)}"
         return None if self._have_heard() else "waiting for the relays to hear of their servers"
+
+    def degraded(self) -> list[str]:
+        """Why not all requests can be served as configured, though traffic may come; empty while all is well. Without any name that the
+        configuration gives: what has no access to /status may read this."""
+        ready, models = plan.ready_servers(self.config, self.known), self.config.models
+        count = sum(not ready[model.id] and not self._rests(model) for model in models)
+        without = [f"{count} of {counted(len(models), 'model')} without a ready server"] if count else []
+        return without + [f"{name} is down" for name in self.observe_dependencies().down()]
+
+    def _rests(self, model: conf.Model) -> bool:
+        """Whether the gateway itself has taken a model's servers out of service, or is about to bring them back."""
+        phase = self.fleet.phase(model.id)
+        return phase in _AT_REST or (phase is Phase.STARTING and plan.may_be_stopped(self.config, model))
 
     def _have_heard(self) -> bool:
         """Whether every relay knows what the first looks found; once it is so, a relay that is replaced changes nothing."""

@@ -250,6 +250,10 @@ class Fleet:
     def _has_shifted(self, expected: Mapping[str, float]) -> bool:
         return expected.keys() != self._told.keys() or any(abs(when - self._told[model]) > _SHIFT for model, when in expected.items())
 
+    def phase(self, model: str) -> Phase:
+        """Where a model is in its life."""
+        return (self._found.get(model) or self._residents[model]).phase
+
     def standing(self, model: str) -> Standing:
         """A model as operators see it."""
         now = time.monotonic()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 
 from gateway import config as conf
+from gateway.dependencies import Report
 
 _ANSWER = 10.0  # seconds for the whole of an answer
 _LEAST = 5.0  # seconds between two looks, whoever asks
@@ -90,6 +91,11 @@ class KeySets:
     def well(self) -> Iterable[tuple[str, bool]]:
         """For each issuer whether the last look at its keys brought some."""
         return [(place.issuer, each.found.concluded and not each.found.problem) for place, each in self._followed.items()]
+
+    def dependencies(self) -> Iterator[Report]:
+        """Each issuer that was asked at least once."""
+        found = ((place.issuer, each.found) for place, each in self._followed.items())
+        return (Report("identity_provider", issuer, one.problem or None) for issuer, one in found if one.concluded)
 
     def shown(self, config: conf.Config) -> list[dict[str, Any]]:
         """Each issuer as /status shows it."""

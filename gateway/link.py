@@ -81,7 +81,13 @@ class Unknown(msgspec.Struct, tag=True, frozen=True):
     issuer: str
 
 
-Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked | Unknown
+class StoreState(msgspec.Struct, tag=True, frozen=True):
+    """relay → control: why the limits' store is away; None: it responds."""
+
+    error: str | None
+
+
+Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked | Unknown | StoreState
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

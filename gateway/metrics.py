@@ -89,6 +89,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
         "discovery_up": Family("gauge", "1 when what the model's servers are found by answers as it should.", ("model",)),
         "key_set_up": Family("gauge", "1 when the last look at an issuer's keys brought some.", ("issuer",)),
+        "dependency_up": Family("gauge", "1 when what the gateway depends on works, 0 when /status shows it as down.", ("dependency",)),
         "retries_total": Family("counter", "Requests sent a second time.", ("model",)),
         "fallbacks_total": Family("counter", "Requests that another model answered.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
@@ -100,6 +101,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
+        "ledger_memory_rows": Family("gauge", "Rows in memory that are neither on disk nor in the ledger's database yet."),
+        "ledger_memory_bytes": Family("gauge", "Bytes of those rows."),
         "key_expires_timestamp_seconds": Family(
             "gauge", "When the last good key of an entry ends; one that does not, or is revoked, has no such series.", ("key",)
         ),

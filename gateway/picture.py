@@ -72,10 +72,10 @@ class ModelPicture:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The whole gateway."""
+    """The whole gateway. ``state`` is ``ready``, ``degraded`` or ``not ready``."""
 
     headline: str
-    ready: bool
+    state: str
     facts: tuple[str, ...]
     warnings: tuple[str, ...]
     models: tuple[ModelPicture, ...]
@@ -84,7 +84,7 @@ class Picture:
 def picture(status: Mapping[str, Any]) -> Picture:
     """What /status says, for people."""
     models = tuple(_model(model, status["time"]) for model in status["models"])
-    up = sum(model.state == "ready" for model in models)
+    up = sum(any(server.state == "ready" for server in model.servers) for model in models)
     relays = status["relays"]
     facts = (
         f"{up} of {counted(len(models), 'model')} ready",
@@ -93,8 +93,16 @@ def picture(status: Mapping[str, Any]) -> Picture:
         f"running for {duration(status['time'] - status['started'])}",
         f"version {status['version']}",
     )
-    headline = "ready" if status["ready"] else str(status["reason"])
-    return Picture(headline, bool(status["ready"]), facts, _warnings(status), models)
+    state, headline = _whole(status)
+    return Picture(headline, state, facts, _warnings(status), models)
+
+
+def _whole(status: Mapping[str, Any]) -> tuple[str, str]:
+    """The state of the gateway as a whole, and the headline that says it."""
+    if not status["ready"]:
+        return "not ready", str(status["reason"])
+    reasons = status.get("degraded", ())
+    return ("degraded", f"degraded: {', '.join(reasons)}") if reasons else ("ready", "ready")
 
 
 def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
@@ -102,10 +110,21 @@ def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
     read = status.get("configuration", {})
     problems = read.get("problems", ())
     since = f"the configuration on disk cannot be used, for {_since(read.get('when'), status['time'])}"
-    found = [(model["id"], model.get("discovery") or {}) for model in status["models"]]
-    lost = [f"{name}: looking for its servers ({one['source']}): {one['problem']}" for name, one in found if one.get("problem")]
-    away = [f"the keys of {one['issuer']} cannot be read: {one['problem']}" for one in status.get("issuers", ()) if one["problem"]]
-    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *lost, *away)
+    down = [_dependency(one, status["time"]) for one in status.get("dependencies", ()) if one["state"] != "up"]
+    ledger = status.get("ledger") or {}
+    memory = [f"{counted(ledger['memory_rows'], 'row')} of the ledger in memory only"] if _is_at_risk(status) else []
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *down, *memory)
+
+
+def _dependency(one: Mapping[str, Any], now: float) -> str:
+    name = f"{one['name']} ({one['subject']})" if one["subject"] else str(one["name"])
+    return f"{name} is down for {_since(one['since'], now)}: {one['last_error']}"
+
+
+def _is_at_risk(status: Mapping[str, Any]) -> bool:
+    """Whether rows of the ledger can be stored nowhere: a few in memory are on their way to the disk at any time."""
+    down = {one["name"] for one in status.get("dependencies", ()) if one["state"] != "up"}
+    return {"ledger_database", "ledger_spool"} <= down
 
 
 def _model(model: Mapping[str, Any], now: float) -> ModelPicture:

@@ -328,6 +328,14 @@ def targets(config: Config, known: Knowledge) -> tuple[Target, ...]:
     return (*found, *(Target(snapshot.name, snapshot.address, known.keys[snapshot.name]) for snapshot in ready))
 
 
+def ready_servers(config: Config, known: Knowledge) -> dict[str, int]:
+    """How many servers of each model take requests; every model of the configuration is in it."""
+    ready = {model.id: 0 for model in config.models}
+    for place in places(config):
+        ready[place.model.id] += condition(place.name, known) is Condition.UP
+    return ready
+
+
 _LAUNCHED = {Stage.STARTING: Condition.LOADING, Stage.READY: Condition.UP}
 
 

@@ -33,7 +33,7 @@ from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, Taken, Unknown
+from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, StoreState, Taken, Unknown
 from gateway.logs import LogSettings
 from gateway.metrics import FAMILIES, RelayMetrics, observe
 from gateway.parting import HANDSHAKE, is_awaited
@@ -67,7 +67,7 @@ def main() -> None:
     with access_log(sys.stdout.fileno()) as log, spans() as traced:
         orphaned = uvloop.run(_run(arguments, log, books, traced))
         if orphaned and books is not None:
-            books.save(arguments.spool)  # after the loop: while it still turned, requests may have ended
+            books.save(arguments.spool, sys.stderr)  # after the loop: while it still turned, requests may have ended
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,6 +103,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
             log=log,
             ask=process.ask,
             want=process.want,
+            on_store=process.report_store,
             books=books,
             meters=Meters.inherited(arguments.meters_fd, arguments.number),
             number=arguments.number,
@@ -144,6 +145,10 @@ class _Process:
     def want(self, issuer: str) -> None:
         """Tell control of a token that is signed by a key that is not known here."""
         self.link.send(Unknown(issuer))
+
+    def report_store(self, error: str | None) -> None:
+        """Tell control that the limits' store is away, or back."""
+        self.link.send(StoreState(error))
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this relay drained."""

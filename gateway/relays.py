@@ -21,7 +21,22 @@ import msgspec
 
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
-from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, LinkBrokenError, Message, Ping, Taken, Unknown
+from gateway.link import (
+    AHEAD,
+    Asked,
+    Configure,
+    Drain,
+    Health,
+    Learned,
+    Leave,
+    Link,
+    LinkBrokenError,
+    Message,
+    Ping,
+    StoreState,
+    Taken,
+    Unknown,
+)
 from gateway.scoreboard import Board
 from gateway.state import State
 
@@ -80,6 +95,7 @@ class _Relay:
         self.generation = 0
         self.learned = 0
         self.asked: dict[str, float] = {}
+        self.store: StoreState | None = None
         self.restarts = 0
         self._unanswered = 0
         self._ending: Drain | None = None  # the word by which it ends, once that was said
@@ -149,6 +165,7 @@ class _Relay:
                 _log.error("relay %d: %s", self.number, error)
             finally:
                 self._link, self.generation, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
+                self.store = None
                 self._on_word()
 
     async def _listen(self, link: Link) -> None:
@@ -167,6 +184,9 @@ class _Relay:
                     self.asked.pop(model, None)
                 case Unknown(issuer=issuer):
                     self._on_unknown(issuer)
+                case StoreState():
+                    self.store = message
+                    continue
             self._on_word()
 
     @asynccontextmanager
@@ -295,6 +315,11 @@ class Relays:
     def asked_since(self, model: str) -> float | None:
         """Since when requests wait for a model, in seconds of the monotonic clock; None: none does."""
         return min((relay.asked[model] for relay in self._relays if model in relay.asked), default=None)
+
+    def store(self) -> StoreState | None:
+        """How the limits' store is: away if it is away for any relay. None: no relay has reported it."""
+        known = [relay.store for relay in self._relays if relay.store is not None]
+        return next((state for state in known if state.error is not None), known[0] if known else None)
 
     def _greeting(self) -> Sequence[Message]:
         assert self._state is not None

@@ -36,6 +36,9 @@ class Report:
     def not_ready(self) -> str | None:
         return self._control.not_ready()
 
+    def degraded(self) -> list[str]:
+        return self._control.degraded()
+
     def series(self) -> Mapping[Series, Sequence[float]]:
         control = self._control
         series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(control.relays.boards))
@@ -48,21 +51,21 @@ class Report:
 
     def _of_servers(self) -> Iterator[tuple[Series, float]]:
         known = self._control.known
-        ready = {model.id: 0 for model in self._control.config.models}
         for place in plan.places(self._control.config):
             condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
-            ready[place.model.id] += condition is Condition.UP
             yield Series("server_up", labels), float(condition is Condition.UP)
             yield Series("server_resting", labels), float(condition is Condition.AWAY)
             if place.server is None:
                 snapshot = known.snapshots.get(place.name)
                 yield Series("server_restarts_total", labels), snapshot.restarts if snapshot else 0
+        ready = plan.ready_servers(self._control.config, known)
         yield from ((Series("ready_servers", (model,)), count) for model, count in ready.items())
 
     def _of_control(self) -> Iterator[tuple[Series, float]]:
         control = self._control
         yield from ((Series("discovery_up", (model,)), float(well)) for model, well in control.discovery.well(control.config))
         yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
+        yield from control.observe_dependencies().series()
         yield from ((Series("launches_total", outcome), count) for outcome, count in control.launches.items())
         yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
@@ -111,6 +114,8 @@ class Report:
             "started": control.started,
             "ready": reason is None,
             "reason": reason,
+            "degraded": control.degraded(),
+            "dependencies": control.observe_dependencies().shown(),
             "generation": control.generation,
             "configuration": control.history.last.shown(),
             "ledger": None if control.ledger is None else control.ledger.status(),

@@ -37,7 +37,7 @@ h2 { font-size: 1.02rem; font-weight: 620; overflow-wrap: anywhere; }
 .starting::before { animation: breathe 1.6s ease-in-out infinite; }
 @keyframes breathe { 50% { opacity: .25; } }
 @media (prefers-reduced-motion: reduce) { .starting::before { animation: none; } }
-.ready { --tone: var(--ready); } .starting { --tone: var(--starting); } .draining { --tone: var(--draining); }
+.ready { --tone: var(--ready); } .starting, .degraded { --tone: var(--starting); } .draining { --tone: var(--draining); }
 .sleeping { --tone: var(--sleeping); } .stopped { --tone: var(--stopped); } .failed { --tone: var(--failed); }
 .numbers { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: .7rem 0 .2rem; }
 .numbers dt { color: var(--quiet); font-size: .78rem; }
@@ -92,6 +92,9 @@ HEADERS = page_policy(_STYLE, _SCRIPT)
 """What goes with the page."""
 
 
+_TONES = {"ready": "ready", "degraded": "degraded", "not ready": "starting"}
+
+
 def page(shown: Picture) -> str:
     """The whole document."""
     head = tag(
@@ -110,7 +113,7 @@ def page(shown: Picture) -> str:
 
 
 def _head(shown: Picture) -> Html:
-    title = tag("h1", "vllm-gateway", _state("ready" if shown.ready else "starting", shown.headline))
+    title = tag("h1", "vllm-gateway", _state(_TONES[shown.state], shown.headline))
     warnings = _list(shown.warnings, "reason") if shown.warnings else Html()
     return tag("header", title, _list(shown.facts, "facts"), warnings, data_part="head")
 

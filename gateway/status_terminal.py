@@ -18,7 +18,8 @@ _COLUMNS = ("model", "state", "for", "in flight", "queued", "tokens/s")
 
 def show(shown: Picture, console: Console) -> None:
     """Print the picture."""
-    console.print(Text.assemble((shown.headline, f"bold {'green' if shown.ready else 'yellow'}"), "  ", (", ".join(shown.facts), "dim")))
+    tone = "green" if shown.state == "ready" else "yellow"
+    console.print(Text.assemble((shown.headline, f"bold {tone}"), "  ", (", ".join(shown.facts), "dim")))
     for warning in shown.warnings:
         console.print(Text(one_line(warning), "red"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -74,9 +74,10 @@ _ENGINE = '{job="vllm", model=~"$model", server=~"$server"}'
 
 _MODELS = ("model", "label_values(vllm_gateway_inflight_requests, model)")
 _SERVERS = ("server", 'label_values(vllm_gateway_server_up{model=~"$model"}, server)')
-_KEYS = ("key", "label_values(vllm_gateway_tokens_total, key)")
+_KEYS = ("key", "label_values(vllm_gateway_key_requests_total, key)")
 
 _REQUESTS = _rate("vllm_gateway_requests_total", _MODEL)
+_ERRORS = _rate("vllm_gateway_requests_total", '{model=~"$model", error!=""}')
 _BROKEN_OFF = _rate("vllm_gateway_incomplete_total", _MODEL)
 _FAILURES = " or ".join(
     (
@@ -102,7 +103,7 @@ OVERVIEW = Dashboard(
             stat=True,
         ),
         Panel("Requests in flight", "short", ((f"sum(vllm_gateway_inflight_requests{_MODEL})", ""),), stat=True),
-        Panel("Servers up", "short", ((f"sum(vllm_gateway_server_up{_MODEL})", ""),), stat=True),
+        Panel("Ready servers", "short", ((f"sum(vllm_gateway_ready_servers{_MODEL})", ""),), stat=True),
         Panel("Requests by status", "reqps", ((_sum("code", _REQUESTS), "{{code}}"),), "499: the client left first."),
         Panel(
             "Tokens a second",
@@ -127,6 +128,13 @@ OVERVIEW = Dashboard(
         ),
         Panel("Time in the gateway itself", "s", _quantiles("vllm_gateway_overhead_seconds", "", "", 0.5, 0.99)),
         Panel("Broken off", "reqps", ((_sum("reason", _BROKEN_OFF), "by {{reason}}"),)),
+        Panel("Errors by code", "reqps", ((_sum("error", _ERRORS), "{{error}}"),), "The codes of docs/errors.md."),
+        Panel(
+            "Dependencies",
+            "short",
+            (("min by (dependency) (vllm_gateway_dependency_up)", "{{dependency}}"),),
+            "1: it works. 0: it is down; /status shows the error.",
+        ),
         Panel(
             "The gateway itself",
             "short",
@@ -138,6 +146,24 @@ OVERVIEW = Dashboard(
                 ("vllm_gateway_build_info", "version {{version}}"),
             ),
         ),
+        Panel(
+            "Workers: CPU",
+            "percentunit",
+            ((_rate("vllm_gateway_worker_cpu_seconds_total", ""), "{{instance}} worker {{worker}}"),),
+            "100% is one core, and the most that a worker can use.",
+        ),
+        Panel("Workers: memory", "bytes", (("vllm_gateway_worker_resident_memory_bytes", "{{instance}} worker {{worker}}"),)),
+        Panel(
+            "Workers: event loop lag, p99",
+            "s",
+            _quantiles("vllm_gateway_worker_event_loop_lag_seconds", "worker", "", 0.99),
+            "By as much a worker delays every request that it serves.",
+        ),
+        Panel(
+            "Workers: file descriptors in use",
+            "percentunit",
+            (("vllm_gateway_worker_open_fds / vllm_gateway_worker_max_fds", "{{instance}} worker {{worker}}"),),
+        ),
     ),
 )
 
@@ -148,6 +174,7 @@ MODELS = Dashboard(
     (
         Panel("Requests", "reqps", ((f"{_sum('model, endpoint', _REQUESTS)} > 0", "{{model}} {{endpoint}}"),)),
         Panel("Status", "reqps", ((_sum("model, code", _REQUESTS), "{{model}} {{code}}"),)),
+        Panel("Errors by code", "reqps", ((_sum("model, error", _ERRORS), "{{model}} {{error}}"),), "The codes of docs/errors.md."),
         Panel("In flight, by server", "short", ((f"vllm_gateway_server_inflight{_BOTH}", "{{server}}"),)),
         Panel(
             "Up",
@@ -198,6 +225,7 @@ KEYS = Dashboard(
     "vllm-gateway / Keys and limits",
     (_KEYS,),
     (
+        Panel("Requests", "reqps", ((_sum("key, code", _rate("vllm_gateway_key_requests_total", _KEY)), "{{key}} {{code}}"),)),
         Panel("Tokens a second", "short", ((_sum("key, type", _rate(_TOKENS, _USED)), "{{key}} {{type}}"),)),
         Panel("Tokens in a day", "short", ((_sum("key", f"increase({_TOKENS}{_USED}[1d])"), "{{key}}"),)),
         Panel(
@@ -224,7 +252,8 @@ KEYS = Dashboard(
             "short",
             (
                 (_sum("outcome", _rate("vllm_gateway_ledger_rows_total", "")), "{{outcome}} a second"),
-                ("vllm_gateway_ledger_spool_rows", "rows that wait"),
+                ("vllm_gateway_ledger_spool_rows", "rows on disk"),
+                ("vllm_gateway_ledger_memory_rows", "rows in memory"),
             ),
             "Only where `ledger` is configured.",
         ),

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
 from gateway.ledger.journal import Journal
-from gateway.ledger.row import LOST, Row, encode
+from gateway.ledger.last_resort import write_out
+from gateway.ledger.row import LOST, Row, encode, frames
 from gateway.ledger.spool import save
 from gateway.record import USER_LIMIT, Record
 from gateway.routes import ENDPOINTS
@@ -98,10 +99,14 @@ class Books:
             under.metadata if under else None,
         )
 
-    def save(self, folder: Path) -> None:
-        """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process."""
-        reading = self._journal.read()
-        save(folder, reading.data, self._journal.held())
+    def save(self, folder: Path, stream: TextIO) -> None:
+        """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process. On a disk that
+        takes nothing, the rows go to ``stream``."""
+        reading, held = self._journal.read(), self._journal.held()
+        try:
+            save(folder, reading.data, held)
+        except OSError:
+            write_out([*frames(reading.data), *held], stream)
 
 
 def _chunks(record: Record) -> int:

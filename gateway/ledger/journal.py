@@ -9,8 +9,8 @@ The rules: one writer and one reader; a frame is whole before the mark that make
 it is not; a row leaves the ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and
 counted, and nobody waits.
 
-Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots), the
-ring, the slots.
+Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots, rows ever
+appended, rows ever released, one unused), the ring, the slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOT, SLOTS = 1024, 8192
 """Bytes of a slot, and how many requests under way have one; memory is used only for those that ever were."""
 
 _MARKS = 64
-_APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT = range(5)
+_APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT, _ROWS_APPENDED, _ROWS_RELEASED = range(7)
 _EMPTY = bytes(HEAD.size)
 
 
@@ -51,6 +51,7 @@ class Journal:
         self._view = memoryview(self._map)
         self._marks = self._view[:_MARKS].cast("Q")
         self._ring, self._slots = self._marks[_RING_SIZE], self._marks[_SLOT_COUNT]
+        self._first_slot = _MARKS + self._ring
         self._appended = self._marks[_APPENDED]
         self._free = list(range(self._slots - 1, -1, -1))
 
@@ -73,10 +74,10 @@ class Journal:
     def append(self, payload: bytes) -> None:
         """Keep a row; without room it is dropped and counted."""
         framed = frame(payload)
-        before, ring = self._appended, self._ring
+        marks, before, ring = self._marks, self._appended, self._ring
         after = before + len(framed)
-        if after - self._marks[_RELEASED] > ring:
-            self._marks[_DROPPED] += 1
+        if after - marks[_RELEASED] > ring:
+            marks[_DROPPED] += 1
             return
         start = _MARKS + before % ring
         room = _MARKS + ring - start
@@ -85,7 +86,8 @@ class Journal:
         else:
             self._view[start : start + room] = framed[:room]
             self._view[_MARKS : _MARKS + len(framed) - room] = framed[room:]
-        self._appended = self._marks[_APPENDED] = after
+        self._appended = marks[_APPENDED] = after
+        marks[_ROWS_APPENDED] += 1  # one too few for ever in a process that is killed just before this: see ``waiting_rows``
 
     def hold(self, payload: bytes) -> int | None:
         """Keep a row for the case that this process dies; returns its slot. None: there is no room, and it is not kept."""
@@ -93,18 +95,15 @@ class Journal:
         if not self._free or len(framed) > SLOT:
             return None
         slot = self._free.pop()
-        start = self._place(slot)
+        start = self._first_slot + slot * SLOT
         self._view[start : start + len(framed)] = framed
         return slot
 
     def let_go(self, slot: int) -> None:
         """The request is over, and its row appended."""
-        start = self._place(slot)
+        start = self._first_slot + slot * SLOT
         self._view[start : start + HEAD.size] = _EMPTY
         self._free.append(slot)
-
-    def _place(self, slot: int) -> int:
-        return _MARKS + self._ring + slot * SLOT
 
     # Control's side
 
@@ -112,6 +111,16 @@ class Journal:
     def dropped(self) -> int:
         """Rows for which there was no room."""
         return self._marks[_DROPPED]
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows in the ring: appended and not released."""
+        return max(self._marks[_ROWS_APPENDED] - self._marks[_ROWS_RELEASED], 0)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of those rows."""
+        return self._marks[_APPENDED] - self._marks[_RELEASED]
 
     def read(self) -> Reading:
         """Everything that has been appended and not released."""
@@ -128,17 +137,20 @@ class Journal:
     def release(self, reading: Reading) -> None:
         """What was read is safe."""
         self._marks[_RELEASED] = reading.end
+        self._marks[_ROWS_RELEASED] += reading.rows
 
     def held(self) -> list[bytes]:
         """The rows of the requests that are under way; of a process that is gone, those that died with it."""
-        places = map(self._place, range(self._slots))
-        return [payload for place in places if self._is_held(place) for payload in frames(bytes(self._view[place : place + SLOT]))]
+        return [payload for place in self._places() if self._is_held(place) for payload in frames(bytes(self._view[place : place + SLOT]))]
+
+    def _places(self) -> range:
+        return range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
 
     def _is_held(self, place: int) -> bool:
         return self._view[place : place + HEAD.size] != _EMPTY
 
     def forget(self) -> None:
         """Empty the slots of a process that is gone, for the next one."""
-        for place in map(self._place, range(self._slots)):
+        for place in self._places():
             if self._is_held(place):
                 self._view[place : place + HEAD.size] = _EMPTY

@@ -29,6 +29,7 @@ LIMIT = 256 * 1024 * 1024
 _SEGMENT = 4 * 1024 * 1024
 _SUFFIX, _SAVED, _ASIDE = ".rows", "saved-", ".unreadable"
 _LAID_ASIDE = 8  # files that are kept for whoever may still read them
+_PROBE, _PROBE_SIZE = "probe", 64 * 1024  # a file, and as many bytes as some hundred rows have
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # what says nothing of a file: it can be read later
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -81,6 +82,15 @@ class Spool:
                 self._close()
             self._keep_to_the_limit()
             self._count()
+
+    def probe(self) -> None:
+        """Write a file and remove it, to learn whether rows could be written again. Raises OSError."""
+        path = self.folder / _PROBE
+        try:
+            _write(path, bytes(_PROBE_SIZE), 0)
+        finally:
+            with suppress(OSError):
+                path.unlink()
 
     def take(self) -> Segment | None:
         """The oldest rows; None: there are none. The same ones are given until they are ``done``."""

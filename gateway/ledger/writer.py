@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
 from gateway import config as conf
+from gateway.dependencies import Report
 from gateway.key_list import LastUse
-from gateway.ledger import queries
+from gateway.ledger import last_resort, queries
 from gateway.ledger.aside import aside
 from gateway.ledger.errors import AwayError
 from gateway.ledger.journal import Journal
@@ -36,6 +38,7 @@ _LOOK_EVERY = 0.25  # seconds between two looks at the journals
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
 _REST = 1.0  # seconds between two looks for what the relays of a dead gateway have saved
+_PROBE_EVERY = 1.0  # seconds between two looks at a disk that took nothing
 _TELL_EVERY = 60.0
 _ANSWERS_WITHIN = 60.0
 _PATIENCE = 5.0  # seconds that the database may take at the end; what it has not got then stays in the spool
@@ -50,7 +53,7 @@ class Ledger:
         self._spool = kept
         self._store = store
         self._retention = retention
-        self._bereaved: deque[list[bytes]] = deque()
+        self._bereaved: deque[list[bytes]] = deque()  # what relays had under way when they died
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._news = threading.Event()
@@ -61,6 +64,10 @@ class Ledger:
         self.written = 0
         self.lost = 0
         self.away: str | None = None
+        self._tried = False  # the database, at least once
+        self._disk: str | None = None  # why the spool takes nothing
+        self._both: str | None = None  # why the database takes nothing either, while rows wait in memory
+        self._probe_at = 0.0
 
     @property
     def folder(self) -> Path:
@@ -79,11 +86,37 @@ class Ledger:
             **{Series("ledger_rows_total", (outcome,)): (count,) for outcome, count in outcomes.items()},
             Series("ledger_spool_rows", ()): (self._spool.rows,),
             Series("ledger_spool_bytes", ()): (self._spool.size,),
+            Series("ledger_memory_rows", ()): (self.memory_rows,),
+            Series("ledger_memory_bytes", ()): (self.memory_bytes,),
         }
 
+    @property
+    def memory_rows(self) -> int:
+        """Rows that are neither on disk nor in the database yet."""
+        return sum(journal.waiting_rows for journal in self.journals) + sum(map(len, tuple(self._bereaved)))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of those rows."""
+        return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._bereaved) for row in held)
+
     def status(self) -> dict[str, Any]:
-        """How it is, as /status shows it; ``away`` says why the database takes nothing."""
-        return {"away": self.away, "waiting_rows": self._spool.rows, "waiting_bytes": self._spool.size, "dropped_rows": self.dropped}
+        """How it is, as /status shows it; ``away`` says why the database takes nothing. What waits is on disk and in memory."""
+        rows, size = self.memory_rows, self.memory_bytes
+        return {
+            "away": self.away or self._both,
+            "waiting_rows": self._spool.rows + rows,
+            "waiting_bytes": self._spool.size + size,
+            "memory_rows": rows,
+            "memory_bytes": size,
+            "dropped_rows": self.dropped,
+        }
+
+    def dependencies(self) -> Iterator[Report]:
+        """Whether the database and the spool take rows; of a database that was not tried yet nothing is known."""
+        if self._tried:
+            yield Report("ledger_database", error=self.away or self._both)
+        yield Report("ledger_spool", error=self._disk)
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
         """The answer to a question. Raises QuestionError and AwayError."""
@@ -127,40 +160,69 @@ class Ledger:
             _log.exception("the ledger could not take the relays' rows; it tries again")
 
     def _collect_once(self) -> None:
-        lost = [payload for held in self._taken_bereaved() for payload in held]  # before the rings: a row that is in both is whole in those
+        bereaved = tuple(self._bereaved)  # before the rings: a row that is in both is whole in those
+        lost = [payload for held in bereaved for payload in held]
         readings = [journal.read() for journal in self.journals]
         data = b"".join(reading.data for reading in readings) + b"".join(map(frame, lost))
         if not data:
+            self._both = None
+            self._probe_the_disk()
             return
         rows = sum(reading.rows for reading in readings) + len(lost)
         if not self._kept(data, rows):
-            if lost:
-                self._bereaved.appendleft(lost)
             return
         for journal, reading in zip(self.journals, readings, strict=True):
             journal.release(reading)
+        for _ in bereaved:
+            self._bereaved.popleft()
         self.lost += len(lost)
         self._news.set()
         if self.dropped:
             self._tell("dropped", f"the ledger has dropped {self.dropped} rows so far")
 
-    def _taken_bereaved(self) -> Iterator[list[bytes]]:
-        while self._bereaved:
-            yield self._bereaved.popleft()
-
     def _kept(self, data: bytes, rows: int) -> bool:
         """Have frames in the spool, or in the database where the disk takes nothing; False: they are nowhere yet."""
         try:
             self._spool.append(data, rows)
+            self._disk_takes_rows()
             return True
         except OSError as error:
+            self._disk = _words(error)
             self._tell("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
         try:
             self._write(list(frames(data)))
+            self._both = None
             return True
         except AwayError as error:
+            self._both = str(error)
             self._tell("both", f"the ledger has neither a disk nor its database, usage waits in memory: {error}")
             return False
+
+    def _disk_takes_rows(self) -> None:
+        if self._disk is not None:
+            _log.warning("the ledger's spool can be written again")
+        self._disk = self._both = None
+
+    def _probe_the_disk(self) -> None:
+        """Look whether a spool that took nothing takes rows again, though there are none at the moment."""
+        if self._disk is None or time.monotonic() < self._probe_at:
+            return
+        self._probe_at = time.monotonic() + _PROBE_EVERY
+        try:
+            self._spool.probe()
+        except OSError as error:
+            self._disk = _words(error)
+        else:
+            self._disk_takes_rows()
+
+    def write_out(self, stream: TextIO) -> None:
+        """At the end: have rows that are neither on disk nor in the database on this stream, and say how many stay in the spool."""
+        rings = [payload for journal in self.journals for payload in frames(journal.read().data)]
+        left = [*rings, *(payload for held in tuple(self._bereaved) for payload in held)]
+        if left:
+            last_resort.write_out(left, stream)
+        if self._spool.rows:
+            _log.warning("%d rows of the ledger stay in %s until the next start", self._spool.rows, self._spool.folder)
 
     # The second thread
 
@@ -181,8 +243,9 @@ class Ledger:
         """Whether it could be done."""
         try:
             work()
+            self._tried = True
         except AwayError as error:
-            self.away = str(error)
+            self.away, self._tried = str(error), True
             self._tell("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
             return False
         except OSError as error:
@@ -237,6 +300,10 @@ class Ledger:
             _log.error("%s", message)
 
 
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
 def spool_folder(state: Path, config: Path) -> Path:
     """Where the gateway of this configuration has its spool, below the state folder."""
     return state / "ledger" / hashlib.sha256(os.path.abspath(config).encode()).hexdigest()[:16]
@@ -262,3 +329,4 @@ def running(settings: conf.Ledger, beside: Path, folder: Path, relays: int) -> I
             ledger.stop()
             for thread in threads:
                 thread.join(_PATIENCE)
+            ledger.write_out(sys.stderr)

@@ -5,7 +5,7 @@ The rule: what a request of a key without limits pays is one look at the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from secrets import token_hex
 from time import monotonic, time
 
@@ -64,10 +64,12 @@ def _covers(allowance: Allowance, model: Model) -> bool:
 
 
 class Limiter:
-    """What a relay asks about limits. ``meters`` outlive it; the store is opened and closed with the configuration."""
+    """What a relay asks about limits. ``meters`` outlive it; the store is opened and closed with the configuration. ``on_store`` is called
+    as ``Store`` has it."""
 
-    def __init__(self, metrics: RelayMetrics, meters: Meters) -> None:
+    def __init__(self, metrics: RelayMetrics, meters: Meters, on_store: Callable[[str | None], None]) -> None:
         self.meters = meters
+        self._on_store = on_store
         self.store: Store | None = None
         self._metrics = metrics
         self._name = token_hex(8)
@@ -87,7 +89,7 @@ class Limiter:
             return
         self.close()
         if place is not None and (self._counted or any(state.teams.values())):
-            self.store = Store(place, self._name)
+            self.store = Store(place, self._name, self._on_store)
 
     def permit(self, key: Key, identity: str) -> Permit:
         """For one request, known by its id, of a key that has limits."""

@@ -170,11 +170,14 @@ class Line(asyncio.Protocol):
 class Store:
     """The store as a relay knows it, which has a name that no other has. It is opened by the first request that needs it.
 
-    ``place`` may become another way to the same counts.
+    ``place`` may become another way to the same counts. ``on_change`` is called with the error when the store is away or away for
+    another reason, and with None when it is back.
     """
 
-    def __init__(self, place: LimitsStore, relay: str) -> None:
+    def __init__(self, place: LimitsStore, relay: str, on_change: Callable[[str | None], None]) -> None:
         self.place = place
+        self._on_change = on_change
+        self._reason: str | None = None
         self._reserved = f"{_PREFIX}reserved {relay}"
         self._clock = Clock()
         self._line: Line | None = None
@@ -344,6 +347,8 @@ class Store:
     def _up(self, line: Line) -> None:
         if self._was_up is False:
             _log.warning("the limits' store at %s is back", self.place)
+        if not self._was_up:
+            self._on_change(None)
         self._line, self._was_up = line, True
         for settlement in tuple(self._owed):
             self._tell(line, settlement)
@@ -356,6 +361,11 @@ class Store:
             self._away(reason)
 
     def _away(self, reason: str) -> None:
+        if self.place.password:  # some servers repeat a command that they refuse
+            reason = reason.replace(self.place.password, "…")
+        if self._was_up is not False or reason != self._reason:
+            self._on_change(reason)
+        self._reason = reason
         if self._was_up is not False:
             meanwhile = "requests of limited keys are refused" if self.place.refuses else "each gateway counts by itself"
             _log.warning("the limits' store at %s is away (%s); meanwhile %s", self.place, reason, meanwhile)

@@ -59,12 +59,18 @@ def _late(soon: str, everything: str) -> dict[str, str]:
 _M = {"model": "m"}
 _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
+_MEMORY = "vllm_gateway_ledger_memory_rows"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
 _RESTING = 'vllm_gateway_server_resting{{model="m", server="m#{}"}}'
 _NONE_READY = (
     "m: no server is ready",
     "The model has no ready server, and the gateway did not stop them itself. /status shows the reason.",
 )
+
+
+def _ledger(database: str, spool: str) -> dict[str, str]:
+    return {f'vllm_gateway_dependency_up{{dependency="ledger_{name}"}}': up for name, up in (("database", database), ("spool", spool))}
+
 
 CASES = (
     Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 0x10 1x10"}, "7m", "16m",
@@ -98,6 +104,12 @@ CASES = (
          ("m#0 is started again and again", "5 starts in 15 minutes; /status has the end of its log.")),
     Case("VllmGatewayRelayCrashLoop", {"vllm_gateway_relay_restarts_total": "0 1 2 3 4 5x60"}, "8m", "30m", {},
          ("Relay processes end unexpectedly", "5 in 15 minutes; standard error says why.")),
+    Case("VllmGatewayDependencyDown", {'vllm_gateway_dependency_up{dependency="limits_store"}': "1x4 0x20 1x10"}, "12m", "27m",
+         {"dependency": "limits_store"},
+         ("limits_store is down", "The gateway depends on it. /status shows the last error, and since when it is down.")),
+    Case("VllmGatewayLedgerInMemory", _ledger("1x4 0x20 1x10", "1x4 0x10 1x20") | {_MEMORY: "7x4 23x30"}, "8m", "18m", {},
+         ("Rows of the ledger wait in memory only",
+          "23 rows: neither the disk of the spool nor the database takes them. /status shows both errors.")),
     Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10"}, "30m", "90m", {},
          ("The ledger falls behind", "At least 1000 rows have waited on disk for its database all the time.")),
     Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10"}, "80m", "90m", {},
@@ -132,6 +144,11 @@ QUIET = {
             for outcome, values in (("written", "0+90x60"), ("dropped", "0x60"))
         },
     ),
+    "an identity provider that is away, which has an alert of its own": (
+        "VllmGatewayDependencyDown",
+        {'vllm_gateway_dependency_up{dependency="identity_provider"}': "0x60"},
+    ),
+    "rows in memory on their way to the disk": ("VllmGatewayLedgerInMemory", _ledger("0x60", "1x60") | {_MEMORY: "50x60"}),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
     "a key that has expired": ("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "60x60"}),
 }

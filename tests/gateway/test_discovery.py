@@ -232,7 +232,7 @@ async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(t
             assert one.value("discovery_up", MODEL) == 0.0
             assert Series("discovery_up", ("other",)) not in one.report.series()
             (warning,) = picture(one.report.status()).warnings
-            assert warning.startswith(f"{MODEL}: looking for its servers (kubernetes vllm:http): the API server says 403")
+            assert warning.startswith(f"discovery ({MODEL}) is down for 0 s: the API server says 403")
             assert (await one.ask("other")).status_code == 200
             assert (await one.ask(MODEL)).json()["error"]["code"] == "no_healthy_server"
 
@@ -306,5 +306,5 @@ def test_the_whole_gateway_finds_servers_and_says_so(tmp_path: Path) -> None:
         shown = {each["id"]: each for each in one.get("/status").json()["models"]}
         assert "KUBERNETES_SERVICE_HOST is not set" in shown[MODEL]["discovery"]["problem"]
         assert "http://127.0.0.1:1" in [each["name"] for each in shown["named"]["servers"]]
-        assert "looking for its servers" in one.command("status").stdout
+        assert f"discovery ({MODEL}) is down for" in one.command("status").stdout
         assert "KUBERNETES_SERVICE_HOST" in one.get("/status").text

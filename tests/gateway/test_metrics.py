@@ -54,6 +54,9 @@ class Shown:
     def not_ready(self) -> str | None:
         return None
 
+    def degraded(self) -> list[str]:
+        return []
+
     def status(self) -> dict[str, Any]:
         return {}
 

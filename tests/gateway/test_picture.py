@@ -129,9 +129,41 @@ def test_a_configuration_that_is_not_in_use_is_told() -> None:
     assert first == "the configuration on disk cannot be used, for 1 min: g.yaml:3: x: unknown key"
     assert rest == ["g.yaml:9: y: <b>bad</b>", "server.port needs a restart"]
     assert "y: &lt;b&gt;bad" in page(shown)
-    issuers = [{"issuer": "https://a.example", "problem": "it answered with status 503"}, {"issuer": "https://b.example", "problem": ""}]
-    assert picture(known | {"issuers": issuers}).warnings == ("the keys of https://a.example cannot be read: it answered with status 503",)
     assert picture(known).warnings == ()
+
+
+def dependency(name: str, state: str, subject: str = "", last_error: str = "") -> dict[str, Any]:
+    return {"name": name, "subject": subject, "state": state, "since": 940.0, "last_error": last_error}
+
+
+def test_each_dependency_that_is_down_is_shown_with_its_error() -> None:
+    known = [
+        dependency("identity_provider", "down", "https://a.example", "it answered with status 503"),
+        dependency("identity_provider", "up", "https://b.example", "it did not answer once"),
+        dependency("limits_store", "down", "", "<b>refused</b>"),
+    ]
+    shown = picture(status(server()) | {"dependencies": known})
+    assert shown.warnings == (
+        "identity_provider (https://a.example) is down for 1 min: it answered with status 503",
+        "limits_store is down for 1 min: <b>refused</b>",
+    )
+    assert "&lt;b&gt;refused" in page(shown)
+
+
+def test_rows_in_memory_are_shown_while_they_can_be_stored_nowhere() -> None:
+    known = status(server()) | {"ledger": {"memory_rows": 23}}
+    both = [dependency("ledger_database", "down", "", "full"), dependency("ledger_spool", "down", "", "full")]
+    assert picture(known | {"dependencies": both}).warnings[-1] == "23 rows of the ledger in memory only"
+    assert len(picture(known | {"dependencies": both[1:]}).warnings) == 1
+
+
+def test_a_gateway_that_is_ready_and_has_trouble_is_degraded() -> None:
+    known = status(server()) | {"ready": True, "reason": None}
+    assert (picture(known).state, picture(known).headline) == ("ready", "ready")
+    shown = picture(known | {"degraded": ["1 of 1 model without a ready server", "limits_store is down"]})
+    assert (shown.state, shown.headline) == ("degraded", "degraded: 1 of 1 model without a ready server, limits_store is down")
+    assert 'class="state degraded"' in page(shown) and 'class="state ready">degraded' not in page(shown)
+    assert picture(status(server())).state == "not ready"
 
 
 def test_nothing_acts_on_a_terminal() -> None:

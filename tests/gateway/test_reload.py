@@ -221,7 +221,7 @@ def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), linger="1m")) as one:
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: one.get("/readyz").status_code == 503)
-        assert one.get("/readyz").text == "draining\n"
+        assert one.get("/readyz").json() == {"status": "not_ready", "reasons": ["draining"]}
         assert one.ask().status_code == 200, "it serves on while others hear of it"
         refused: subprocess.CompletedProcess[str] = one.command("reload")
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")

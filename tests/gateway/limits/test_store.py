@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import statistics
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -57,8 +57,10 @@ def server(shared: RedisServer) -> RedisServer:
 
 
 @asynccontextmanager
-async def opened(place: LimitsStore, relay: str = "a relay") -> AsyncIterator[Store]:
-    store = Store(place, relay)
+async def opened(
+    place: LimitsStore, relay: str = "a relay", on_change: Callable[[str | None], None] = lambda _: None
+) -> AsyncIterator[Store]:
+    store = Store(place, relay, on_change)
     try:
         yield store
     finally:

@@ -30,7 +30,7 @@ def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
     memory = mmap.mmap(-1, request.param)
     struct.pack_into("<QQ", memory, 0, 1, 0)
     with board() as counts:
-        made = Limiter(RelayMetrics(counts), Meters(memory))
+        made = Limiter(RelayMetrics(counts), Meters(memory), lambda _: None)
         made.take(State(1, (ENTRY,), (), teams=LAB))
         yield made
 

@@ -1,0 +1,75 @@
+"""What the gateway depends on besides the vLLM servers: whether each dependency works, since when, and its last error.
+
+The rule: the parts that use a dependency report what they met, and only a change is dated here. A dependency that is not configured, or
+that was not used yet, is not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.metrics import Series
+
+NAMES = ("limits_store", "ledger_database", "ledger_spool", "identity_provider", "discovery")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is known now. ``name`` is one of NAMES; ``subject`` tells several of a name apart, such as the URL of an issuer or the id of a
+    model; ``error`` says why it does not work, None while it works. It holds no secret."""
+
+    name: str
+    subject: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """One dependency. ``since``: seconds since the epoch; ``last_error`` stays when the dependency works again, and is empty before the
+    first one."""
+
+    name: str
+    subject: str
+    is_up: bool
+    since: float
+    last_error: str
+
+    def shown(self) -> dict[str, Any]:
+        """The entry of /status."""
+        state = "up" if self.is_up else "down"
+        return {"name": self.name, "subject": self.subject, "state": state, "since": self.since, "last_error": self.last_error}
+
+
+class Dependencies:
+    """All of them, in the order of the reports."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Dependency] = {}
+
+    def observe(self, reports: Iterable[Report], now: float) -> None:
+        """Take over what is reported at a moment, in seconds since the epoch; what is not reported is not known any more."""
+        self._known = {(report.name, report.subject): self._observed(report, now) for report in reports}
+
+    def _observed(self, report: Report, now: float) -> Dependency:
+        before = self._known.get((report.name, report.subject))
+        up = report.error is None
+        if before is None:
+            return Dependency(report.name, report.subject, up, now, report.error or "")
+        since = before.since if before.is_up is up else now
+        return replace(before, is_up=up, since=since, last_error=report.error or before.last_error)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """The list of /status."""
+        return [one.shown() for one in self._known.values()]
+
+    def down(self) -> list[str]:
+        """The names of those that do not work, each once."""
+        return list(dict.fromkeys(one.name for one in self._known.values() if not one.is_up))
+
+    def series(self) -> Iterator[tuple[Series, float]]:
+        """For each name that is known, 1 while all of that name work."""
+        down = set(self.down())
+        for name in dict.fromkeys(one.name for one in self._known.values()):
+            yield Series("dependency_up", (name,)), float(name not in down)

@@ -1,0 +1,32 @@
+"""Rows that can be stored nowhere when a process ends: they are written to standard error, one JSON object on each line.
+
+The rule: no row is lost silently. A row holds neither prompts nor answers (see ``row.Row``), so a line shows no more than the
+access log and, where the configuration asks for them, ``user`` and ``metadata``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+import msgspec
+
+from gateway.ledger.row import Row, decode
+
+_log = logging.getLogger("vllm_gateway.ledger")
+
+
+def write_out(payloads: Sequence[bytes], stream: TextIO) -> None:
+    """Write each row as ``{"ledger_row": {…}}``, with the names of ``Row``'s fields. A payload that is no row is left out."""
+    _log.error("%d rows of the ledger cannot be stored, neither in its spool nor in its database; each follows as JSON", len(payloads))
+    with suppress(OSError, ValueError):  # standard error is closed, or its disk is full as well
+        for payload in payloads:
+            with suppress(msgspec.DecodeError):
+                stream.write(_line(decode(payload)))
+        stream.flush()
+
+
+def _line(row: Row) -> str:
+    return msgspec.json.encode({"ledger_row": msgspec.structs.asdict(row)}).decode() + "\n"
