@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm lock fuzz audit clean
+.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
@@ -78,11 +78,18 @@ $(READY): requirements.lock pyproject.toml
 BUILD ?= docker build
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gateway/__init__.py)
 LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null)
-image:  ## the container image vllm-gateway; BUILD="podman build --format docker" for other builders
-	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile --tag vllm-gateway:$(VERSION) .
+image:  ## the container image vllm-gateway; BUILD="podman build --format docker" for other builders, BASE=IMAGE@sha256:… for another base
+	$(BUILD) $(LABELS) $(if $(BASE),--build-arg BASE=$(BASE)) --file deploy/docker/Dockerfile --tag vllm-gateway:$(VERSION) .
 
-image-vllm:  ## the container image vllm-gateway-vllm: vLLM, and the gateway that launches it
-	$(BUILD) $(LABELS) --file deploy/docker/Dockerfile.vllm --tag vllm-gateway-vllm:$(VERSION) .
+image-vllm:  ## the container image vllm-gateway-vllm: vLLM, and the gateway that launches it; VLLM_BASE=IMAGE@sha256:… for another base
+	$(BUILD) $(LABELS) $(if $(VLLM_BASE),--build-arg BASE=$(VLLM_BASE)) --file deploy/docker/Dockerfile.vllm --tag vllm-gateway-vllm:$(VERSION) .
+
+release-images:  ## both images of a release; BASE and VLLM_BASE name what they are built on, by digest
+	@for name in BASE VLLM_BASE; do \
+	  case $$name in BASE) base='$(BASE)' ;; *) base='$(VLLM_BASE)' ;; esac; \
+	  printf '%s\n' "$$base" | grep -qE '^[^@ ]+@sha256:[0-9a-f]{64}$$' || { echo "$$name names no image by digest: '$$base'" >&2; exit 1; }; \
+	done
+	$(MAKE) image image-vllm
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock:  ## write requirements.lock and those of the images anew (needs uv)

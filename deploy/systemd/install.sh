@@ -106,6 +106,11 @@ check_python() {
 find_wheel() {
   local found=("$tree"/dist/vllm_gateway-*.whl)
   if [[ -z $wheel ]]; then
+    if [[ -n $dry && ! -f ${found[0]} ]]; then
+      echo "no wheel yet: \`make dist\` builds it"
+      wheel=$tree/dist/vllm_gateway-VERSION-py3-none-any.whl
+      return
+    fi
     [[ ${#found[@]} == 1 && -f ${found[0]} ]] || fail "name the gateway with --wheel FILE, or build it with \`make dist\`"
     wheel=${found[0]}
   fi
@@ -128,7 +133,8 @@ make_user() {
 install_program() {
   local interpreter wanted before=''
   interpreter=$("$python" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])')
-  wanted="$interpreter $(cat "$wheel" "$lock" | sha256sum)"
+  wanted=$interpreter
+  [[ ! -f $wheel ]] || wanted="$interpreter $(cat "$wheel" "$lock" | sha256sum)" # a dry run does without one
   [[ ! -f $mark ]] || before=$(<"$mark")
   [[ $before != "$wanted" ]] || return 0
   changed=yes

@@ -383,7 +383,7 @@ class Jwt(Section):
     @classmethod
     def _can_be_checked(cls, issuer: str) -> str:
         if not installed("jwt", "cryptography"):
-            raise ValueError("tokens need packages that are not installed: pip install 'vllm-gateway[jwt]'")
+            raise ValueError("tokens need packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')")
         return issuer
 
 
@@ -429,7 +429,7 @@ class Tracing(Section):
     @classmethod
     def _can_be_exported(cls, endpoint: str) -> str:
         if not installed("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("tracing needs packages that are not installed: pip install 'vllm-gateway[otel]'")
+            raise ValueError("tracing needs packages that are not installed: the extra `otel` (in a clone: pip install '.[otel]')")
         return endpoint
 
 

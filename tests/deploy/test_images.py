@@ -150,6 +150,32 @@ def test_the_chart_runs_it_as_the_user_that_it_has(built: Image) -> None:
     assert (built.root / "etc/vllm-gateway/config").is_dir() and (built.root / "etc/vllm-gateway/keys").is_dir()
 
 
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+PINNED = {"BASE": f"registry.example.com/python:3.13@{DIGEST}", "VLLM_BASE": f"registry.example.com/vllm@{DIGEST}"}
+
+
+def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run make with a builder that prints how it was called."""
+    named = [f"{name}={value}" for name, value in variables.items()]
+    return subprocess.run(["make", "--silent", *words, "BUILD=echo built", *named], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_base_that_is_named_is_the_one_that_is_built_on() -> None:
+    plain, beside = (make(goal, **PINNED).stdout for goal in FILES)
+    assert f"--build-arg BASE={PINNED['BASE']} " in plain and f"--build-arg BASE={PINNED['VLLM_BASE']} " in beside
+    assert "BASE=" not in make(*FILES).stdout, "the default is the Dockerfile's"
+
+
+def test_a_release_is_built_on_bases_that_are_named_by_digest() -> None:
+    done = make("release-images", **PINNED)
+    assert done.returncode == 0 and done.stdout.count("built ") == 2 and all(base in done.stdout for base in PINNED.values()), done.stderr
+    for name, base in PINNED.items():
+        for other in ("", base.partition("@")[0], base[:-1], f"{base}0", base.replace("a", "g")):
+            refused = make("release-images", **PINNED | {name: other})
+            assert refused.returncode != 0 and "built" not in refused.stdout, other
+            assert f"{name} names no image by digest" in refused.stderr
+
+
 @pytest.mark.parametrize("name", FILES.values())
 def test_hadolint_finds_nothing(name: str) -> None:
     linter = Path(program("images")).with_name("hadolint")

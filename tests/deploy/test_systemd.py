@@ -189,6 +189,19 @@ def test_a_dry_run_does_nothing(installed: Installed, tmp_path: Path) -> None:
     assert installed.look() == before
 
 
+def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:
+    """A fresh clone has none, and what would be done does not depend on it."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    script = tmp_path / "deploy" / "systemd" / "install.sh"
+    done = installing("--prefix", tmp_path / "root", "--dry-run", script=script)
+    assert done.returncode == 0 and not (tmp_path / "root").exists(), done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("no wheel yet") and "make dist" in first
+    assert f"+ write {tmp_path}/root/etc/systemd/system/vllm-gateway.service" in rest and "'--force-reinstall'" in done.stdout
+    real = installing("--prefix", tmp_path / "root", script=script)
+    assert real.returncode == 1 and "build it with `make dist`" in real.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

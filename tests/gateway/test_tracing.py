@@ -266,4 +266,7 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     program = "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http'] = None; from gateway.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, "check", str(file)], env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "tracing.endpoint: tracing needs packages that are not installed: pip install 'vllm-gateway[otel]'" in done.stdout
+    assert (
+        "tracing.endpoint: tracing needs packages that are not installed: the extra `otel` (in a clone: pip install '.[otel]')"
+        in done.stdout
+    )
