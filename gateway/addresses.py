@@ -1,4 +1,5 @@
-"""Who a client is: the address of its connection, or what a trusted proxy says of it. And how many connections it has.
+"""Who a client is: the address of its connection, or what a trusted proxy says of it. And how many connections it has. And which
+addresses other machines cannot reach.
 
 The rule: X-Forwarded-For is believed only of a trusted proxy, and only from its right end: what stands there was written by
 the nearest proxy, what stands left of the first address that is not trusted may have been written by anybody. A connection
@@ -12,6 +13,12 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 6177)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address that a port listens on is reached from this machine only."""
+    address = _parsed(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 class Proxies:

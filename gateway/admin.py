@@ -8,7 +8,6 @@ what acts is noted in the log with who asked for it. Who may ask is decided befo
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from gateway import admin_document, engines, status_page
+from gateway.accept import prefers_html
 from gateway.config.problems import did_you_mean
 from gateway.engines import Engine, Handler
 from gateway.ledger.errors import AwayError, QuestionError
@@ -31,7 +31,6 @@ from gateway.operations import OPERATIONS, Operations, RefusedOperation
 from gateway.picture import picture
 
 _log = logging.getLogger("vllm_gateway.control")
-_QUALITY = re.compile(r"(?:0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 
 
 class Overview(Protocol):
@@ -180,19 +179,6 @@ def _documents() -> dict[str, Handler]:
         return HTMLResponse(admin_document.page(), headers=admin_document.HEADERS)
 
     return {"/openapi.json": openapi, "/docs": docs}
-
-
-def prefers_html(accept: str) -> bool:
-    """Whether an Accept header (RFC 9110, 12.5.1) names HTML, as browsers do, and not JSON before it."""
-    weights = dict(map(_weighted, accept.split(",")))
-    html = weights.get("text/html", 0.0)
-    return html > 0 and html >= weights.get("application/json", 0.0)
-
-
-def _weighted(part: str) -> tuple[str, float]:
-    kind, *parameters = (word.strip().lower() for word in part.split(";"))
-    quality = next((word[2:] for word in parameters if word.startswith("q=")), "1")
-    return kind, float(quality) if _QUALITY.fullmatch(quality) else 0.0
 
 
 def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:

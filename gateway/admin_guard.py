@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from hashlib import sha256
 from ipaddress import ip_address
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+from gateway import status_page
+from gateway.accept import prefers_html
+from gateway.addresses import is_loopback
+
 OPEN = frozenset({"/livez", "/readyz"})
 READING = frozenset({"GET", "HEAD"})
 _PAGES = (b"origin", b"sec-fetch-site")
@@ -33,7 +36,7 @@ class Guard:
     def __init__(self, application: ASGIApp, token: str | None, host: str) -> None:
         self._application = application
         self._digest = None if token is None else _digest(token.encode())
-        self._local = host in LOCAL_HOSTS
+        self._local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._refusal(scope) or self._application)(scope, receive, send)
@@ -57,7 +60,9 @@ class Guard:
     def _refusal_to_show(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
         named = dict(headers)
         if self._digest is not None:
-            return None if self._shown(named.get(b"authorization", b"")) else _UNAUTHORIZED
+            if self._shown(named.get(b"authorization", b"")):
+                return None
+            return _UNAUTHORIZED_PAGE if prefers_html(named.get(b"accept", b"").decode("latin-1")) else _UNAUTHORIZED
         return None if not self._local or _is_local(named.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
 
     def _shown(self, authorization: bytes) -> bool:
@@ -90,7 +95,9 @@ def _is_local(host: str) -> bool:
 
 
 _TWICE = JSONResponse({"error": TWICE}, 400)
-_UNAUTHORIZED = JSONResponse({"error": "the admin port asks for its token"}, 401, {"www-authenticate": "Bearer"})
+_CHALLENGE = {"www-authenticate": "Bearer", "vary": "accept"}
+_UNAUTHORIZED = JSONResponse({"error": "the admin port asks for its token"}, 401, _CHALLENGE)
+_UNAUTHORIZED_PAGE = HTMLResponse(status_page.token_page(), 401, _CHALLENGE | status_page.HEADERS)
 _NO_TOKEN = JSONResponse(
     {"error": "nothing is done over the admin port without a server.admin.token; on the gateway's own machine the commands use its socket"},
     403,

@@ -1,4 +1,5 @@
-"""What a good configuration says that deserves a look: keys that have ended, and costs that nothing bounds. Pure.
+"""What a good configuration says that deserves a look: an admin port without a token, keys that have ended, and costs
+that nothing bounds. Pure.
 
 The rule: a note forbids nothing; what is wrong is told as a problem, elsewhere, and what is written wrongly is not there for a note.
 """
@@ -11,12 +12,15 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from gateway.addresses import is_loopback
 from gateway.config import Key, Note
 from gateway.config.models import matches
 from gateway.config.references import Draft, Place
 from gateway.key_list import state
 
 _COSTS = ("cost_per_day", "cost_per_month")
+OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
+"""Also logged when the gateway starts."""
 _NAMED = 5
 Scope = Sequence[str] | None
 """Patterns of models; None is all of them."""
@@ -29,6 +33,7 @@ class _Model(NamedTuple):
 
 def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     """All of them. ``now`` is aware."""
+    yield from _open_admin_port(draft)
     yield from _ended(draft, now)
     yield from _unbounded(draft)
 
@@ -37,6 +42,13 @@ def note(place: Place, message: str) -> Note:
     """One of a place."""
     problem = place.problem(message)
     return Note(problem.file, problem.line, problem.path, problem.message)
+
+
+def _open_admin_port(draft: Draft) -> Iterator[Note]:
+    admin = draft.top.get("server", "admin")
+    host = admin.get("host")
+    if isinstance(host.value, str) and not is_loopback(host.value) and admin.get("token").value is None:
+        yield note(host, OPEN_ADMIN_PORT)
 
 
 def _ended(draft: Draft, now: datetime) -> Iterator[Note]:

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from gateway import admin_socket, logs
 from gateway import config as conf
 from gateway.acceptor import Acceptor, Seats
+from gateway.addresses import is_loopback
 from gateway.admin import application
 from gateway.admin_edge import AdminProtocol, Hall
 from gateway.admin_guard import Guard
@@ -34,6 +35,7 @@ from gateway.assembly import Surroundings, assembled
 from gateway.config import Config, load
 from gateway.control import Control, speak_by
 from gateway.descriptors import raise_limit, stand_in
+from gateway.notes import OPEN_ADMIN_PORT
 from gateway.parting import let_nobody_in
 from gateway.plan import clients
 from gateway.report import Report
@@ -90,6 +92,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             control.lasting.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
         announcer.summary(config, data, admin)
+        if config.server.admin.token is None and not is_loopback(config.server.admin.host):
+            _log.warning(OPEN_ADMIN_PORT)
         control.begin()
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
         waiting = await stack.enter_async_context(_background(control.report_progress()))

@@ -97,19 +97,38 @@ _TONES = {"ready": "ready", "degraded": "degraded", "not ready": "starting"}
 
 def page(shown: Picture) -> str:
     """The whole document."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{shown.headline} \N{MIDDLE DOT} vllm-gateway"),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Html(_STYLE)),
-        tag("noscript", tag("meta", http_equiv="refresh", content="5")),
-    )
+    head = _html_head(shown.headline, tag("noscript", tag("meta", http_equiv="refresh", content="5")))
     lost = tag("p", "The gateway does not answer. What you see is the last that it said.", class_="lost", role="alert")
     main = tag("main", _head(shown), *map(_model, shown.models))
     body = tag("body", tag("div", lost, main, class_="frame"), tag("script", Html(_SCRIPT)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}"
+
+
+def token_page() -> str:
+    """What a browser gets that shows no token where one is configured: how to see the status."""
+    ways = (
+        ("On the gateway's own machine, as its user, no token is needed:", "vllm-gateway status"),
+        ("From elsewhere, with the token in a file:", "vllm-gateway status --admin http://HOST:PORT --token-file FILE"),
+        ("Or with any HTTP client:", 'curl -H "Authorization: Bearer TOKEN" http://HOST:PORT/status'),
+    )
+    steps = [tag("div", tag("p", words), tag("pre", command)) for words, command in ways]
+    cause = "The admin port requires its token (server.admin.token), and a browser does not send one by itself."
+    title = tag("h1", "vllm-gateway", _state("degraded", "a token is required"))
+    card = tag("article", *steps, class_="model")
+    body = tag("body", tag("div", tag("main", tag("header", title, _list((cause,), "facts")), card), class_="frame"))
+    return f"<!doctype html>\n{tag('html', _html_head('a token is required'), body, lang='en')}"
+
+
+def _html_head(title: str, *more: Html) -> Html:
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} \N{MIDDLE DOT} vllm-gateway"),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", Html(_STYLE)),
+        *more,
+    )
 
 
 def _head(shown: Picture) -> Html:

@@ -39,6 +39,22 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
         assert TOKEN not in one.said + one.log
 
 
+def test_a_browser_without_the_token_gets_a_page_that_says_how_to_authenticate(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as guarded:
+        for path in ("/status", "/docs", "/nothing"):
+            answer = asked(guarded, path, accept=browser)
+            assert (answer.status_code, answer.headers["content-type"]) == (401, "text/html; charset=utf-8")
+            assert (answer.headers["www-authenticate"], answer.headers["vary"]) == ("Bearer", "accept")
+            assert "server.admin.token" in answer.text and "--token-file" in answer.text
+            assert "sim/one" not in answer.text and TOKEN not in answer.text
+        page = asked(guarded, "/status", accept=browser, authorization=f"Bearer {TOKEN}")
+        assert page.status_code == 200 and "sim/one" in page.text
+        assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
+        assert asked(guarded, "/status", accept="application/json").json() == {"error": "the admin port asks for its token"}
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

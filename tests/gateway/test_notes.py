@@ -27,6 +27,31 @@ def told(folder: Path, text: str, keys: str | None = None) -> list[str]:
     return [f"{Path(note.file).name}:{note.line}: {note.path}: {note.message}" for note in notes(draft, NOW)]
 
 
+OPEN = (
+    "gateway.yaml:1: server.admin.host: other machines can read /status, /keys and /usage on the admin port without a token: "
+    "set server.admin.token"
+)
+
+
+@pytest.mark.parametrize(
+    ("admin", "said"),
+    [
+        ("{host: 0.0.0.0}", OPEN),
+        ("{host: '::'}", OPEN),
+        ("{host: 10.0.0.7}", OPEN),
+        ("{host: gateway.internal}", OPEN),
+        ("{host: 0.0.0.0, token: {env: HOME}}", None),
+        ("{host: 127.0.0.2}", None),
+        ("{host: '::1'}", None),
+        ("{host: localhost}", None),
+        ("{}", None),
+    ],
+)
+def test_an_admin_port_that_other_machines_reach_without_a_token(tmp_path: Path, admin: str, said: str | None) -> None:
+    text = f"server: {{admin: {admin}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
+    assert told(tmp_path, text) == ([said] if said else [])
+
+
 ENDED = "has ended: no key of this entry is taken any more"
 
 

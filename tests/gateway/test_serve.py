@@ -95,6 +95,13 @@ def test_the_metrics_are_well_formed(running: Gateway) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
+def test_an_admin_port_without_a_token_for_other_machines_is_said_at_the_start(tmp_path: Path, running: Gateway) -> None:
+    warning = "other machines can read /status, /keys and /usage on the admin port without a token"
+    with gateway(tmp_path, configuration(launched(), admin={"host": "0.0.0.0", "port": 0})) as one:
+        assert warning in one.said
+    assert warning not in running.said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
     with gateway(tmp_path, configuration(launched(), relays=2)) as one:
