@@ -193,13 +193,15 @@ def prepare(document: Document, policy: Policy, route: Route, size: int, own: Ma
     if route.guided:
         _translate_guided(document)
     upstream, input_field, translation = route.upstream, route.input_field, None
-    if route.dialect is Dialect.CHAT:
+    if route.translated:
         document, other, translation = translate(document)
         if other is not None:
             upstream, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
         _refuse_state(document)
         document.setdefault("store", False)
+    elif route.dialect is Dialect.COHERE:
+        policy.check_images(document.get("images"))
     if policy.max_tokens is not None:
         _bound(document, policy.max_tokens, upstream)
     stream = _flag(document, "stream")

@@ -77,7 +77,7 @@ _LEAST_SIZE = min(SIZES.values())
 MAX_BATCH = 2048
 """Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
 
-BATCHES = frozenset({"data_1", "data_2", "documents", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
+BATCHES = frozenset({"data_1", "data_2", "documents", "inputs", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
 """Where whatever a list holds, or the ``content`` of an object, is such a request, unless it is a number (a prompt of tokens)."""
 
 ECHO = "echo"
@@ -156,6 +156,12 @@ class Policy:
     def refused_of(self, names: Set[str]) -> str | None:
         """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
         return min(self._forbidden & names, default=None)
+
+    def check_images(self, images: Any) -> None:
+        """Check the URLs of ``images`` in a request of Cohere's API, each of which is one by itself. Raises Refusal."""
+        for url in images if isinstance(images, list) else ():
+            if not isinstance(url, str) or not self._media.allows(url):
+                raise Refusal("invalid_value", "The URL in 'images' is not of a place that media may come from here.", param="images")
 
     def most(self, name: str) -> int | None:
         """The largest number that a field may hold, where there is a bound."""

@@ -53,6 +53,7 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
         Dialect.COMPLETIONS: (b"data: [DONE]",),
         Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
         Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
+        Dialect.COHERE: (),  # which is not streamed
         Dialect.PLAIN: (b"data: [DONE]",),  # of audio, which alone is streamed there
     }
 )

@@ -12,6 +12,7 @@ Where vLLM 0.32 has the fields:
 | chat, completions | ``usage`` | ``choices[*].finish_reason`` is ``abort`` | the event whose ``choices`` is empty |
 | responses | ``usage``; ``response.usage`` of the last event | the same object's ``status`` is ``cancelled`` | the last event |
 | messages | ``usage``; ``message.usage`` of ``message_start``, ``usage`` of ``message_delta`` | not reported | ``message_delta`` |
+| cohere | ``meta.billed_units`` | not reported | not streamed |
 | plain (embeddings, rerank, score, audio and others) | ``usage`` | not reported | the event whose ``choices`` is empty |
 
 Messages have ``stop_reason: null`` for a stopped engine, but not for that alone. The last events of responses are
@@ -42,6 +43,8 @@ MARKS: Mapping[Dialect, Marks] = MappingProxyType({dialect: (_USAGE, _ERROR, _ST
 
 HELD = 64 * 1024
 """Bytes of a document that is parsed as a whole. A longer one is scanned as it passes."""
+_PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, HELD) | {Dialect.COHERE: -1})
+"""And those for which ``of_body`` uses its parser, which knows ``usage`` at the top alone."""
 
 _LONGEST_USAGE = 64 * 1024
 _LAST_OF_RESPONSES = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -53,9 +56,12 @@ _WANTED: Mapping[Dialect, Wanted] = MappingProxyType(
         Dialect.COMPLETIONS: _CHOICES,
         Dialect.RESPONSES: {"usage": None, "status": None},
         Dialect.MESSAGES: {"usage": None},
+        Dialect.COHERE: {"meta": {"billed_units": None}},
         Dialect.PLAIN: {"usage": None},
     }
 )
+
+_COUNTS = (("usage",), ("meta", "billed_units"))
 
 
 class Fields(msgspec.Struct, frozen=True, gc=False):
@@ -93,11 +99,14 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:
     """What a whole response reports."""
+    if dialect is Dialect.COHERE:
+        meta = document.get("meta")
+        return Fields(_usage_of(meta, "billed_units") if isinstance(meta, dict) else None, is_final=True)
     return Fields(_usage_of(document), _is_stopped(document, dialect), is_final=True)
 
 
-def _usage_of(document: Mapping[str, Any]) -> Usage | None:
-    usage = document.get("usage")
+def _usage_of(document: Mapping[str, Any], name: str = "usage") -> Usage | None:
+    usage = document.get(name)
     return read(usage) if isinstance(usage, dict) else None
 
 
@@ -126,7 +135,7 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 def of_body(body: bytes, dialect: Dialect) -> Fields:
     """What a whole JSON response reports; nothing where it is no object."""
-    if len(body) > HELD:
+    if len(body) > _PARSED[dialect]:
         return _scanned(body, dialect)
     try:
         found = _decode_body(body).usage
@@ -166,7 +175,7 @@ class _Scanned:
                 self._value = b""
 
     def _note(self, path: tuple[str, ...], value: bytes) -> None:
-        if path == ("usage",):
+        if path in _COUNTS:
             self.fields = replace(self.fields, usage=decoded(value))
         elif _text(value) == ("cancelled" if self._dialect is Dialect.RESPONSES else "abort"):
             self.fields = replace(self.fields, stopped=True)

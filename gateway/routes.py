@@ -21,6 +21,7 @@ class Dialect(StrEnum):
     COMPLETIONS = "completions"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    COHERE = "cohere"
     PLAIN = "plain"
 
 
@@ -50,21 +51,29 @@ class Route:
     """A JSON body may ask for a stream there; elsewhere vLLM ignores that it does."""
     guided: bool = field(init=False)
     """The constraints on the output have had older names there."""
+    translated: bool = field(init=False)
+    """Requests in older forms are translated there (see ``translate``)."""
     takes: frozenset[str] = field(init=False)
     """Which of the fields that a key may bring vLLM 0.32 knows there (its ``entrypoints``, each protocol.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
-        object.__setattr__(self, "streams", self.dialect is not Dialect.PLAIN and self.path not in _UNSCHEDULED)
+        generates = self.dialect not in (Dialect.PLAIN, Dialect.COHERE) and self.path not in _UNSCHEDULED
+        object.__setattr__(self, "streams", generates and self.path != _BATCH)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
+        object.__setattr__(self, "translated", self.dialect is Dialect.CHAT and self.path != _BATCH)
         object.__setattr__(self, "takes", self._taken())
 
     def _taken(self) -> frozenset[str]:
         if self.body is Body.FORM or self.path in _UNSCHEDULED:
             return frozenset()
-        return frozenset({"cache_salt"}) if self.dialect is Dialect.MESSAGES else frozenset({"cache_salt", "priority"})
+        return _TAKEN.get(self.dialect, frozenset({"cache_salt", "priority"}))
 
 
+_TAKEN: Mapping[Dialect, frozenset[str]] = MappingProxyType(
+    {Dialect.MESSAGES: frozenset({"cache_salt"}), Dialect.COHERE: frozenset({"priority"})}
+)
+_BATCH = "/v1/chat/completions/batch"
 _UNSCHEDULED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
@@ -74,11 +83,13 @@ def _plain(path: str, upstream: str | None = None, endpoint: str | None = None) 
 
 _ROWS = (
     Route("/v1/chat/completions", "/v1/chat/completions", "/v1/chat/completions", Dialect.CHAT, injects=True, input_field="messages"),
+    Route(_BATCH, _BATCH, _BATCH, Dialect.CHAT, input_field="messages"),
     Route("/v1/completions", "/v1/completions", "/v1/completions", Dialect.COMPLETIONS, injects=True, input_field="prompt"),
     Route("/v1/responses", "/v1/responses", "/v1/responses", Dialect.RESPONSES),
     Route("/v1/messages", "/v1/messages", "/v1/messages", Dialect.MESSAGES, input_field="messages"),
     Route("/v1/messages/count_tokens", "/v1/messages/count_tokens", "/v1/messages/count_tokens", Dialect.MESSAGES, input_field="messages"),
     _plain("/v1/embeddings"),
+    Route("/v2/embed", "/v2/embed", "/v2/embed", Dialect.COHERE, input_field="texts"),
     _plain("/v1/rerank"),
     _plain("/rerank", endpoint="/v1/rerank"),
     _plain("/v2/rerank", endpoint="/v1/rerank"),
@@ -103,17 +114,20 @@ ENDPOINTS: tuple[str, ...] = tuple(dict.fromkeys(route.endpoint for route in _RO
 
 class Output(NamedTuple):
     """How a body bounds its answer: the members' names, the one to be set last; and how many tokens there are when none is there.
+    ``batch``: the bound is that of each conversation in the field of this name.
 
     A member of another route's name is ignored (vLLM 0.32, ``OpenAIBaseModel`` in entrypoints/serve/engine/protocol.py).
     """
 
     names: tuple[str, ...]
     default: int | None = None
+    batch: str | None = None
 
 
 OUTPUTS: Mapping[str, Output] = MappingProxyType(
     {
         "/v1/chat/completions": Output(("max_completion_tokens", "max_tokens")),
+        _BATCH: Output(("max_completion_tokens", "max_tokens"), batch="messages"),
         "/v1/completions": Output(("max_tokens",), 16),
         "/v1/responses": Output(("max_output_tokens",)),
         "/v1/messages": Output(("max_tokens",)),

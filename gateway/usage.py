@@ -30,7 +30,7 @@ class _Details(msgspec.Struct, gc=False):
 
 
 class Member(msgspec.Struct, gc=False):
-    """A ``usage`` object in OpenAI's chat, OpenAI's responses and Anthropic's words at once."""
+    """A ``usage`` object in OpenAI's chat, OpenAI's responses, Anthropic's and Cohere's words at once."""
 
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
@@ -42,6 +42,7 @@ class Member(msgspec.Struct, gc=False):
     output_tokens_details: _Details | None = None
     cache_read_input_tokens: _Count | None = None
     cache_creation_input_tokens: _Count | None = None
+    image_tokens: _Count | None = None
 
     def usage(self) -> Usage | None:
         """None where it has no count."""
@@ -55,11 +56,16 @@ class Member(msgspec.Struct, gc=False):
         return Usage(prompt or 0, completion or 0, cached or 0, (outward.reasoning_tokens or 0) if outward is not None else 0)
 
     def _input(self) -> int | None:
-        """Anthropic's ``input_tokens`` are without what the cache had and what it was given, and vLLM's are so too
-        (``_build_anthropic_usage`` in its entrypoints/anthropic/serving.py); OpenAI's are all, and have no such members."""
+        """The tokens of the prompt, with those that some APIs report apart.
+
+        Anthropic's ``input_tokens`` are without what the cache had and what it was given, and vLLM's are so too
+        (``_build_anthropic_usage`` in its entrypoints/anthropic/serving.py); OpenAI's are all, and have no such members.
+        Cohere's ``input_tokens`` are without ``image_tokens`` (``_build_cohere_response_from_ctx`` in pooling/embed/serving.py).
+        """
         if self.input_tokens is None:
             return None
-        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        cached = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return self.input_tokens + cached + (self.image_tokens or 0)
 
 
 _decode = msgspec.json.Decoder(Member | None).decode

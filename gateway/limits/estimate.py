@@ -48,6 +48,8 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
         completion *= _choices(document)
+    if output is not None and output.batch is not None and isinstance(conversations := document.get(output.batch), list):
+        completion *= len(conversations)
     return Tokens(prompt or 1, completion)
 
 

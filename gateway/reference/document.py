@@ -140,7 +140,7 @@ def _answer(told: Told, route: Route | None) -> dict[str, Any]:
 # Errors
 
 _STREAMED = {
-    **dict.fromkeys((Dialect.CHAT, Dialect.COMPLETIONS, Dialect.PLAIN), "Error"),
+    **dict.fromkeys((Dialect.CHAT, Dialect.COMPLETIONS, Dialect.COHERE, Dialect.PLAIN), "Error"),
     Dialect.RESPONSES: "ResponsesError",
     Dialect.MESSAGES: "MessagesError",
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2
 import pytest
 
 from tests.conformance.asked import LLAMA, Json, user
 from tests.conformance.shapes import FilledText, Nullable, lacks
 from tests.conformance.stage import Stage, on
+from tests.support.process import wait_for
 
 POOLED = on("simulator", "pooling")
 GENERATING = on("simulator", "qwen")
@@ -27,9 +29,24 @@ CLASSIFIED: Json = {
 EMBEDDED: Json = {"object": "list", "data": [{"object": "embedding", "index": int, "embedding": [float]}], "usage": COUNTED}
 POOLED_DATA: Json = {"id": FilledText, "object": "list", "data": [{"index": int, "data": [float]}], "usage": COUNTED}
 
+COHERE: Json = {
+    "id": FilledText,
+    "response_type": "embeddings_by_type",
+    "embeddings": {"float": [[float]], "base64": [str], "binary": [[int]], "ubinary": [[int]]},
+    "texts": [str],
+    "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": int, "image_tokens": int}},
+}
+
 TEXTS: Json = {"input": ["Once", "upon a time"]}
 RANK: Json = {"query": "Once", "documents": ["upon", "a time"]}
 SCORE: Json = {"text_1": "Once", "text_2": ["upon", "a time"]}
+
+
+def used(stage: Stage) -> float:
+    """The tokens that the gateway has counted for all keys and models."""
+    text = httpx2.get(f"http://127.0.0.1:{stage.gateway.admin}/metrics", timeout=60, verify=False).text
+    lines = (line for line in text.splitlines() if line.startswith("vllm_gateway_tokens_total"))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def held(stage: Stage, path: str, body: Json, shape: Json) -> Json:
@@ -68,6 +85,56 @@ def test_embeddings_by_the_sdk(stage: Stage) -> None:
         made = client.embeddings.create(model=stage.model, input=TEXTS["input"])
     plain = stage.post({**TEXTS, "encoding_format": "float"}, "/v1/embeddings").json()
     assert [each.embedding for each in made.data] == [pytest.approx(each["embedding"], abs=1e-3) for each in plain["data"]]
+
+
+@POOLED
+def test_embeddings_in_coheres_api(stage: Stage) -> None:
+    """Their tokens are counted, though they stand elsewhere in the response."""
+    before = used(stage)
+    body = {"texts": TEXTS["input"], "embedding_types": ["float", "base64", "binary", "ubinary"]}
+    billed = held(stage, "/v2/embed", body, COHERE)["meta"]["billed_units"]
+    assert billed["input_tokens"] > 0
+    wait_for(lambda: used(stage) - before == billed["input_tokens"])
+
+
+@POOLED
+@pytest.mark.parametrize(
+    "body", [{}, {"texts": []}, {"texts": ["a"], "images": ["data:,"]}, {"texts": ["a"], "input_type": "search_query"}]
+)
+def test_what_coheres_api_does_not_take(stage: Stage, body: Json) -> None:
+    answer = stage.post(body, "/v2/embed")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@GENERATING
+def test_a_batch_of_conversations(stage: Stage) -> None:
+    before = used(stage)
+    shared: Json = {"max_tokens": 100, "temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+    asked = ["Who are you?", "What is the capital of France?"]
+    message = {"role": "assistant", "content": FilledText}
+    shape = {"object": "chat.completion", "choices": [{"index": int, "message": message, "finish_reason": str}], "usage": COUNTED}
+    whole = held(stage, "/v1/chat/completions/batch", {**shared, "messages": [[user(each)] for each in asked]}, shape)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert [choice["message"]["content"] for choice in whole["choices"]] == [
+        stage.content({**shared, "messages": [user(each)]}) for each in asked
+    ]
+    wait_for(lambda: used(stage) - before == 2 * whole["usage"]["total_tokens"])
+
+
+@GENERATING
+def test_a_batch_has_the_rules_of_chat(stage: Stage) -> None:
+    conversation = [user("Who are you?")]
+    pictured = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
+    for body, status, param in (
+        ({"messages": [conversation], "n": 2}, 400, "n"),
+        ({"messages": conversation}, 400, None),
+        ({"messages": [conversation], "chat_template": "x"}, 400, "chat_template"),
+        ({"messages": [conversation], "model": "other"}, 404, "model"),
+        ({"messages": [conversation, pictured]}, 400, "messages"),
+    ):
+        answer = stage.post(body, "/v1/chat/completions/batch")
+        assert answer.status_code == status, answer.text
+        assert param in (None, answer.json()["error"]["param"])
 
 
 @on("simulator")

@@ -165,6 +165,38 @@ def test_an_echo_brings_no_probabilities_of_the_prompt() -> None:
     assert refused({"echo": True}, refuse=("echo",)) == "echo"
 
 
+@pytest.mark.parametrize("images", [["http://10.0.0.1/"], ["data:image/png;base64,AA==", "https://a.example.com/b"], ["file:///etc"], [5]])
+def test_the_images_of_coheres_api_are_data_unless_hosts_are_listed(images: list[Any]) -> None:
+    route = ROUTES["/v2/embed"]
+    with pytest.raises(Refusal) as caught:
+        prepare({"images": images}, Policy(BodyRules(), {}, {}), route, 100)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "images")
+    listed = Policy(BodyRules(media_hosts=("*.example.com",)), {}, {})
+    allowed = ["data:image/png;base64,AA==", "https://a.example.com/b"]
+    assert prepare({"images": allowed}, listed, route, 100).document["images"] == allowed
+
+
+@pytest.mark.parametrize("name", ["texts", "images", "inputs"])
+def test_the_lists_of_coheres_api_have_a_bound(name: str) -> None:
+    value: list[Any] = [{"content": []}] if name == "inputs" else ["data:,"]
+    with pytest.raises(Refusal) as caught:
+        prepare({name: value * (MAX_BATCH + 1)}, Policy(BodyRules(), {}, {}), ROUTES["/v2/embed"], 100)
+    assert caught.value.param == name
+
+
+def test_a_batch_of_conversations_has_a_bound_and_the_rules_of_each() -> None:
+    route, conversation = ROUTES["/v1/chat/completions/batch"], [{"role": "user", "content": "x"}]
+    with pytest.raises(Refusal) as caught:
+        prepare({"messages": [conversation] * (MAX_BATCH + 1)}, Policy(BodyRules(), {}, {}), route, 100)
+    assert caught.value.param == "messages"
+    pictured = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
+    with pytest.raises(Refusal) as caught:
+        prepare({"messages": [conversation, pictured]}, Policy(BodyRules(), {}, {}), route, 100)
+    assert caught.value.param == "messages" and "'image_url'" in caught.value.message
+    prepared = prepare({"messages": [conversation]}, Policy(BodyRules(max_tokens=50), {}, {}), route, 100)
+    assert (prepared.upstream, prepared.document["max_tokens"]) == (route.path, 50)
+
+
 def test_media_are_data_unless_hosts_are_listed() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a.example.com/x"}}]}]}
     assert refused(dict(body)) == "messages"
@@ -187,7 +219,7 @@ def sent(route: Any, document: dict[str, Any]) -> Prepared:
 @pytest.mark.parametrize("route", [route for route in ROUTES.values() if route.body is Body.JSON], ids=lambda route: route.path)
 def test_a_keys_fields_win_over_everybodys(route: Any) -> None:
     prepared = sent(route, {"prompt": "x", "priority": 9, "cache_salt": "mine"})
-    if route.takes:
+    if "cache_salt" in route.takes:
         assert prepared.document["cache_salt"] == "5a17"
     if "priority" in route.takes:
         assert prepared.document["priority"] == -5

@@ -59,6 +59,7 @@ def bodies(echo: Any, stopped: bool) -> dict[Dialect, dict[str, Any]]:
         Dialect.COMPLETIONS: chat(echo, "abort" if stopped else "length"),
         Dialect.RESPONSES: response(echo, "cancelled" if stopped else "completed"),
         Dialect.MESSAGES: message,
+        Dialect.COHERE: {"texts": [str(echo)], "x": echo, "usage": FORGED["usage"], "meta": {"x": echo, "billed_units": IN_INPUT}},
         Dialect.PLAIN: {
             "data": [{"document": echo, "embedding": [0.5] * 100}],
             "usage": COUNTED,
@@ -90,7 +91,7 @@ def test_an_echo_changes_nothing(
     members = list(bodies([echo, "a" * HELD] if long else echo, stopped)[dialect].items())
     shuffled.shuffle(members)
     wire = json.dumps(dict(members), **form).encode()
-    expected = Fields(USAGE, stopped and dialect not in (Dialect.MESSAGES, Dialect.PLAIN), is_final=True)
+    expected = Fields(USAGE, stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN), is_final=True)
     assert of_body(wire, dialect) == observed(pieces(wire, places), dialect) == of_document(json.loads(wire), dialect) == expected
 
 
@@ -98,7 +99,7 @@ def test_an_echo_changes_nothing(
 @pytest.mark.parametrize("echo", ECHOES)
 def test_an_echo_alone_is_nothing(dialect: Dialect, echo: Any) -> None:
     document = bodies(echo, stopped=False)[dialect]
-    del document["usage"]
+    document.pop("meta" if dialect is Dialect.COHERE else "usage")
     wire = json.dumps(document).encode()
     assert of_body(wire, dialect) == observed([wire], dialect) == of_body(wire + b" " * HELD, dialect) == Fields(is_final=True)
 
@@ -121,6 +122,7 @@ def events(echo: Any, stopped: bool) -> dict[Dialect, list[dict[str, Any]]]:
             {"type": "content_block_delta", "delta": {"partial_json": json.dumps(echo), "x": echo}},
             {"type": "message_delta", "delta": {"stop_reason": "end_turn", "x": echo}, "usage": IN_INPUT},
         ],
+        Dialect.COHERE: of_chat,  # it is never streamed
         Dialect.PLAIN: of_chat,
     }
 
@@ -132,7 +134,7 @@ def test_an_echo_changes_nothing_in_a_stream(dialect: Dialect, echo: Any, stoppe
     fields = [of_event(document, dialect) for document in events(echo, stopped)[dialect]]
     assert [each.usage for each in fields][-1] == USAGE and fields[-1].is_final
     assert all(each.usage is None for each in fields[1:-1])
-    assert any(each.stopped for each in fields) is (stopped and dialect not in (Dialect.MESSAGES, Dialect.PLAIN))
+    assert any(each.stopped for each in fields) is (stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN))
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -166,6 +168,14 @@ def test_a_usage_that_is_none_hides_nothing_else(usage: str, padding: str) -> No
 @pytest.mark.parametrize("cut", range(0, len(COMPLETION), 50))
 def test_a_body_that_is_cut_has_what_came(cut: int) -> None:
     assert observed([COMPLETION[:cut]], Dialect.CHAT).usage is None or cut > COMPLETION.index(b',"prompt_logprobs"')
+
+
+@pytest.mark.parametrize("padding", [b"", b" " * HELD])
+def test_coheres_image_tokens_are_part_of_the_prompt(padding: bytes) -> None:
+    """As vLLM 0.32 writes them, behind the texts of the client."""
+    body = b'{"id":"embd-1","embeddings":{"float":[[0.5]]},"texts":["\\"meta\\":{}"],"meta":{"api_version":{"version":"2"},"billed_units":'
+    body += b'{"input_tokens":3,"image_tokens":4}},"response_type":"embeddings_by_type"}' + padding
+    assert of_body(body, Dialect.COHERE) == observed([body[:90], body[90:]], Dialect.COHERE) == Fields(Usage(7), is_final=True)
 
 
 def test_the_recorded_response() -> None:

@@ -413,6 +413,41 @@ def test_pooling_routes_answer_each_text_with_usage(simulated: Simulated, path: 
     assert simulated.post(path, {**body, "model": "other"}).status_code == 404
 
 
+COHERE: dict[str, Body] = {
+    "texts": {"texts": ["a", "b"]},
+    "images": {"images": ["data:image/png;base64,AA==", "data:image/png;base64,AB=="]},
+    "inputs": {"inputs": [{"content": [{"type": "text", "text": "a"}]}, {"content": [{"type": "text", "text": "b"}]}]},
+}
+
+
+@pytest.mark.parametrize("given", COHERE)
+def test_coheres_embeddings_have_their_types_and_billed_units(simulated: Simulated, given: str) -> None:
+    kinds = ["float", "base64", "binary", "ubinary"]
+    answer = simulated.post("/v2/embed", {"model": "tiny", **COHERE[given], "embedding_types": kinds, "output_dimension": 16}).json()
+    shown = answer["embeddings"]
+    assert [len(shown[kind]) for kind in kinds] == [2, 2, 2, 2]
+    assert [len(shown["float"][0]), len(shown["binary"][0]), len(shown["ubinary"][0])] == [16, 2, 2]
+    assert [number + 128 for number in shown["binary"][0]] == shown["ubinary"][0]
+    billed = answer["meta"]["billed_units"]
+    assert (billed["image_tokens"] > 0) == (given == "images") and (billed["input_tokens"] > 0) == (given != "images")
+    assert answer.get("texts") == COHERE[given].get("texts")
+
+
+@pytest.mark.parametrize("body", [{}, {"texts": []}, {"texts": ["a"], "images": ["b"]}, {"texts": ["a"], "input_type": "search_query"}])
+def test_coheres_embeddings_are_refused_as_vllm_does(simulated: Simulated, body: Body) -> None:
+    assert simulated.post("/v2/embed", {"model": "tiny", **body}).status_code == 400
+
+
+def test_a_batch_has_a_choice_for_each_conversation(simulated: Simulated) -> None:
+    path, body = CHAT + "/batch", {"model": "tiny", "messages": [HELLO, [{"role": "user", "content": "Bye"}]], "max_tokens": 4}
+    answer = simulated.post(path, body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    alone = [simulated.post(CHAT, {**body, "messages": each}).json() for each in body["messages"]]  # type: ignore[attr-defined]
+    assert [choice["message"] for choice in answer["choices"]] == [each["choices"][0]["message"] for each in alone]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == sum(each["usage"][name] for each in alone)
+
+
 def test_embeddings_have_the_size_and_the_encoding_asked_for(simulated: Simulated) -> None:
     (one,) = simulated.post("/v1/embeddings", {"input": "a", "dimensions": 8}).json()["data"]
     assert len(one["embedding"]) == 8

@@ -71,6 +71,7 @@ STORY: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
 USAGE: Final = {"stream": True, "stream_options": {"include_usage": True}}
 RUNNING: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
+BATCH: Final = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 ANSWERS: Final[dict[str, tuple[str, Body]]] = {
@@ -92,6 +93,9 @@ ANSWERS: Final[dict[str, tuple[str, Body]]] = {
     "chat with a regular expression": (CHAT, {**SAID, "structured_outputs": {"regex": "[ab]{3}"}}),
     "chat with unknown fields": (CHAT, {**SAID, "extra_body": {"n": 5}, "guided_json": {}, "functions": [], "store": True}),
     "chat with an empty model": (CHAT, {**SAID, "model": ""}),
+    "batch": (BATCH, {**SAID, "messages": [user("Who are you?"), user("What is the capital of France?")]}),
+    "batch with reasoning": (BATCH, {**WHO, "messages": [user("Who are you?")]}),
+    "batch with log probabilities": (BATCH, {**SAID, "messages": [user("Who are you?")], "logprobs": True, "top_logprobs": 2}),
     "completion": (COMPLETIONS, STORY),
     "completion with echo": (COMPLETIONS, {**STORY, "echo": True}),
     "completion with log probabilities": (COMPLETIONS, {**STORY, "logprobs": 2, "max_tokens": 3}),
@@ -181,6 +185,10 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
     "an empty model for messages": (MESSAGES, {**MESSAGE, "model": ""}),
     "a temperature that is too high for messages": (MESSAGES, {**MESSAGE, "temperature": 5}),
     "tokens that are no numbers": ("/detokenize", {"tokens": ["a"]}),
+    "a batch without conversations": (BATCH, {**SAID, "messages": []}),
+    "a batch with an empty conversation": (BATCH, {**SAID, "messages": [[]]}),
+    "a batch that is one conversation": (BATCH, SAID),
+    "a batch with two choices": (BATCH, {**SAID, "messages": [user("Hello")], "n": 2}),
     "an unknown route": ("/v1/nothing", {}),
 }
 RAW: Final[dict[str, tuple[bytes, str]]] = {

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from upstream.simulator import audio, behaviour, chat, completions, messages, meters, pooling, refusals, responses, tokenization
+from upstream.simulator import audio, behaviour, chat, chat_batch, completions, messages, meters, pooling, refusals, responses, tokenization
 from upstream.simulator.engine import Engine
 from upstream.simulator.exchange import Generation
 from upstream.simulator.flags import Lora, Settings
@@ -40,10 +40,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 GENERATING: dict[str, JobReader] = {
     "/v1/chat/completions": chat.job,
+    "/v1/chat/completions/batch": chat_batch.job,
     "/v1/completions": completions.job,
     "/v1/responses": responses.job,
     "/v1/messages": messages.job,
     "/v1/embeddings": pooling.embeddings,
+    "/v2/embed": pooling.cohere_embeddings,
     "/pooling": pooling.pooling,
     "/classify": pooling.classify,
     "/score": pooling.score,

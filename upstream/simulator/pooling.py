@@ -9,7 +9,7 @@ import base64
 import math
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,27 @@ class TextRequest(Fields):
     messages: list[dict[str, Any]] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
     dimensions: int | None = None
+
+
+class CohereContent(Fields):
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: dict[str, str] | None = None
+
+
+class CohereInput(Fields):
+    content: list[CohereContent]
+
+
+class CohereRequest(Fields):
+    texts: list[str] | None = None
+    images: list[str] | None = None
+    inputs: list[CohereInput] | None = None
+    input_type: str | None = None
+    output_dimension: int | None = None
+    embedding_types: list[Literal["float", "binary", "ubinary", "base64"]] | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: int | None = None
 
 
 class RerankRequest(Fields):
@@ -83,6 +104,58 @@ def embeddings(call: Call) -> Job:
         {"index": at, "object": "embedding", "embedding": _shown(_vector(call, prompt, size), request)} for at, prompt in enumerate(prompts)
     ]
     return _job(call, prompts, {**_head(call, "embd"), "data": shown})
+
+
+def cohere_embeddings(call: Call) -> Job:
+    """POST /v2/embed, as Cohere's SDK sends it. The models here have no task instructions, as most have none."""
+    request = fields.read(CohereRequest, call.body)
+    given = [each for each in (request.texts, request.images, request.inputs) if each is not None]
+    if len(given) != 1 or not given[0]:
+        message = "Value error, Exactly one of texts, images, or inputs must be provided, and it must be non-empty"
+        raise refusals.malformed([{"type": "value_error", "loc": (), "msg": message, "input": call.body, "ctx": {"error": {}}}], ("body",))
+    if request.input_type is not None:
+        raise refusals.plain(f"Unsupported input_type {request.input_type!r}. This model does not define any input_type task instructions.")
+    call.model()
+    inputs = request.inputs or [_of_image(url) for url in request.images or ()]
+    prompts = [Prompt.of_text(text) for text in request.texts or [_content_of(each) for each in inputs]]
+    vectors = [_vector(call, prompt, request.output_dimension or DIMENSIONS) for prompt in prompts]
+    shown = {kind: [_COHERE_TYPES[kind](vector) for vector in vectors] for kind in request.embedding_types or ["float"]}
+    tokens = sum(len(prompt.ids) for prompt in prompts)
+    with_images = any(part.type == "image_url" for each in inputs for part in each.content)
+    billed = {"input_tokens": 0 if with_images else tokens, "image_tokens": tokens if with_images else 0}
+    answer = {
+        "id": f"embd-{call.request_id()}",
+        "embeddings": shown,
+        **({} if request.texts is None else {"texts": request.texts}),
+        "meta": {"api_version": {"version": "2"}, "billed_units": billed},
+        "response_type": "embeddings_by_type",
+    }
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+
+
+def _of_image(url: str) -> CohereInput:
+    return CohereInput(content=[CohereContent(type="image_url", image_url={"url": url})])
+
+
+def _content_of(given: CohereInput) -> str:
+    return "\n".join(part.text or "<image>" for part in given.content)
+
+
+def _bits(vector: list[float]) -> list[int]:
+    """Eight dimensions in each number, the first one as its highest bit."""
+    return [sum((value >= 0) << 7 - at for at, value in enumerate(vector[start : start + 8])) for start in range(0, len(vector), 8)]
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+_COHERE_TYPES: dict[str, Callable[[list[float]], Any]] = {
+    "float": list,
+    "base64": _packed,
+    "ubinary": _bits,
+    "binary": lambda vector: [number - 128 for number in _bits(vector)],
+}
 
 
 def pooling(call: Call) -> Job:
@@ -185,4 +258,4 @@ def _vector(call: Call, prompt: Prompt, size: int) -> list[float]:
 
 
 def _shown(vector: list[float], request: TextRequest) -> list[float] | str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if request.encoding_format == "base64" else vector
+    return _packed(vector) if request.encoding_format == "base64" else vector

@@ -12,6 +12,7 @@ from gateway.limits.estimate import Outcome, Tokens, ask, cap, counts_as_request
 from gateway.limits.rules import Ask
 from gateway.usage import Usage
 
+BATCH = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
@@ -34,6 +35,9 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
         (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": "5.0", "n": 2.0}, 20),
         (RESPONSES, {"max_output_tokens": 9.0}, 9),
         (MESSAGES, {"max_tokens": "8"}, 8),
+        (BATCH, {"messages": [[{}], [{}], [{}]], "max_tokens": 50}, 150),
+        (BATCH, {"messages": [[{}], [{}]]}, 2048),
+        (BATCH, {"messages": "x", "max_tokens": 50}, 50),
         (CHAT, {"max_tokens": -1}, 1024),
         (COMPLETIONS, {"prompt": "a"}, 16),
         (COMPLETIONS, {"prompt": "a", "max_tokens": None}, 1024),

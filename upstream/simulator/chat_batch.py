@@ -1,0 +1,51 @@
+"""POST /v1/chat/completions/batch: several conversations in one request (openai/chat_completion/batch_serving.py in vLLM 0.32).
+
+The rule: each conversation is a chat request of its own with all other fields of the body, and has one choice of the response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from upstream.simulator import chat, fields, refusals, usage
+from upstream.simulator.fields import Fields
+from upstream.simulator.job import Call, Job, Transcript
+
+_SINGLE = ("messages", "stream", "stream_options", "tools", "tool_choice")
+
+
+class Conversations(Fields):
+    messages: Annotated[list[Annotated[list[chat.Message], Field(min_length=1)]], Field(min_length=1)]
+
+
+def job(call: Call) -> Job:
+    """Understand a request. Raises Refusal."""
+    singles = [chat.prepare(one, chat.read(one)) for one in _calls(call)]
+    first = singles[0]
+    limit = min(single.ask.limit for single in singles)
+    ask = replace(first.ask, prompts=tuple(single.ask.prompts[0] for single in singles), limit=limit)
+    planned, refusal = call.planned(ask)
+    transcript = Transcript(planned)
+    answer = BatchAnswer(call, replace(first, ask=ask), transcript)
+    return Job(transcript, answer, stream=False, behaviour=call.behaviour, refusal=first.refusal or refusal)
+
+
+def _calls(call: Call) -> list[Call]:
+    """Each conversation as a chat request. Raises Refusal."""
+    if call.body.get("n", 1) not in (None, 1):
+        raise refusals.bad("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", call.body["n"])
+    fields.read(Conversations, call.body)
+    shared = {name: value for name, value in call.body.items() if name not in _SINGLE}
+    return [replace(call, body={**shared, "messages": messages}) for messages in call.body["messages"]]
+
+
+class BatchAnswer(chat.ChatAnswer):
+    """The shape of its response: that of chat, without the details of usage and the tokens of the prompts."""
+
+    def body(self) -> dict[str, Any]:
+        counts = usage.counts(self._transcript.prompt_tokens, self._transcript.completion_tokens)
+        details = {"prompt_tokens_details": None, "completion_tokens_details": None}
+        return {**super().body(), "usage": {**counts, **details}, "prompt_token_ids": None, "prompt_text": None}
