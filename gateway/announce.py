@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway import logs
-from gateway.config import Config, Model
+from gateway.config import Config, Model, Problem
 from gateway.discovery import Change, source_of
 from gateway.reload import Reading
 from upstream.health import Probe
@@ -69,6 +69,10 @@ class Announcer:
         for model in config.models:
             table.add_row(escape(model.id), escape(", ".join(model.aliases)) or "-", escape(_servers(model)))
         self._console.print(table)
+
+    def cannot_launch(self, problem: Problem) -> None:
+        """A program or a file that a launch needs is missing; the other models are served all the same."""
+        self._say(f"[red]{escape(str(problem))}[/red]", logging.ERROR)
 
     def waiting(self, names: Sequence[str], seconds: float, last_line: Callable[[str], str]) -> None:
         """These servers have not come up yet."""

@@ -5,6 +5,7 @@ The rule: whatever is started here is ended when the ``async with`` is left, in 
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from gateway.control import Control
 from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.key_sets import key_sets
+from gateway.launch_check import LaunchCheck
 from gateway.relays import relays
 from gateway.reload import Reloader
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
@@ -25,6 +27,7 @@ from upstream.launcher import Launcher
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
+_log = logging.getLogger("vllm_gateway.control")
 _PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
 
 
@@ -63,5 +66,6 @@ async def assembled(
         served = relays(data, config.server.relays, control.nudged, control.key_sets.ask, ledger)
         control.relays = await stack.enter_async_context(served)
         control.fleet = Fleet(config, control.launcher, control.relays, control)
-        control.reloader = Reloader(path, config, control)
+        launches = LaunchCheck(around.environ, _log.info)
+        control.reloader = Reloader(path, config, control, launches=launches)
         yield

@@ -157,23 +157,16 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
 
 def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     """What the launches of a configuration would fail on here, and what deserves a look."""
-    import functools
-
-    from gateway import notes, preflight
+    from gateway import notes
     from gateway.config import drafted
-    from upstream import gpus, installed_vllm, vllm_names
+    from gateway.launch_check import LaunchCheck
     from upstream.vllm import inherited
 
-    draft, environ = drafted(file, once), inherited(os.environ, Path(sys.executable).parent)
+    draft = drafted(file, once)
     if draft is None:
         return []
-
-    @functools.cache
-    def names(command: tuple[str, ...]) -> vllm_names.Names:
-        return installed_vllm.names(command, environ, lambda words: typer.echo(words, err=True)) or vllm_names.built_in()
-
-    machine = preflight.Machine(names, gpus.count(environ), Path(os.path.abspath(file)).parent)
-    return [*preflight.problems(draft, machine), *notes.notes(draft, datetime.now(UTC))]
+    launches = LaunchCheck(inherited(os.environ, Path(sys.executable).parent), lambda words: typer.echo(words, err=True))
+    return [*launches.problems(draft), *notes.notes(draft, datetime.now(UTC))]
 
 
 def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:

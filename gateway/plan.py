@@ -19,6 +19,7 @@ from gateway.config import Config, plain_variables
 from gateway.config.redis_url import limits_store
 from gateway.fairness import weight_of
 from gateway.logs import LogSettings
+from gateway.reshape import shape
 from gateway.state import Allowance, BodyRules, Claims, Clients, Issuer, Key, Limits, LimitsStore, Model, Queue, State, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
@@ -78,6 +79,13 @@ def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
         LaunchSpec(f"{model.id}#{number}", _settings(config, model, launch, number), launch.startup_timeout)
         for number in range(launch.replicas)
     )
+
+
+def relaunched(before: Config, after: Config) -> frozenset[str]:
+    """The models whose servers are new in a configuration, or are started in another way than before."""
+    shapes = {model.id: shape(launches_of(before, model)) for model in before.models}
+    changed = (model.id for model in after.models if model.launch and shape(launches_of(after, model)) != shapes.get(model.id))
+    return frozenset(changed)
 
 
 def may_be_stopped(config: Config, model: conf.Model) -> bool:

@@ -1,4 +1,4 @@
-"""What a launch would fail on, said before it is tried: names that vLLM does not know, GPUs, files that are not there.
+"""What a launch would fail on, said before it is tried: missing programs and files, names that vLLM does not know, GPUs.
 
 Every check is a generator over the raw document, as those in ``config.references``, and is given what is known of
 this machine; nothing here starts or reads anything. The rule: a command that is not vLLM's is not judged by vLLM's
@@ -7,22 +7,22 @@ names, and what is only unusual is a note.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.config import Problem
+from gateway.config import Note, Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
 from gateway.config.references import Draft, Place
 from gateway.config.source import reason
+from gateway.config.values import exists
 from gateway.notes import note
 from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
 from upstream.vllm_names import Names
-
-_LOCAL = ("/", "./", "../")
+from upstream.vllm_paths import absolute_words, has_to_exist, is_local, paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,25 @@ class Machine:
     """What is known of where the servers would run.
 
     ``names``: those that the vLLM of a command knows. ``gpus``: how many there are, None without an NVIDIA driver.
-    ``folder``: where relative paths start from.
+    ``folder``: where relative paths start from. ``why_not_executable``: why a program, found in this PATH (None: that of the servers'
+    environment), cannot be executed; empty when it can.
     """
 
     names: Callable[[tuple[str, ...]], Names]
     gpus: int | None
     folder: Path
+    why_not_executable: Callable[[str, str | None], str] = lambda _program, _path: ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A model that is launched, as far as it is written well. ``args``: each by its flag."""
+    """A model that is launched, as far as it is written well. ``args``: each by its flag; ``written``: each by its key."""
 
     model: Place
     launch: Place
     command: tuple[str, ...]
     args: Mapping[str, Place]
+    written: Mapping[str, Place]
 
     def value(self, flag: str) -> Any:
         return self.args[flag].value if flag in self.args else None
@@ -53,16 +56,46 @@ class _Launched:
 
 def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
     """Everything that a launch would fail on; what is a ``Note`` does not forbid it."""
-    launched = [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
+    launched = _all_launched(draft)
     for each in launched:
+        yield from _certain(each, machine)
         if runs_vllm_itself(each.command):
-            yield from _flags(each, machine.names(each.command))
-            yield from _parsers(each, machine.names(each.command))
-            yield from _automatic_tools(each)
-            yield from _weights(each, machine.folder)
             yield from _priorities(each, draft)
     yield from _gpus(launched, machine.gpus)
     yield from _shared_gpus(launched)
+
+
+def certain_failures(draft: Draft, machine: Machine, models: Set[str]) -> list[Problem]:
+    """What keeps the servers of these models from starting, whatever else runs on the machine."""
+    launched = [each for each in _all_launched(draft) if each.model.get("id").value in models]
+    own = [each for each in launched if runs_vllm_itself(each.command)]
+    found = [*(problem for each in launched for problem in _certain(each, machine)), *_gpus(own, machine.gpus)]
+    return [problem for problem in found if not isinstance(problem, Note)]
+
+
+def missing(draft: Draft, machine: Machine) -> list[Problem]:
+    """Programs and files that launches need and that are not there; vLLM is not asked for anything."""
+    return [problem for each in _all_launched(draft) for problem in _missing(each, machine)]
+
+
+def _certain(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    yield from _missing(each, machine)
+    if runs_vllm_itself(each.command):
+        names = machine.names(each.command)
+        yield from _flags(each, names)
+        yield from _parsers(each, names)
+        yield from _automatic_tools(each)
+
+
+def _missing(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    yield from _program(each, machine)
+    if runs_vllm_itself(each.command):
+        yield from _weights(each, machine.folder)
+        yield from _files(each, machine.folder)
+
+
+def _all_launched(draft: Draft) -> list[_Launched]:
+    return [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
 
 
 def _launched(model: Place) -> _Launched:
@@ -72,7 +105,28 @@ def _launched(model: Place) -> _Launched:
     command = tuple(words) if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words) else ()
     args = launch.get("args")
     keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
-    return _Launched(model, launch, command, {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys})
+    flags = {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys}
+    return _Launched(model, launch, command, flags, {key: args.get(key) for key in keys})
+
+
+def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    """The first word of the command has to be a program, by the PATH that the server gets."""
+    if not each.command:
+        return
+    [program] = absolute_words(each.command[:1], machine.folder, exists)
+    path = each.launch.get("env", "PATH").value
+    if why := machine.why_not_executable(program, path if isinstance(path, str) else None):
+        written = each.launch.get("command")
+        yield (each.launch if written.value is None else written).problem(why)
+
+
+def _files(each: _Launched, folder: Path) -> Iterator[Problem]:
+    """What an option names as a file has to be there, beside the configuration where the path is relative."""
+    args = {key: place.value for key, place in each.written.items()}
+    for named in paths(args):
+        if has_to_exist(named) and (wrong := _nothing_at(folder / named.path)):
+            place = each.written[named.key]
+            yield (place.get(named.field) if named.field else place).problem(wrong)
 
 
 def _flags(each: _Launched, names: Names) -> Iterator[Problem]:
@@ -131,7 +185,7 @@ def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
     for place in written:
-        if isinstance(place.value, str) and place.value.startswith(_LOCAL) and (wrong := _nothing_at(folder / place.value)):
+        if isinstance(place.value, str) and is_local(place.value) and (wrong := _nothing_at(folder / place.value)):
             yield place.problem(wrong)
 
 

@@ -1,7 +1,8 @@
 """The configuration while the gateway runs: its files are watched, read again when they change, and taken when they are good.
 
-The rules: a configuration that has a problem is not taken, and the one before goes on serving; readings come one after
-the other; whatever goes wrong with one, the next change is read all the same.
+The rules: a configuration that has a problem is not taken, and the one before continues to serve; a problem is also a changed launch that
+cannot start, so that no healthy server is replaced by one that is certain to fail; readings come one after the other; whatever goes wrong
+with one, the next change is read all the same.
 
 The files are looked at a few times a second. Notifications of the kernel would come sooner, but not for every file system,
 nor for a change behind a symbolic link, as Kubernetes makes it; and there may be none left to be had (``fs.inotify``).
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -19,8 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gateway import change
-from gateway.config import Config, ConfigurationError, load
+from gateway.config import Config, ConfigurationError, drafted, load
+from gateway.config.source import Source, read
 from gateway.file_look import Look, look
+from gateway.launch_check import LaunchCheck
+from gateway.plan import relaunched
 
 LOOK = 0.2
 """Seconds between two looks at the files."""
@@ -89,10 +94,21 @@ class Taker(Protocol):
 
 
 class Reloader:
-    """Watches the files of the configuration at ``path``, and has ``taker`` serve by them."""
+    """Watches the files of the configuration at ``path``, and has ``taker`` serve by them.
 
-    def __init__(self, path: Path, config: Config, taker: Taker, environ: Mapping[str, str] | None = None) -> None:
+    ``launches`` checks the launches that a configuration changes; None: they are not checked.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        taker: Taker,
+        environ: Mapping[str, str] | None = None,
+        launches: LaunchCheck | None = None,
+    ) -> None:
         self._path = path
+        self._launches = launches
         self._config = config
         self._taker = taker
         self._environ = environ
@@ -138,10 +154,22 @@ class Reloader:
         await self._settled()
         self._seen = await asyncio.to_thread(looked, self._files)
         try:
-            config = await asyncio.to_thread(load, self._path, self._environ)
+            config = await asyncio.to_thread(self._loaded)
         except ConfigurationError as error:
             return await self._failed(error)
         return await self._good(config)
+
+    def _loaded(self) -> Config:
+        """The configuration of the files. Raises ConfigurationError, also where a launch that it changes cannot start."""
+        once: dict[Path, Source] = {Path(os.path.abspath(self._path)): read(self._path)}
+        config = load(self._path, self._environ, once)
+        changed = relaunched(self._config, config)
+        draft = drafted(self._path, once)
+        if changed and self._launches is not None and draft is not None:
+            problems = self._launches.certain_failures(draft, changed)
+            if problems:
+                raise ConfigurationError(sorted(problems, key=lambda problem: problem.line), config.files)
+        return config
 
     async def _settled(self) -> None:
         """Wait a moment for whoever is writing."""

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Set
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,11 @@ from gateway.admin_guard import Guard
 from gateway.admin_socket import OwnUsersProtocol, SocketTakenError
 from gateway.announce import Announcer
 from gateway.assembly import Surroundings, assembled
-from gateway.config import Config, load
+from gateway.config import Config, drafted, load
+from gateway.config.source import read
 from gateway.control import Control, speak_by
 from gateway.descriptors import raise_limit, stand_in
+from gateway.launch_check import LaunchCheck
 from gateway.notes import OPEN_ADMIN_PORT
 from gateway.parting import let_nobody_in
 from gateway.plan import clients
@@ -65,10 +67,15 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
     """
     stand_in()
-    config = load(path)
+    once = {Path(os.path.abspath(path)): read(path)}  # a pipe has its text once
+    config = load(path, instead=once)
     speak_by(config)
     raise_limit(_DESCRIPTORS)
-    return asyncio.run(run(config, path, announcer or Announcer()))
+    announcer = announcer or Announcer()
+    if (draft := drafted(path, once)) is not None:
+        for problem in LaunchCheck(_for_servers(config), _log.info).missing(draft):
+            announcer.cannot_launch(problem)
+    return asyncio.run(run(config, path, announcer))
 
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
@@ -81,8 +88,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         commands = _admin_socket(path, stack)
         control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
         control.asked = asked
-        environ = inherited(_without(os.environ, {*config.withheld, *VARIABLES}), Path(sys.executable).parent)
-        around = Surroundings(log_folder(), environ, Cluster.of(os.environ))
+        around = Surroundings(log_folder(), _for_servers(config), Cluster.of(os.environ))
         await stack.enter_async_context(assembled(control, path, data, around, _ledger(config, path, stack)))
         on_hangup(asked, control.reloader.ask)
         await stack.enter_async_context(_background(control.manager.run(control)))
@@ -133,8 +139,10 @@ async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
     await asyncio.gather(stopping, impatient, return_exceptions=True)
 
 
-def _without(environ: Mapping[str, str], names: Set[str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in names}
+def _for_servers(config: Config) -> dict[str, str]:
+    """The environment that launched servers inherit: the gateway's own without its secrets."""
+    withheld = {*config.withheld, *VARIABLES}
+    return inherited({name: value for name, value in os.environ.items() if name not in withheld}, Path(sys.executable).parent)
 
 
 def listen(host: str, port: int) -> socket.socket:

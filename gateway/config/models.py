@@ -27,7 +27,7 @@ from pydantic import (
 
 from gateway.certificate import CertificateError, Pair
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
-from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store
+from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.values import (
     BodyFields,
     Count,
@@ -52,11 +52,15 @@ from gateway.config.values import (
     Texts,
     Variables,
     WeightsPlace,
+    exists,
     installed,
 )
 from gateway.logs import PARTS
 from gateway.state import Tls as Files
+from upstream import vllm_paths
 from upstream.address import Address
+from upstream.installed_vllm import runs_vllm_itself
+from upstream.vllm import takes_vllms_flags
 
 
 class Section(BaseModel):
@@ -149,6 +153,25 @@ class Launch(Section):
     )
     group: Name | None = Field(default=None, description="models of one group run only so many at once; see `groups`")
     startup_timeout: Duration = _quantity("20m", "time a server has from its start until it is healthy")
+
+    @field_validator("command")
+    @classmethod
+    def _programs_of_the_folder(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        return vllm_paths.absolute_words(command, surroundings(info).folder, exists)
+
+    @field_validator("args")
+    @classmethod
+    def _files_of_the_folder(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Relative paths begin at the configuration's folder. A missing file is watched, so that its arrival is noticed."""
+        command = info.data.get("command", ())
+        if not takes_vllms_flags(command):
+            return args
+        around = surroundings(info)
+        found = vllm_paths.absolute(args, around.folder, exists, own=runs_vllm_itself(command))
+        for named in vllm_paths.paths(found):
+            if vllm_paths.has_to_exist(named) and not exists(around.folder / named.path):
+                around.file(named.path)
+        return found
 
 
 class Server(Section):

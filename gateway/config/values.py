@@ -213,7 +213,16 @@ def installed(*modules: str) -> bool:
 
 
 def _weights_place(value: str, info: ValidationInfo) -> str:
-    return os.path.abspath(surroundings(info).folder / value) if value.startswith(("./", "../")) else value
+    place = os.path.abspath(surroundings(info).folder / value)
+    return place if value.startswith(("./", "../")) or exists(Path(place)) else value
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there; no for a path that no system call takes."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _json(value: object) -> Any:
@@ -268,7 +277,7 @@ Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_te
 """One text, or a list of them."""
 
 WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
-"""A name on the hub or a folder; one that begins with ./ or ../ starts from the folder of the configuration."""
+"""A name on the hub or a folder. One that begins with ./ or ../ is a folder, relative to the configuration's; so is one that exists."""
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]

@@ -14,6 +14,7 @@ from gateway.config import Note
 from gateway.config.references import Draft
 from gateway.config.source import parse
 from upstream import gpus, installed_vllm, vllm_names
+from upstream.launcher.program import why_not_executable
 from upstream.vllm_names import Names
 
 HERE = preflight.Machine(lambda _: vllm_names.built_in(), 2, Path("/"))
@@ -42,9 +43,9 @@ def told(text: str, machine: preflight.Machine = HERE) -> list[str]:
             "tool_call_parser: hermse, enable-auto-tool-choice: true",
             ["args.tool_call_parser: vLLM 0.32 has no tool-call-parser of this name; did you mean `hermes`?"],
         ),
-        ("tool-call-parser: own, enable-auto-tool-choice: true, tool-parser-plugin: /x.py", []),
+        ("tool-call-parser: own, enable-auto-tool-choice: true, tool-parser-plugin: /dev/null", []),
         ("enable-auto-tool-choice: true", ["args.enable-auto-tool-choice: vLLM does not start with this and without tool-call-parser"]),
-        ("enable-auto-tool-choice: true, config: /x.yaml", []),
+        ("enable-auto-tool-choice: true, config: /dev/null", []),
         ("5: 1", ["args.5: vLLM 0.32 has no option --5"]),
     ],
 )
@@ -215,6 +216,81 @@ def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, s
 
 
 # GPUs
+
+
+# Programs and files
+
+
+def executable(file: Path, text: str = "#!/bin/sh\n") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+def on(folder: Path, path: str = "/usr/bin:/bin") -> preflight.Machine:
+    """A machine whose servers have this PATH."""
+    return preflight.Machine(HERE.names, 0, folder, lambda program, own: why_not_executable(program, own or path))
+
+
+def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "vllm")
+    executable(tmp_path / "own.sh")
+    executable(tmp_path / "orphan", "#!/no/such/python\n")
+    (tmp_path / "text").write_text("")
+    machine = on(tmp_path)
+    found = "is not found in PATH: write its whole path, or set PATH in launch.env"
+    assert told("{id: m, launch: {}}", machine) == [f"2: models[0]: vllm {found}"]
+    assert told("{id: m, launch: {command: [no-such, x]}}", machine) == [f"2: models[0].command: no-such {found}"]
+    assert told(f"{{id: m, launch: {{env: {{PATH: {tmp_path}/bin}}}}}}", machine) == []
+    assert told("{id: m, launch: {}}", on(tmp_path, f"{tmp_path}/bin")) == []
+    assert told("{id: m, launch: {command: [./own.sh]}}", machine) == []
+    for name, why in (("none", "does not exist"), ("text", "is not executable"), ("bin", "is a folder")):
+        assert told(f"{{id: m, launch: {{command: [{tmp_path}/{name}]}}}}", machine) == [f"2: models[0].command: {tmp_path}/{name} {why}"]
+    orphan = f"{tmp_path}/orphan cannot be executed: its interpreter /no/such/python does not exist"
+    assert told(f"{{id: m, launch: {{command: [{tmp_path}/orphan]}}}}", machine) == [f"2: models[0].command: {orphan}"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "chat-template: ./t.jinja",
+        "chat_template: t.jinja",
+        "chat-template: '{{ messages }}'",
+        "chat-template: template_chatml.jinja",
+        "tokenizer: org/name, generation-config: vllm, hf-config-path: org/name",
+        "tool-parser-plugin: plugins/p.py, speculative-config: {model: ./draft}",
+        "download-dir: ./made-by-vllm",
+    ],
+)
+def test_files_that_are_there_or_are_none(tmp_path: Path, args: str) -> None:
+    for name in ("t.jinja", "plugins/p.py", "draft/config.json"):
+        executable(tmp_path / name)
+    assert told(f"{{id: m, launch: {{args: {{{args}}}}}}}", preflight.Machine(HERE.names, 0, tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "where"),
+    [
+        ("chat-template: ./t.jinja", "chat-template"),
+        ("chat_template: t.jinja", "chat_template"),
+        ("config: vllm.yaml", "config"),
+        ("tokenizer: ./tokenizer", "tokenizer"),
+        ("reasoning-parser-plugin: /no/such.py", "reasoning-parser-plugin"),
+        ("speculative-config: {model: ./draft, method: eagle}", "speculative-config.model"),
+        ("logging-config.pylogging_config_file: l.json", "logging-config.pylogging_config_file"),
+    ],
+)
+def test_files_that_are_missing(tmp_path: Path, args: str, where: str) -> None:
+    text = f"{{id: m, launch: {{args: {{{args}}}}}}}"
+    assert told(text, preflight.Machine(HERE.names, 0, tmp_path)) == [f"2: models[0].args.{where}: there is no such file or folder"]
+
+
+def test_what_is_certain_to_fail_is_told_of_the_models_that_change_alone(tmp_path: Path) -> None:
+    source = parse("models:\n  - {id: a, launch: {args: {what: 1}}}\n  - {id: b, launch: {args: {what: 1}, gpus: [[9]]}}\n", "g.yaml")
+    found = preflight.certain_failures(Draft(source), HERE, {"b"})
+    assert [each.line for each in found] == [3, 3] and not any(isinstance(each, Note) for each in found)
+    assert preflight.missing(Draft(source), on(tmp_path, "/nowhere"))[0].line == 2
 
 
 @pytest.mark.parametrize(

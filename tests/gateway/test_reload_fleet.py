@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,53 @@ async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_
         assert (await one.ask(A)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
         assert one.pids(A) == [pid]
+
+
+VLLM = f"#!{sys.executable}\nfrom upstream.simulator import main\nimport sys\nmain(sys.argv[2:])\n"
+"""A program called vllm, which is the simulator and has vLLM's options."""
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a program that is not there": ({"command": ["no-such-vllm", "serve"]}, "models[0].launch.command: no-such-vllm is not found in PATH"),
+    "an option that vLLM does not have": ({"args": {"no-such-flag": 1}}, "models[0].launch.args.no-such-flag: vLLM 0.32 has no option"),
+    "a parser that vLLM does not have": ({"args": {"reasoning-parser": "x"}}, "launch.args.reasoning-parser: vLLM 0.32 has no"),
+    "a template that is missing": ({"args": {"chat-template": "./none.jinja"}}, "args.chat-template: there is no such file or folder"),
+    "weights that are missing": ({"model": "./none"}, "models[0].launch.model: there is no such file or folder"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+async def test_a_launch_that_cannot_start_is_rejected_and_the_healthy_server_stays(tmp_path: Path, case: str) -> None:
+    (tmp_path / "vllm").write_text(VLLM)
+    (tmp_path / "vllm").chmod(0o755)
+    good = {"id": A, "launch": {"command": ["./vllm", "serve"], "args": {"sim-tokens": 4}}}
+    # The simulator's own options are not vLLM's, and a launch that does not change is not judged.
+    change, why = UNUSABLE[case]
+    bad = {"id": A, "launch": {"command": [str(tmp_path / "vllm"), "serve"], **change}}
+    async with controlled(tmp_path, good) as one:
+        [pid] = one.pids(A)
+        rejected = await one.reload(bad)
+        assert not rejected.successful
+        [problem] = rejected.problems
+        assert re.match(r".*gateway\.yaml:\d+: ", problem) and why in problem
+        assert one.control.history.counts == {"success": 0, "failure": 1}
+        assert one.pids(A) == [pid] and (await one.ask(A)).status_code == 200
+        assert (await one.reload(good, eager(B))).successful, "the rest of the file can be changed"
+        await one.reaches(B, "ready")
+        assert one.pids(A) == [pid]
+
+
+async def test_a_template_beside_the_configuration_is_found_from_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text(VLLM)
+    (tmp_path / "vllm").chmod(0o755)
+    template = tmp_path / "t.jinja"
+    model = {"id": A, "launch": {"command": ["./vllm", "serve"], "args": {"chat-template": "./t.jinja"}}}
+    async with controlled(tmp_path, eager(B)) as one:
+        assert not (await one.reload(model, eager(B))).successful
+        assert template in one.control.reloader._files, "its arrival has the configuration read again"
+        template.write_text("{{ messages }}")
+        assert (await one.reload(model, eager(B))).successful
+        await one.reaches(A, "ready")
+        words = psutil.Process(one.pids(A)[0]).cmdline()
+        assert words[words.index("--chat-template") + 1] == str(template)
 
 
 @pytest.mark.parametrize("way", ["it leaves the file and comes back", "it is stopped and started"])

@@ -216,6 +216,14 @@ def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> 
         assert one.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 1
 
 
+def test_a_program_that_is_missing_is_reported_with_its_line_and_others_serve(tmp_path: Path) -> None:
+    config = configuration(launched(), {"id": "m", "launch": {"command": ["no-such-vllm", "serve"], "start": "on_demand"}})
+    with gateway(tmp_path, config) as one:
+        said = r"ERROR control: \S+gateway\.yaml:\d+: models\[1\]\.launch\.command: no-such-vllm is not found in PATH"
+        assert re.search(said, one.said), one.said
+        assert one.ask().status_code == 200
+
+
 def test_a_model_that_is_loading_is_refused_with_words(tmp_path: Path) -> None:
     config = configuration(launched(), launched("sim/slow", **{"sim-healthy-after": 60}))
     with gateway(tmp_path, config, ready=False) as one:

@@ -1,0 +1,42 @@
+"""Whether a program can be executed, asked before a server is started or replaced by it.
+
+The rule: nothing is run, so the answer costs a few system calls; a program that is found may still fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+_FIRST_LINE = 256  # bytes; the kernel reads as many (linux/binfmts.h, BINPRM_BUF_SIZE)
+
+
+def why_not_executable(program: str, search: str) -> str:
+    """Why ``program`` cannot be executed, in words that follow a setting's name; empty when it can. ``search``: as in PATH."""
+    found = shutil.which(program, path=search)
+    if found is None:
+        return _why_not_found(program)
+    interpreter = _interpreter(found)
+    if interpreter and shutil.which(interpreter) is None:
+        return f"{program} cannot be executed: its interpreter {interpreter} does not exist"
+    return ""
+
+
+def _why_not_found(program: str) -> str:
+    if "/" not in program:
+        return f"{program} is not found in PATH: write its whole path, or set PATH in launch.env"
+    path = Path(program)
+    if not path.exists():
+        return f"{program} does not exist"
+    return f"{program} is a folder" if path.is_dir() else f"{program} is not executable"
+
+
+def _interpreter(script: str) -> str:
+    """The program that the first line of a script names; empty for what is no script, or cannot be read."""
+    try:
+        with open(script, "rb") as file:
+            line = file.readline(_FIRST_LINE)
+    except OSError:
+        return ""
+    return os.fsdecode(line[2:].split()[0]) if line.startswith(b"#!") and line[2:].split() else ""
