@@ -151,7 +151,7 @@ class Control:
 
     def _dependency_reports(self) -> Iterator[Report]:
         store = self.relays.store()
-        if store is not None and self.config.limits_store is not None:
+        if store is not None:
             yield Report("limits_store", error=store.error)
         if self.ledger is not None:
             yield from self.ledger.dependencies()

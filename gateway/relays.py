@@ -317,7 +317,9 @@ class Relays:
         return min((relay.asked[model] for relay in self._relays if model in relay.asked), default=None)
 
     def store(self) -> StoreState | None:
-        """How the limits' store is: away if it is away for any relay. None: no relay has reported it."""
+        """How the limits' store is: away if it is away for any relay. None: no relay has reported it, or it is not used any more."""
+        if self._state is None or not self._state.uses_store:
+            return None
         known = [relay.store for relay in self._relays if relay.store is not None]
         return next((state for state in known if state.error is not None), known[0] if known else None)
 

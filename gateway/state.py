@@ -269,3 +269,8 @@ class State:
     def bases(self) -> tuple[Model, ...]:
         """The models that have servers of their own: all but the LoRA adapters."""
         return tuple(model for model in self.models if model.parent is None)
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether a limits' store is configured, and any key or team has limits to count there."""
+        return self.limits_store is not None and (any(key.allowances for key in self.keys) or any(self.teams.values()))

@@ -88,7 +88,7 @@ class Limiter:
             self.store.place = place  # what it holds for requests, and owes, goes on, whoever has limits now
             return
         self.close()
-        if place is not None and (self._counted or any(state.teams.values())):
+        if place is not None and state.uses_store:
             self.store = Store(place, self._name, self._on_store)
 
     def permit(self, key: Key, identity: str) -> Permit:

@@ -252,6 +252,20 @@ def test_a_token_that_the_operator_sets_is_the_admin_ports() -> None:
     assert "authorization" not in rendered.one("ServiceMonitor")["spec"]["endpoints"][0]
 
 
+def test_a_model_that_may_be_scaled_to_zero_does_not_alert_without_servers() -> None:
+    to_zero = {"model": {"id": "org/some.model"}, "autoscaling": EVERYTHING | {"minReplicas": 0}}
+    made = Rendered.of(values={"engines": {"a": ENGINE, "b": to_zero}, "monitoring": {"prometheusRule": EVERYTHING}})
+    (expression,) = [
+        rule["expr"]
+        for group in made.one("PrometheusRule")["spec"]["groups"]
+        for rule in group["rules"]
+        if rule.get("alert") == "VllmGatewayNoHealthyServer"
+    ]
+    assert expression.startswith(r'max by (model) (vllm_gateway_ready_servers{model!~"org/some\\.model"}) == 0')
+    plain = Rendered.of(values={"engines": {"a": ENGINE}, "monitoring": {"prometheusRule": EVERYTHING}})
+    assert plain.one("PrometheusRule")["spec"] == yaml.safe_load((CHART.parents[1] / "prometheus" / "rules.yaml").read_text())
+
+
 def test_several_servers_have_a_budget_and_engines_request_what_they_need() -> None:
     scaled = ENGINE | {"autoscaling": EVERYTHING}
     rendered = Rendered.of(values={"engines": {"a": ENGINE, "b": ENGINE | {"replicas": 2}, "c": scaled}})

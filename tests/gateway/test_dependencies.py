@@ -11,7 +11,7 @@ import pytest
 from gateway.dependencies import NAMES, Dependencies, Report
 from gateway.metrics import Series
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, published
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
 from tests.support.redis_server import redis_server
 
 
@@ -84,6 +84,18 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
             assert one.get("/readyz").json()["status"] == "ready"
             assert re.search(r"limits' store at .* is away", one.said) and re.search(r"limits' store at .* is back", one.said)
             assert "a-password-of-redis" not in one.said + page + one.get("/status").text
+
+
+def test_a_limits_store_that_is_not_used_any_more_is_not_listed(tmp_path: Path) -> None:
+    with redis_server() as redis:
+        config = configuration(launched()) | {"limits_store": redis.url}
+        keys = config["keys"]
+        config["keys"] = [keys[0] | {"limits": {"requests_per_minute": 1000}}]
+        with gateway(tmp_path, config) as one:
+            redis.stop()
+            wait_for(lambda: of(one, "limits_store").get("state") == "down")
+            write(tmp_path / "gateway.yaml", config | {"keys": keys})
+            wait_for(lambda: not of(one, "limits_store") and one.get("/readyz").json()["status"] == "ready", why=lambda: one.said)
 
 
 def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> None:

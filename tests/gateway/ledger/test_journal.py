@@ -40,6 +40,18 @@ def test_what_is_appended_is_read_until_it_is_released(journal: Journal) -> None
     assert taken(journal) == [b"three"] and taken(journal) == []
 
 
+def test_what_waits_is_counted(journal: Journal) -> None:
+    journal.append(b"one")
+    reading = journal.read()
+    journal.append(b"four")
+    assert (journal.waiting_rows, journal.waiting_bytes) == (2, 2 * HEAD.size + 7)
+    journal.release(reading)
+    assert (journal.waiting_rows, journal.waiting_bytes) == (1, HEAD.size + 4)
+    journal.append(b"x" * RING)
+    assert (journal.dropped, journal.waiting_rows) == (1, 1), "a row that is dropped does not wait"
+    assert taken(journal) == [b"four"] and (journal.waiting_rows, journal.waiting_bytes) == (0, 0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.binary(min_size=1, max_size=120), st.none()), max_size=60))
 def test_rows_come_in_order_around_the_ring(steps: list[bytes | None]) -> None:

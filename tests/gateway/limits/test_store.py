@@ -220,6 +220,29 @@ async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
                 await store.admit(f"r{number}", [(holder, Ask(1, 1))])
 
 
+async def test_a_change_of_its_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
+    reported: list[str | None] = []
+    async with opened(server.place(), on_change=reported.append) as store:
+        await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+        assert reported == [None]
+    echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
+
+    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(echo)
+        await reader.read()
+        writer.close()
+
+    reported.clear()
+    async with await asyncio.start_server(refuses, "127.0.0.1", 0) as odd:
+        place = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
+        async with opened(place, on_change=reported.append) as store:
+            for number in range(3):
+                with pytest.raises(StoreAwayError):
+                    await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+    assert reported == ["ERR unknown command 'AUTH', with args beginning with: '…'"]
+
+
 def test_the_stores_clock_by_ones_own() -> None:
     """It is between what a reply says at the moment at which its command was sent, and at that at which it was read."""
     clock = Clock()
