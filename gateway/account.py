@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic, time
 from types import TracebackType
@@ -42,7 +42,7 @@ class Elsewhere:
     """The models that a request may still go to, how it is prepared for one, and why it did not stay where it was sent."""
 
     entries: list[Entry]
-    prepare: Callable[[Entry], Outbound]
+    prepare: Callable[[Entry], Awaitable[Outbound]]
     first: NoServerError | ConnectFailed | Refusal | None = None
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
+_MAX_HOPS = 32  # addresses of X-Forwarded-For that are read, from its right end
 _IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 6177)
 
 
@@ -35,7 +36,7 @@ class Proxies:
     def client(self, address: str, forwarded: bytes) -> str:
         """The client of a request that a trusted proxy sent from ``address`` with this X-Forwarded-For."""
         client = address
-        for hop in reversed(forwarded.decode("latin-1").split(",")):
+        for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MAX_HOPS)[-_MAX_HOPS:]):
             parsed = _parsed(_without_port(hop.strip()))
             if parsed is None:
                 break

@@ -43,6 +43,7 @@ from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
 from gateway.record import Record
 from gateway.state import Key, State
+from gateway.steps import Steps
 from gateway.tracing import Sampler, Spans
 from gateway.unserved import shown as shown_text
 from gateway.unserved import unserved
@@ -96,6 +97,7 @@ class Relay:
         self.draining = False
         self.connections: set[Any] = set()  # uvicorn's own, once it serves
         self.memory = BodyMemory(state.clients.body_memory)
+        self.steps = Steps()
         self.addresses = Connections()
         self.certificate = Certificate(state.tls) if state.tls else None
         self._ticks = 0

@@ -97,7 +97,7 @@ def _raw(prompt: list[Any]) -> Iterator[bytes]:
         yield _bytes(prompt[0][:HEAD])
         return
     tokens = prompt[0] if isinstance(prompt[0], list) else prompt
-    yield orjson.dumps(tokens[:TOKENS])
+    yield orjson.dumps([token for token in tokens[:TOKENS] if isinstance(token, int)])
 
 
 def _bytes(text: str) -> bytes:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.media import CONTAINERS
+
 _DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request's id that decide, and how many there are of such
 _MOST_NODES = 48  # values that one shape shows: its line in the log stays below what a pipe takes at once
 _MOST_MEMBERS = 8  # of a list
@@ -98,7 +100,7 @@ class _Sketch:
         return value if setting and abs(value) < _LARGEST else "number"
 
     def _of_list(self, values: list[Any]) -> Any:
-        if not any(isinstance(value, dict | list) for value in values):
+        if CONTAINERS.isdisjoint(map(type, values)):
             return f"list({len(values)})"
         shown: list[Any] = []
         for value in values[:_MOST_MEMBERS]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gateway.limits import Permit
 
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a streamed body that may wait for the server, or of an answer that is not copied
+_PIECE = 64 * 1024  # bytes of a streamed body that are processed in one event-loop iteration
 
 
 def request_ids() -> Iterator[str]:
@@ -76,8 +77,8 @@ class Call(msgspec.Struct, eq=False):
     holder: str = ""
     """For whom memory is taken for its body: its key, once that is known."""
     # The body
-    _received: list[bytes] = field(default_factory=list)
-    _size: int = 0
+    _buffer: bytes | bytearray = b""
+    _halfway: bool = False
     _ahead: bool = False
     _waiter: Signal | None = None
     _asked: bool = False
@@ -107,7 +108,7 @@ class Call(msgspec.Struct, eq=False):
 
     # Reading
 
-    async def body(self) -> bytes:
+    async def body(self) -> bytes | bytearray:
         """The whole body, once. Raises Refusal request_too_large beyond the limit, and overloaded where there is no memory for it."""
         if self.more_body:
             self._ask()
@@ -115,21 +116,39 @@ class Call(msgspec.Struct, eq=False):
             await self._wait()
         return self.whole_body()
 
-    def whole_body(self) -> bytes:
+    def whole_body(self) -> bytes | bytearray:
         """As ``body``, where nothing more is to come."""
-        self._check()
-        received, self._received = self._received, []
-        return received[0] if len(received) == 1 else b"".join(received)
+        if self.over:
+            self._check()
+        body, self._buffer = self._buffer, b""
+        return body
 
     async def next_bytes(self) -> bytes:
-        """The next part of the body as it comes, ``b""`` at its end. Raises Refusal as ``body`` does."""
+        """The next ``_PIECE`` of the body or less, as it comes, ``b""`` at its end. Raises Refusal as ``body`` does.
+
+        Between two pieces that are there already the event loop serves others.
+        """
         self._ask()
-        while self.more_body and not self._received and not self.over:
+        if self._halfway:
+            await self.edge.door.steps.pause()
+        while self.more_body and not self._buffer and not self.over:
             await self._wait()
         self._check()
-        data, self._received, self._size = b"".join(self._received), [], 0
-        self.edge.flow.resume_reading()
-        return data
+        buffer = self._buffer
+        self._halfway = len(buffer) > _PIECE
+        if not self._halfway:
+            self._buffer = b""
+            self.edge.flow.resume_reading()
+            return bytes(buffer)
+        self._buffer = buffer = bytearray(buffer) if type(buffer) is bytes else buffer
+        piece = bytes(buffer[:_PIECE])
+        del buffer[:_PIECE]  # type: ignore[union-attr]
+        return piece
+
+    @property
+    def all_read(self) -> bool:
+        """The body is in, and all of it has been read."""
+        return not (self.more_body or self._buffer)
 
     def pass_on(self) -> None:
         """What comes from now on goes to a server as it comes, and is not kept."""
@@ -188,10 +207,15 @@ class Call(msgspec.Struct, eq=False):
         size = self.bytes_in = self.bytes_in + len(data)
         if size > self.allowance and not self._may_have(size):
             return
-        self._received.append(data)
+        buffer = self._buffer
+        if not buffer:
+            self._buffer = data
+        elif type(buffer) is bytearray:
+            buffer += data
+        else:
+            self._buffer = bytearray(buffer) + data
         if self.target.route.body is Body.FORM:
-            self._size += len(data)
-            if self._size > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
+            if len(self._buffer) > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()
 
@@ -199,7 +223,7 @@ class Call(msgspec.Struct, eq=False):
         """Whether the body may grow to this size. If not, nothing of it is kept, and whoever reads it is told."""
         if size > self.limit:
             self.over = True
-            self._received = []
+            self._buffer = b""
             self._wake()
         elif self._passes_on and not self._ahead:
             self.allowance = self.limit
@@ -218,11 +242,20 @@ class Call(msgspec.Struct, eq=False):
         self.allowance = wanted
         return True
 
+    def hold(self, size: int) -> None:
+        """Count ``size`` bytes as held for the body from now on, where that is more than before. Raises Refusal overloaded."""
+        if size <= self._charged or size <= FREE:
+            return
+        holder = self._charged_to if self._charged else self.holder
+        if not self.edge.door.memory.take(size - self._charged, holder, more=self._charged > 0):
+            raise _no_memory()
+        self._charged_to, self._charged = holder, size
+
     def refuse_body(self, refusal: Refusal) -> None:
         """Nothing more of the body is kept: whoever reads it gets the refusal."""
         self._spoilt = refusal
         self.over = True
-        self._received = []
+        self._buffer = b""
         self._wake()
 
     def spoil(self, refusal: Refusal) -> None:

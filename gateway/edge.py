@@ -32,6 +32,7 @@ from gateway.memory import BodyMemory
 from gateway.metrics import RelayMetrics
 from gateway.patience import Patience, Wait
 from gateway.state import Clients
+from gateway.steps import Steps
 from upstream.outlet import Outlet, Turn
 from upstream.story import Story
 
@@ -71,6 +72,7 @@ class Door(Protocol):
     body_allowance: int
     """Bytes of it that are no matter."""
     memory: BodyMemory
+    steps: Steps
     clients: Clients
     proxies: Proxies
     addresses: Connections

@@ -17,14 +17,16 @@ from gateway.beginning import hint
 from gateway.body_shape import shape
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
+from gateway.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.errors import Refusal, draining, fault, from_server
 from gateway.form import Form
 from gateway.gate import Gate
 from gateway.outbound import Outbound
-from gateway.payload import Document, merge, parse, prepare
+from gateway.payload import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.relay import BodyRelay, BytesRelay, EventRelay, TranslatedRelay, is_bytes, is_stream
 from gateway.routes import Body, Dialect
 from gateway.state import Key
+from gateway.steps import SMALL, Pace
 from upstream.attempt import Answer, Attempt
 from upstream.errors import BadAnswer, ConnectFailed
 from upstream.pool import NoServerError
@@ -49,19 +51,24 @@ async def exchange(call: Call, gate: Gate) -> None:
             if key.allowances:
                 call.permit = gate.limits.permit(key, call.id)
                 await call.permit.arrive()
-            _check_media_type(call)
+            encoding = _check_media_type(call)
             if call.target.route.body is Body.FORM:
                 outbound = await _form(call, gate, account, key)
             else:
-                body = await _body(call, account) if call.more_body else call.whole_body()
-                outbound = _json(body, call, gate.catalog, account, key)
+                body = call.whole_body() if encoding is None and not call.more_body else await _body(call, account, key, encoding)
+                if len(body) <= SMALL:
+                    outbound = await _json(body, call, gate.catalog, account, key)
+                else:
+                    async with gate.steps.turn(len(body)) as pace:
+                        outbound = await _json(body, call, gate.catalog, account, key, pace)
+                del body  # it is not needed any more, and the request may take long
             while True:  # once, and once more for each fallback
                 if call.permit is not None:
                     await call.permit.claim()
                 try:
                     return await _sent(outbound, key, account)
                 except (NoServerError, ConnectFailed, Refusal) as error:
-                    outbound = _elsewhere(error, account)
+                    outbound = await _elsewhere(error, account)
 
 
 async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
@@ -89,43 +96,77 @@ def authenticate(call: Call, keyring: Keyring) -> Key:
     return keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key") if call.target.route.anthropic else None)
 
 
-async def _body(call: Call, account: Account) -> bytes:
-    """The whole body of a JSON route, of which something is still to come."""
-    asked = monotonic()
+async def _body(call: Call, account: Account, key: Key, encoding: str | None) -> bytes | bytearray:
+    """The whole body of a JSON route, of which something is still to come or to be decoded."""
+    asked, gate = monotonic(), account.gate
     body = await call.body()
     account.waited += monotonic() - asked
-    return body
+    if encoding is None:
+        return body
+    call.holder = key.id
+    async with gate.steps.turn(len(body)) as pace:
+        return await pace.run(decoded(body, encoding, call.limit, call.hold))
 
 
-def _json(body: bytes, call: Call, catalog: Catalog, account: Account, key: Key) -> Outbound:
-    """The body of a JSON route: merged, authorised, made fit to send."""
-    document = merge(parse(body))
+async def _json(body: bytes | bytearray, call: Call, catalog: Catalog, account: Account, key: Key, pace: Pace | None = None) -> Outbound:
+    """The body of a JSON route: merged, authorised, made fit to send. ``pace``: of a large body, which is processed in steps."""
+    if pace is None:
+        document = merge(parse(body, account.gate.state.body_values))
+    else:
+        document = merge(await pace.run(parse_in_steps(body, account.gate.state.body_values)))
     account.user = document.get("user")
     if (sample := account.gate.sample) is not None and sample.takes(call.id):
         account.shape = shape(document)
     name, mounted = named_model(document), call.target.mounted
     entry = account.entry = catalog.unnamed(key, mounted) if name is None else catalog.resolve(name, key, mounted)
     name = name or entry.model.id
-    outbound = _prepared(document, body, call, entry, name, account, key)
+    outbound = await _prepared(document, body, call, entry, name, account, key, pace)
     if (books := account.gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
     if entry.model.fallbacks and mounted is None:
-        account.elsewhere = Elsewhere(
-            catalog.fallbacks(entry, key), lambda other: _prepared(merge(parse(body)), body, call, other, name, account, key)
-        )
+        account.elsewhere = Elsewhere(catalog.fallbacks(entry, key), lambda other: _again(body, call, other, name, account, key))
     return outbound
 
 
-def _prepared(document: Document, body: bytes, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+async def _prepared(
+    document: Document,
+    body: bytes | bytearray,
+    call: Call,
+    entry: Entry,
+    name: str,
+    account: Account,
+    key: Key,
+    pace: Pace | None,
+) -> Outbound:
     """A merged body by the policy of the model that it goes to, and the limits of its key. ``body``: as it came."""
-    prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
-    if call.permit is not None:
-        call.permit.weigh(prepared.document, prepared.upstream, body, entry.model)
+    permit = call.permit
+    if pace is None:
+        prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
+        if permit is not None:
+            permit.weigh(prepared.document, prepared.upstream, body, entry.model)
+    else:
+        prepared = await pace.run(prepare_in_steps(document, entry.policy, call.target.route, len(body), key.fields))
+        if permit is not None:
+            await pace.run(permit.weigh_in_steps(prepared.document, prepared.upstream, body, entry.model))
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
         outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
+    if pace is not None:
+        await pace.rest()
+        written = outbound.encode_at_once(prepared)
+        call.hold(written + len(body) if entry.model.fallbacks else written)
+        await pace.rest()
     return outbound
+
+
+async def _again(body: bytes | bytearray, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+    """A body that was prepared for another model."""
+    if len(body) <= SMALL:
+        return await _prepared(merge(parse(body)), body, call, entry, name, account, key, None)
+    async with account.gate.steps.turn(len(body)) as pace:
+        document = merge(await pace.run(parse_in_steps(body)))
+        return await _prepared(document, body, call, entry, name, account, key, pace)
 
 
 async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
@@ -137,7 +178,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     asked = monotonic()
     name = await form.read_model(call.next_bytes)
     account.waited += monotonic() - asked
-    if not call.more_body:
+    if call.all_read:
         form.check_end()
     catalog, mounted = gate.catalog, call.target.mounted
     entry = account.entry = catalog.resolve(name, key, mounted) if name else catalog.unnamed(key, mounted)
@@ -151,7 +192,7 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     return Outbound.of_form(call, entry, name, form)
 
 
-def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
+async def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
     """A form whose beginning was checked for another model."""
     form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     return Outbound.of_form(call, entry, name, form)
@@ -160,13 +201,22 @@ def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
 _MEDIA_TYPES = {Body.JSON: (b"application/json", b""), Body.FORM: (b"multipart/form-data",)}
 
 
-def _check_media_type(call: Call) -> None:
-    """Raises Refusal unsupported_media_type for another type than the route's, or an encoding."""
-    allowed, given = _MEDIA_TYPES[call.target.route.body], call.headers.get(b"content-type", b"")
+def _check_media_type(call: Call) -> str | None:
+    """The encoding of a body that has one. Raises Refusal unsupported_media_type for another type than the route's, or another encoding."""
+    body, headers = call.target.route.body, call.headers
+    allowed, given = _MEDIA_TYPES[body], headers.get(b"content-type", b"")
     if given not in allowed and given.partition(b";")[0].strip().lower() not in allowed:
         raise Refusal("unsupported_media_type", f"The content type must be {allowed[0].decode()}.")
-    if b"content-encoding" in call.headers and call.headers[b"content-encoding"].lower() != b"identity":
-        raise Refusal("unsupported_media_type", "A compressed body is not accepted.")
+    if b"content-encoding" not in headers:
+        return None
+    encoding = headers[b"content-encoding"].decode("latin-1").lower()
+    if encoding == IDENTITY:
+        return None
+    if encoding not in ENCODINGS:
+        raise Refusal("unsupported_media_type", f"The content encoding must be one of {', '.join(ENCODINGS)}.")
+    if body is Body.FORM:
+        raise Refusal("unsupported_media_type", "A form is accepted without a content encoding only.")
+    return encoding
 
 
 async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: Outbound, account: Account) -> Answer:
@@ -195,7 +245,7 @@ _CANNOT_TAKE = frozenset({"model_loading", "overloaded", "no_healthy_server"})
 """What the gateway itself says of a model whose servers cannot take a request now."""
 
 
-def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Account) -> Outbound:
+async def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Account) -> Outbound:
     """The request for the next fallback, where no server has seen anything of it. Raises the error where there is none."""
     elsewhere = account.elsewhere
     if elsewhere is None or account.answer_at or (isinstance(error, Refusal) and error.code not in _CANNOT_TAKE):
@@ -206,7 +256,7 @@ def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Account)
         entry = elsewhere.entries.pop(0)
         account.go_on(entry)
         with suppress(Refusal):  # what its own policy or limits do not let through, the next one's may
-            return elsewhere.prepare(entry)
+            return await elsewhere.prepare(entry)
     account.stay()
     raise first
 

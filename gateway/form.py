@@ -23,13 +23,18 @@ _TEXT_LIMIT = 18  # and a number that is checked, or a flag
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
 _EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
+_DISPOSITION = b"content-disposition"
 _BOUND = "max_completion_tokens"
 _STREAM, _USAGE, _CONTINUOUS = "stream", "stream_include_usage", "stream_continuous_usage_stats"
 _READ = NUMBERS | {_STREAM, _USAGE, _CONTINUOUS}
 _TRUE = frozenset({b"1", b"on", b"t", b"true", b"y", b"yes"})  # in any case: what pydantic takes for true
 _UNSAID = frozenset({b"", b"0", b"off", b"f", b"false", b"n", b"no"})  # and for false, or FastAPI for nothing
+_MAX_OPTIONS = 16  # options of a Content-Type or Content-Disposition: parsing them takes quadratic time
+_LONGEST_OPTIONS = 4096  # bytes of one of these
 MAX_PARTS = 1000
 """Parts of a form, as many as vLLM's own framework takes."""
+MAX_HEADERS = 8
+"""Headers of one part."""
 NextBytes = Callable[[], Awaitable[bytes]]
 
 
@@ -53,8 +58,12 @@ class Form:
                 "on_part_data": self._part_data,
                 "on_part_end": self._part_end,
             },
+            max_header_count=MAX_HEADERS,
+            max_header_size=_LONGEST_OPTIONS + len(_DISPOSITION) + 2,
         )
+        self._delimiters = 0
         self._first = b"--" + boundary
+        self._delimiter = b"\r\n" + self._first
         self._closing = b"\r\n--%b--" % boundary
         self._held = bytearray()
         self._offset = 0
@@ -63,6 +72,7 @@ class Form:
         self._header = b""
         self._value = b""
         self._name: str | None = None
+        self._disposed = False
         # The model's part
         self._model = b""
         self._span: tuple[int, int] | None = None
@@ -80,8 +90,7 @@ class Form:
     @classmethod
     def of(cls, content_type: bytes) -> Form:
         """A form by its Content-Type. Raises Refusal when that names no boundary."""
-        _, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary")
+        boundary = _options(content_type).get(b"boundary")
         if boundary is None or not _BOUNDARY.fullmatch(boundary):
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
@@ -202,6 +211,9 @@ class Form:
         return stream
 
     def _feed(self, data: bytes) -> None:
+        self._delimiters += data.count(self._delimiter)
+        if self._delimiters > MAX_PARTS + 1:  # the last one ends the form; those that the parser takes for data cost it as much
+            raise _too_many_parts()
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -212,9 +224,10 @@ class Form:
 
     def _part_begin(self) -> None:
         self._name = None
+        self._disposed = False
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
+            raise _too_many_parts()
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -225,8 +238,11 @@ class Form:
     def _header_end(self) -> None:
         if self._header.startswith(b"--"):
             raise Refusal("invalid_value", "The form has a header that looks like a boundary.")
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
+        if self._header.lower() == _DISPOSITION:
+            if self._disposed:
+                raise Refusal("invalid_value", "The form has a part with two Content-Disposition headers.")
+            self._disposed = True
+            options = _options(self._value)
             name = None if _EXTENDED_NAME.search(self._value) else options.get(b"name")
             self._name = None if name is None else name.decode("latin-1")
         self._header = self._value = b""
@@ -275,6 +291,18 @@ class Form:
             check_number(name, number, most or 0)
         if of_key is not None and number is not None and number > of_key:
             raise Refusal("invalid_value", f"The field '{name}' may be {of_key} at most for this key.", param=name)
+
+
+def _options(value: bytes) -> dict[bytes, bytes]:
+    """The options of a header. Raises Refusal for more of them than a client has a use for."""
+    if len(value) > _LONGEST_OPTIONS or value.count(b";") > _MAX_OPTIONS:
+        raise Refusal("invalid_value", f"A form's header is longer than {_LONGEST_OPTIONS} bytes or has more than {_MAX_OPTIONS} options.")
+    options: dict[bytes, bytes] = parse_options_header(value)[1]
+    return options
+
+
+def _too_many_parts() -> Refusal:
+    return Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
 
 
 def _check_names(names: Set[str], policy: Policy) -> None:

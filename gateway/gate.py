@@ -13,6 +13,7 @@ from gateway.limits import Admission, Limiter
 from gateway.metrics import RelayMetrics
 from gateway.record import Record
 from gateway.state import State
+from gateway.steps import Steps
 from gateway.tracing import Sampler
 from gateway.waiting import Lobby
 from upstream.deadlines import Deadlines
@@ -29,6 +30,7 @@ class Gate(Protocol):
     lobby: Lobby
     metrics: RelayMetrics
     books: Books | None
+    steps: Steps
     sampler: Sampler | None
     """Decides which requests are traced; None where none is."""
     sample: Sample | None

@@ -8,6 +8,7 @@ addresses in odd bases, trailing dots) is refused without a look at the list. ``
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,8 +53,9 @@ class MediaHosts:
         found = _URL.fullmatch(url) if len(url) <= _LONGEST else None
         if found is None:
             return False
-        scheme, host, port = found[1].lower(), found[2].lower(), found[3] or ""
-        place = f"{host}:{'' if port == _DEFAULT_PORTS[scheme] else port}"
+        scheme, host, port = found.groups("")
+        host = host.lower()
+        place = f"{host}:{'' if port and port == _DEFAULT_PORTS[scheme.lower()] else port}"
         if place in self._exact:
             return True
         if _NUMBERS.fullmatch(host):
@@ -68,68 +70,68 @@ CONTAINERS = frozenset({dict, list})
 """And those that do."""
 
 
-def in_list(values: list[Any], hosts: MediaHosts) -> str | None:
-    """The name of the first member below a list, of messages or the like, whose URL may not be sent; None when all may.
+def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> str | None:
+    """Look for a URL that may not be sent below the objects and lists in ``pending``, which is emptied.
 
-    It is no deeper than a body may be.
+    Returns the name of the member that holds it, or None. Stops after about ``budget`` values; what is left stays in ``pending``.
     """
-    if len(values) > _SHORT and SCALARS.issuperset(map(type, values)):
-        return None  # a prompt of tokens, a batch of texts
-    for value in values:
-        kind = type(value)
-        if kind is dict:
-            if len(value) == 2 and "role" in value and type(value.get("content")) is str:
-                continue  # an ordinary message
-            found = in_object(value, hosts)
-        elif kind is list:
-            found = in_list(value, hosts)
-        else:
-            continue
-        if found is not None:
-            return found
-    return None
-
-
-def in_object(value: dict[str, Any], hosts: MediaHosts) -> str | None:
-    """The same below an object."""
-    if not MEMBERS.isdisjoint(value):
-        for name in MEMBERS & value.keys():
-            if not _may_be_sent(name, value[name], hosts):
+    while pending and budget > 0:
+        node = pending.pop()
+        budget -= len(node) + 1
+        if type(node) is dict:
+            name = _refused_of(node, hosts, pending)
+            if name is not None:
                 return name
-    for name, child in value.items():
-        kind = type(child)
-        if kind is list:
-            found = in_list(child, hosts)
-        elif kind is dict and not _is_a_tools(name, value):
-            found = in_object(child, hosts)
-        else:
-            continue
-        if found is not None:
-            return found
+        elif len(node) <= _SHORT or not SCALARS.issuperset(map(type, node)):  # else a prompt of tokens, a batch of texts
+            for value in node:
+                kind = type(value)
+                if kind is dict:
+                    if not value or (len(value) == 2 and "role" in value and type(value.get("content")) is str):
+                        continue  # an ordinary message
+                    pending.append(value)
+                elif kind is list and value:
+                    pending.append(value)
     return None
 
 
-def data_urls(value: Any) -> Iterator[str]:
-    """The ``data:`` URLs of the media below a message, or a list of such: in the same places."""
-    if type(value) is list:
-        below = value
-    else:
-        urls = (_url(name, value[name]) for name in MEMBERS & value.keys())
-        yield from (url for url in urls if isinstance(url, str) and _is_data(url))
-        below = [child for name, child in value.items() if not _is_a_tools(name, value)]
-    for child in below:
-        if type(child) in CONTAINERS:
-            yield from data_urls(child)
+def _refused_of(node: dict[str, Any], hosts: MediaHosts, pending: list[Any]) -> str | None:
+    """The same for an object itself. What is below it goes to ``pending``."""
+    if not MEMBERS.isdisjoint(node):
+        for name in MEMBERS & node.keys():
+            url = _url(name, node[name])
+            if url is not None and not (type(url) is str and hosts.allows(url)):
+                return name
+    for name, value in node.items():
+        kind = type(value)
+        if kind is list or (kind is dict and not _is_a_tools(name, node)):
+            pending.append(value)
+    return None
+
+
+def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
+    """The ``data:`` URLs of the media below the objects and lists in ``pending``, which is emptied: in the same places.
+
+    Stops after about ``budget`` values; what is left stays in ``pending``.
+    """
+    while pending and budget > 0:
+        node = pending.pop()
+        budget -= len(node) + 1
+        if type(node) is dict:
+            if not MEMBERS.isdisjoint(node):
+                for name in MEMBERS & node.keys():
+                    url = _url(name, node[name])
+                    if type(url) is str and _is_data(url):
+                        yield url
+            for name, value in node.items():
+                if type(value) in CONTAINERS and not _is_a_tools(name, node):
+                    pending.append(value)
+        elif len(node) <= _SHORT or not SCALARS.issuperset(map(type, node)):
+            pending += [value for value in node if type(value) in CONTAINERS and value]
 
 
 def _is_a_tools(name: str, value: Mapping[str, Any]) -> bool:
     """Whether a member is what a tool is called with."""
     return name == "arguments" or (name == "input" and value.get("type") == "tool_use")
-
-
-def _may_be_sent(name: str, value: Any, hosts: MediaHosts) -> bool:
-    url = _url(name, value)
-    return url is None or (isinstance(url, str) and hosts.allows(url))
 
 
 def _url(name: str, value: Any) -> Any:

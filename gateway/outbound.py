@@ -80,6 +80,13 @@ class Outbound(msgspec.Struct):
             form=form,
         )
 
+    def encode_at_once(self, prepared: Prepared) -> int:
+        """Write a large body now, so that its document need not be kept. Returns the number of its bytes."""
+        servers = self.entry.pool.servers
+        encoded = prepared.encoded(self.entry.model.served or (servers[0].spec.model if servers else self.entry.model.id))
+        self.encode = encoded.encode
+        return len(encoded.body)
+
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Head and body, or the body's beginning, for one server."""
         body = self.encode(self.entry.model.served or server.spec.model)

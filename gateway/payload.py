@@ -7,28 +7,33 @@ client's own bytes never are. So what was authorised is what is dispatched, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Generator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import orjson
 
+from gateway.collector import collector_paused
 from gateway.errors import Refusal
-from gateway.media import CONTAINERS, SCALARS
+from gateway.media import CONTAINERS
 from gateway.policy import Policy
 from gateway.routes import OUTPUTS, Dialect, Route
-from gateway.translate import Translation, translate
+from gateway.steps import finished
+from gateway.translate import Translated, Translation, translate, translate_in_steps
 
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
-MAX_CONTAINERS = 131_072
-"""Objects and lists in a body: what looks through it stays within the time of one request."""
-
 _SHORT = 2048  # bytes in which counting is as fast
-_MANY = 32  # members from which on it is quicker to ask for all their types at once
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
-_NO_MARKS = bytes(byte for byte in range(256) if byte not in b'{["')
+_MARKS = b",:[{"
+_NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS + b'"')
+_RARE = 1024  # marks of a kind that are searched for; more are counted, which is slower where there are few
+_NODES_PER_STEP = 20_000  # objects and lists whose members are looked at
+_TOGETHER = 256  # of them, followed together
+_PIECE = 256 * 1024  # bytes of marks that are counted in one step
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
 _HUGE = 2.0**63
 _BYTES_PER_LOOK = 256  # a look at a member takes as long as one at so many bytes
@@ -58,22 +63,65 @@ class Prepared(msgspec.Struct, frozen=True):
         self.document["model"] = served_model
         return orjson.dumps(self.document)
 
+    def encoded(self, served_model: str) -> Encoded:
+        """The same at once, for a large body: the document, which takes many times its bytes, need not be kept."""
+        rest = {name: value for name, value in self.document.items() if name != "model"}
+        return Encoded(served_model, orjson.dumps({"model": served_model, **rest}))
 
-def parse(body: bytes) -> Document:
-    """Strict UTF-8 JSON, an object, at most MAX_DEPTH deep. Raises Refusal invalid_json."""
-    may_be_deep = _may_be_deep(body)
-    if may_be_deep:
-        _check_containers(body)
+
+class Encoded(msgspec.Struct, frozen=True):
+    """A large body in the bytes for servers that know the model by ``served_model``, with the model as its first member."""
+
+    served_model: str
+    body: bytes
+
+    def encode(self, served_model: str) -> bytes:
+        """As ``Prepared.encode``."""
+        if served_model == self.served_model:
+            return self.body
+        old, new = (orjson.dumps({"model": name})[:-1] for name in (self.served_model, served_model))
+        return b"".join((new, memoryview(self.body)[len(old) :]))
+
+
+def parse(body: bytes | bytearray, most_values: int = sys.maxsize) -> Document:
+    """Strict UTF-8 JSON, an object, at most MAX_DEPTH deep, with about ``most_values`` values at most (see ``_check_values``).
+
+    Raises Refusal invalid_json, and request_too_large for too many values.
+    """
+    if len(body) >= _SHORT or len(body) > most_values:
+        return finished(parse_in_steps(body, most_values))
+    document = _loaded(body)
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        finished(_check_depth(document))
+    if body[::6].translate(_DIGITS).find(b"000") >= 0 and _has_long_numbers(body):
+        finished(_check_integers(body))
+    return document
+
+
+def parse_in_steps(body: bytes | bytearray, most_values: int = sys.maxsize) -> Generator[None, None, Document]:
+    """The same for a large body, in steps."""
+    if len(body) > most_values:
+        yield from _check_values(body, most_values)
+    with collector_paused():
+        document = _loaded(body)
+    yield
+    if _may_be_deep(body):
+        yield from _check_depth(document)
+    if _may_have_huge_numbers(document, len(body) // _BYTES_PER_LOOK):
+        yield
+        if _has_long_numbers(body):
+            yield
+            yield from _check_integers(body)
+    return document
+
+
+def _loaded(body: bytes | bytearray) -> Document:
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Refusal("invalid_json", f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
-    if not isinstance(document, dict):
+    if type(document) is not dict:
         raise Refusal("invalid_json", "The body must be a JSON object.")
-    if may_be_deep and _too_deep(document):
-        raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
-    if (len(body) < _SHORT or _may_have_huge_numbers(document, len(body) // _BYTES_PER_LOOK)) and _has_long_numbers(body):
-        _refuse_long_integers(body)
     return document
 
 
@@ -97,75 +145,102 @@ def _may_have_huge_numbers(document: Document, looks: int) -> bool:
     return False
 
 
-def _has_long_numbers(body: bytes) -> bool:
+def _has_long_numbers(body: bytes | bytearray) -> bool:
     """Whether there are 19 digits in a row, in a text perhaps. They cover three of every sixth byte."""
     # ``find``, because ``in`` makes and drops an exception
     return body[::6].translate(_DIGITS).find(b"000") >= 0 and body.translate(_DIGITS).find(_LONG_NUMBER) >= 0
 
 
-def _refuse_long_integers(body: bytes) -> None:
+def _check_integers(body: bytes | bytearray) -> Generator[None, None, None]:
     """orjson makes floats of integers beyond 64 bits: another number than the client's would be sent. Raises Refusal.
 
     msgspec keeps them, and orjson writes none of them: both take a fraction of the time of a parser that calls back for each.
     """
     try:
-        orjson.dumps(msgspec.json.decode(body))
+        with collector_paused():
+            document = msgspec.json.decode(body)
+        yield
+        orjson.dumps(document)
     except (TypeError, msgspec.DecodeError):
         raise Refusal("invalid_json", "The body has an integer of more than 64 bits.") from None
 
 
-def _may_be_deep(body: bytes) -> bool:
+def _may_be_deep(body: bytes | bytearray) -> bool:
     """Whether it has that many brackets at all. They are few in most bodies, and searching a long one is much faster than counting."""
-    if len(body) < _SHORT:
-        return body.count(b"{") + body.count(b"[") > MAX_DEPTH
-    found = 0
-    for bracket in b"{", b"[":
-        at = body.find(bracket)
-        while at >= 0:
-            found += 1
-            if found > MAX_DEPTH:
-                return True
-            at = body.find(bracket, at + 1)
-    return False
+    return _found(body, b"{", MAX_DEPTH + 1)[0] + _found(body, b"[", MAX_DEPTH + 1)[0] > MAX_DEPTH
 
 
-def _check_containers(body: bytes) -> None:
-    """Raises Refusal for too many objects and lists, before they are made. Brackets in a text are no such thing."""
-    if _brackets(body) > MAX_CONTAINERS and _brackets(_without_texts(body)) > MAX_CONTAINERS:
-        raise Refusal("invalid_json", f"The body has more than {MAX_CONTAINERS} objects and lists.")
+def _found(body: bytes | bytearray, mark: bytes, most: int) -> tuple[int, int]:
+    """How often a mark was found, at most ``most`` times, and where the search ended; -1 for the end of the body."""
+    count, at = 0, body.find(mark)
+    while at >= 0:
+        count += 1
+        if count == most:
+            return count, at + 1
+        at = body.find(mark, at + 1)
+    return count, -1
 
 
-def _without_texts(body: bytes) -> bytes:
-    """The brackets that stand outside of quotes; exact for what is JSON.
+def _check_values(body: bytes | bytearray, most: int) -> Generator[None, None, None]:
+    """Check how many values a body has before they are made, by its commas, colons and opening brackets. Raises Refusal.
 
-    Two quotes beside each other have nothing between them that counts: they go, or splitting would make an object for each text.
+    Marks inside strings are first counted too, since that is fast, and are left out only where there are too many.
     """
-    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
-    return b"".join(marks.replace(b'""', b"").split(b'"')[::2])
+    marks = 0
+    for number in _MARKS:
+        mark = bytes((number,))
+        count, rest = _found(body, mark, _RARE)
+        marks += count if rest < 0 else count + body.count(mark, rest)
+        yield
+    if marks > most and (yield from _marks_outside_strings(body)) > most:
+        raise Refusal("request_too_large", f"The body has more than {most} JSON values.")
 
 
-def _brackets(body: bytes) -> int:
-    return body.count(b"{") + body.count(b"[")
+def _marks_outside_strings(body: bytes | bytearray) -> Generator[None, None, int]:
+    """Count the marks that stand outside of quotes; exact for what is JSON."""
+    body = body.replace(b"\\\\", b"")
+    yield
+    body = body.replace(b'\\"', b"")
+    yield
+    body = body.translate(None, _NO_MARKS)
+    yield
+    count = inside = 0
+    for start in range(0, len(body), _PIECE):
+        texts = body[start : start + _PIECE].split(b'"')
+        count += sum(map(len, texts[inside::2]))
+        inside ^= len(texts) & 1 ^ 1
+        yield
+    return count
 
 
-def _too_deep(document: Document) -> bool:
-    level: list[Any] = [document]
-    for _ in range(MAX_DEPTH):
-        level = _below(level)
-        if not level:
-            return False
-    return True
+def _check_depth(document: Document) -> Generator[None, None, None]:
+    """Raises Refusal for a document that is more than MAX_DEPTH deep.
+
+    Some objects and lists of one level are followed to the bottom before the next ones: what was parsed together is together in memory.
+    """
+    pending: list[tuple[int, list[Any]]] = [(1, [document])]
+    looked_at = 0
+    while pending:
+        depth, nodes = pending.pop()
+        below = _below(nodes)
+        if below and depth == MAX_DEPTH:
+            raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
+        below = list(filter(None, below))
+        pending += [(depth + 1, below[start : start + _TOGETHER]) for start in range(0, len(below), _TOGETHER)]
+        looked_at += len(nodes)
+        if looked_at > _NODES_PER_STEP:
+            looked_at = 0
+            yield
 
 
 def _below(level: list[Any]) -> list[Any]:
     """The objects and lists that are members of these."""
-    found: list[Any] = []
-    for node in level:
-        values = node.values() if type(node) is dict else node
-        if len(values) > _MANY and SCALARS.issuperset(map(type, values)):
-            continue  # a prompt of tokens, a batch of texts
-        found += [value for value in values if type(value) in CONTAINERS]
-    return found
+    lists = [node for node in level if type(node) is list]
+    below = [value for value in chain.from_iterable(lists) if type(value) in CONTAINERS]
+    if len(lists) < len(level):
+        values = chain.from_iterable([node.values() for node in level if type(node) is dict])
+        below += [value for value in values if type(value) in CONTAINERS]
+    return below
 
 
 def merge(document: Document) -> Document:
@@ -186,15 +261,38 @@ def prepare(document: Document, policy: Policy, route: Route, size: int, own: Ma
     ``size``: bytes of the body as it came; ``own``: the fields that the request's key brings.
     """
     policy.apply(document, size)
+    document = _with_the_operators(document, policy, route)
+    return _prepared(document, translate(document) if route.translated else None, policy, route, own)
+
+
+def prepare_in_steps(
+    document: Document, policy: Policy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING
+) -> Generator[None, None, Prepared]:
+    """The same for a large body, in steps."""
+    yield from policy.apply_in_steps(document, size)
+    yield
+    document = _with_the_operators(document, policy, route)
+    yield
+    translated = (yield from translate_in_steps(document)) if route.translated else None
+    yield
+    return _prepared(document, translated, policy, route, own)
+
+
+def _with_the_operators(document: Document, policy: Policy, route: Route) -> Document:
+    """The body with the operator's own fields, and today's names for older ones."""
     if route.dialect is Dialect.RESPONSES:
         document.pop("store", None)  # true is OpenAI's default value: no client relies on it by sending it
     if policy.defaults or policy.overrides:
         document = {**policy.defaults, **document, **policy.overrides}  # the operator may set what clients may not
-    if route.guided:
+    if route.guided and not _GUIDED_ALL.isdisjoint(document):
         _translate_guided(document)
+    return document
+
+
+def _prepared(document: Document, translated: Translated | None, policy: Policy, route: Route, own: Mapping[str, Any]) -> Prepared:
     upstream, input_field, translation = route.upstream, route.input_field, None
-    if route.translated:
-        document, other, translation = translate(document)
+    if translated is not None:
+        document, other, translation = translated
         if other is not None:
             upstream, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
@@ -257,8 +355,6 @@ _GUIDED_ALL = frozenset((*_GUIDED, *_GUIDED_OPTIONS, "guided_decoding_backend"))
 
 def _translate_guided(document: Document) -> None:
     """``guided_*`` → ``structured_outputs``. Raises Refusal when two constraints are given."""
-    if _GUIDED_ALL.isdisjoint(document):
-        return
     values = {name: document.pop(name) for name in _GUIDED_ALL & document.keys()}
     constraints = {name: value for name, value in values.items() if name in _GUIDED and value is not None}
     if not constraints:

@@ -158,6 +158,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         keys=_keys(config),
         models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
+        body_values=config.server.body_values,
         cors_origins=config.server.cors.origins,
         docs=config.server.docs,
         log_user=config.log.user,

@@ -6,15 +6,16 @@ the configuration was made before. Each row can be lifted by an operator's ``bod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Generator, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import CONTAINERS, MediaHosts, in_list, in_object
+from gateway.media import CONTAINERS, MediaHosts, refused_member
 from gateway.state import BodyRules, Model
+from gateway.steps import SMALL, finished
 
 Document = dict[str, Any]
 
@@ -73,6 +74,8 @@ SIZES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of JSON that a field may be: what is compiled into a grammar, or read by a template."""
 _LEAST_SIZE = min(SIZES.values())
+_VALUES_PER_STEP = 20_000
+_INTEGERS = frozenset({int})
 
 MAX_BATCH = 2048
 """Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
@@ -143,15 +146,41 @@ class Policy:
 
     def apply(self, document: Document, size: int) -> None:
         """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what may not be sent."""
+        if size > SMALL:
+            finished(self.apply_in_steps(document, size))
+            return
         if not self._watched.isdisjoint(document):
             self._named(document)
-        if size > _LEAST_SIZE:
-            self._large(document)
         if "chat_template_kwargs" in document:
             self._template(document["chat_template_kwargs"])
         for name, value in document.items():
             if type(value) in CONTAINERS and name not in NO_MEDIA:
-                self._look_into(name, value)
+                if name in BATCHES or len(value) > MAX_BATCH:
+                    self._check_batch(name, value)
+                if (member := refused_member([value], self._media)) is not None:
+                    raise _refused_url(name, member)
+
+    def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
+        """The same for a large body, in steps."""
+        if not self._watched.isdisjoint(document):
+            self._named(document)
+        yield
+        if size > _LEAST_SIZE:
+            for name in self._sizes.keys() & document.keys():
+                self._check_size(name, document[name])
+                yield
+        if "chat_template_kwargs" in document:
+            self._template(document["chat_template_kwargs"])
+        yield
+        for name, value in document.items():
+            if type(value) in CONTAINERS and name not in NO_MEDIA:
+                if name in BATCHES or len(value) > MAX_BATCH:
+                    self._check_batch(name, value)
+                pending = [value]
+                while pending:
+                    if (member := refused_member(pending, self._media, _VALUES_PER_STEP)) is not None:
+                        raise _refused_url(name, member)
+                    yield
 
     def refused_of(self, names: Set[str]) -> str | None:
         """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
@@ -186,26 +215,23 @@ class Policy:
         if name in _CHOICES and value * _batch(document.get("prompt")) > MAX_BATCH:
             raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
 
-    def _large(self, document: Document) -> None:
-        for name in self._sizes.keys() & document.keys():
-            if len(orjson.dumps(document[name])) > self._sizes[name]:
-                raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
+    def _check_size(self, name: str, value: Any) -> None:
+        if len(orjson.dumps(value)) > self._sizes[name]:
+            raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
 
-    def _look_into(self, name: str, value: Any) -> None:
-        if name in BATCHES:
-            many = _batch(value) > MAX_BATCH
-        else:
-            many = len(value) > MAX_BATCH and type(value) is list and type(value[0]) in (str, list)
+    def _check_batch(self, name: str, value: Any) -> None:
+        many = _batch(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
         if many and name not in self._allowed:
             raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
-        member = in_list(value, self._media) if type(value) is list else in_object(value, self._media)
-        if member is not None:
-            raise Refusal("invalid_value", f"The URL in '{member}' is not of a place that media may come from here.", param=name)
 
     def _template(self, kwargs: Any) -> None:
         if isinstance(kwargs, dict):
             for name in sorted(self._in_template & kwargs.keys()):
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+
+
+def _refused_url(name: str, member: str) -> Refusal:
+    return Refusal("invalid_value", f"The URL in '{member}' is not of a place that media may come from here.", param=name)
 
 
 def _check_echo(document: Document) -> None:
@@ -225,7 +251,7 @@ def _batch(value: Any) -> int:
         value = value.get("content")
     if not isinstance(value, list):
         return 1
-    return 1 if all(type(each) is int for each in value) else len(value)
+    return 1 if _INTEGERS.issuperset(map(type, value)) else len(value)
 
 
 def _with_old_names(refused: Iterable[str]) -> frozenset[str]:

@@ -246,6 +246,7 @@ class State:
     keys: tuple[Key, ...]
     models: tuple[Model, ...]
     body_limit: int = 20 * 1024 * 1024
+    body_values: int = 500_000
     cors_origins: tuple[str, ...] = ()
     docs: bool = False
     log_user: bool = False

@@ -7,13 +7,16 @@ a request that is not one of these is not touched, and its answer's bytes pass a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from gateway.errors import Refusal
+from gateway.steps import finished
 
 Document = dict[str, Any]
+_MESSAGES_PER_STEP = 10_000
 
 
 class Translation(Protocol):
@@ -26,11 +29,22 @@ class Translation(Protocol):
         """One chunk of a stream, as the chunks that the client gets."""
 
 
-def translate(document: Document) -> tuple[Document, str | None, Translation | None]:
+Translated = tuple[Document, str | None, Translation | None]
+
+
+def translate(document: Document) -> Translated:
     """A chat request as vLLM takes it: the body, another path at the server if it goes there, and the way back.
 
     Raises Refusal when both or neither of ``messages`` and ``prompt`` are given, and for functions beside tools.
     """
+    messages = document.get("messages")
+    if messages is not None and document.get("functions") is document.get("prompt") is None and not _has_old_words(messages):
+        return document, None, None
+    return finished(translate_in_steps(document))
+
+
+def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
+    """The same for a large body, in steps."""
     raw, chat = document.get("prompt") is not None, document.get("messages") is not None
     if raw and chat:
         raise Refusal("invalid_value", "Only one of 'messages' and 'prompt' can be given.", param="prompt")
@@ -38,12 +52,26 @@ def translate(document: Document) -> tuple[Document, str | None, Translation | N
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
-    developer, functions = _old_words(document["messages"]) if _has_old_words(document["messages"]) else (False, False)
+    developer, functions = _old_words(document["messages"])
+    yield
     if developer:
-        document = {**document, "messages": _as_system(document["messages"])}
+        document = {**document, "messages": (yield from _gathered(_as_system(document["messages"])))}
     if functions or document.get("functions") is not None:
-        return _tools(document), None, Functions() if document.get("functions") is not None else None
+        body, translation = _tools(document), None if document.get("functions") is None else Functions()
+        yield
+        if isinstance(body["messages"], list):
+            body["messages"] = yield from _gathered(_modern(body["messages"]))
+        return body, None, translation
     return document, None, None
+
+
+def _gathered(messages: Iterator[Any]) -> Generator[None, None, list[Any]]:
+    """A list of translated messages, some of them in each step."""
+    gathered: list[Any] = []
+    while some := list(islice(messages, _MESSAGES_PER_STEP)):
+        gathered += some
+        yield
+    return gathered
 
 
 _OLD_ROLES = ("developer", "function")  # no set: a client may send what has no hash
@@ -146,28 +174,36 @@ def _token(token: str, logprob: float | None) -> Document:
 # Developer messages
 
 
-def _as_system(messages: list[Any]) -> list[Any]:
-    """``developer`` is what ``system`` was. One that follows a system message is joined to it, since templates take one."""
-    renamed: list[Any] = []
+def _as_system(messages: Iterable[Any]) -> Iterator[Any]:
+    """``developer`` is what ``system`` was. Those that follow a system message are joined to it, since templates take one."""
+    system: dict[str, Any] | None = None
+    contents: list[Any] = []
     for message in messages:
-        if isinstance(message, dict) and message.get("role") == "developer":
-            message = {**message, "role": "system"}
-            if renamed and _is_system(renamed[-1]):
-                renamed[-1] = {**renamed[-1], "content": _joined(renamed[-1].get("content"), message.get("content"))}
-                continue
-        renamed.append(message)
-    return renamed
+        if system is not None and _has_role(message, "developer"):
+            contents.append(message.get("content"))
+            continue
+        if system is not None:
+            yield {**system, "content": _joined(contents)} if len(contents) > 1 else system
+            system = None
+        if _has_role(message, "developer") or _has_role(message, "system"):
+            system, contents = {**message, "role": "system"}, [message.get("content")]
+        else:
+            yield message
+    if system is not None:
+        yield {**system, "content": _joined(contents)} if len(contents) > 1 else system
 
 
-def _is_system(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "system"
+def _has_role(message: Any, role: str) -> bool:
+    return isinstance(message, dict) and message.get("role") == role
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one: texts with a blank line between them, parts one after the other."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    return [*_parts(first), *_parts(second)]
+def _joined(contents: list[Any]) -> Any:
+    """Several contents as one: texts with a blank line between them, or the parts of all, with those texts that come first as one part."""
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    text = "\n\n".join(texts)
+    if len(texts) == len(contents):
+        return text
+    return [*(_parts(text) if texts else ()), *(part for content in contents[len(texts) :] for part in _parts(content))]
 
 
 def _parts(content: Any) -> list[Any]:
@@ -180,7 +216,7 @@ _CALL_ID = "call_function_{}"
 
 
 def _tools(document: Document) -> Document:
-    """``functions`` → ``tools``, ``function_call`` → ``tool_choice``, and the old messages into today's."""
+    """``functions`` → ``tools``, and ``function_call`` → ``tool_choice``."""
     body = {name: value for name, value in document.items() if name not in ("functions", "function_call")}
     functions = document.get("functions")
     if functions is not None:
@@ -191,7 +227,6 @@ def _tools(document: Document) -> Document:
         body["tools"] = [{"type": "function", "function": function} for function in functions]
         body["parallel_tool_calls"] = False  # the old shape has room for one call
         body |= _choice(document.get("function_call"))
-    body["messages"] = _modern(document["messages"])
     return body
 
 
@@ -205,25 +240,23 @@ def _choice(call: Any) -> Document:
     raise Refusal("invalid_value", "The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
 
 
-def _modern(messages: Any) -> Any:
+def _modern(messages: Iterable[Any]) -> Iterator[Any]:
     """Each old call gets an id by its place, and the result that follows it the same one."""
-    if not isinstance(messages, list):
-        return messages
     calls = 0
-    modern = []
     for message in messages:
-        if isinstance(message, dict) and isinstance(message.get("function_call"), dict):
-            calls += 1
-            message = _called(message, _CALL_ID.format(calls))
-        elif isinstance(message, dict) and message.get("role") == "function":
-            message = {"role": "tool", "tool_call_id": _CALL_ID.format(calls), "content": message.get("content")}
-        modern.append(message)
-    return modern
+        if type(message) is dict:
+            if type(message.get("function_call")) is dict:
+                calls += 1
+                message = _called(message, _CALL_ID.format(calls))
+            elif message.get("role") == "function":
+                message = {"role": "tool", "tool_call_id": _CALL_ID.format(calls), "content": message.get("content")}
+        yield message
 
 
 def _called(message: Document, identity: str) -> Document:
-    rest = {name: value for name, value in message.items() if name != "function_call"}
-    return {**rest, "tool_calls": [{"id": identity, "type": "function", "function": message["function_call"]}]}
+    called = message.copy()
+    called["tool_calls"] = [{"id": identity, "type": "function", "function": called.pop("function_call")}]
+    return called
 
 
 class Functions:

@@ -15,6 +15,7 @@ MOST = 2**63 - 1
 
 _TEXT = re.compile(r"([+-]?)([0-9][0-9_]*)(?:\.0+)?", re.ASCII)
 _LONGEST = 18  # digits of a number that is surely below ``MOST``
+_LONG = 4300  # digits that pydantic reads at most, leading zeros aside
 
 
 def whole(value: Any) -> int | None:
@@ -28,9 +29,18 @@ def whole(value: Any) -> int | None:
 
 
 def _of_text(text: str) -> int | None:
-    found = _TEXT.fullmatch(text.strip())
+    text = text.strip()
+    found = _TEXT.fullmatch(text if len(text) <= _LONG else _shortened(text))
     if found is None:
         return None
     digits = found[2].replace("_", "").lstrip("0") or "0"
     number = int(digits) if len(digits) <= _LONGEST else MOST
     return -number if found[1] == "-" else number
+
+
+def _shortened(text: str) -> str:
+    """A long text without its zeros and with a bounded number of digits: a pattern is slow on megabytes."""
+    number, point, fraction = text.replace("_", "").partition(".")
+    if point and (not fraction or fraction.strip("0")):
+        return ""
+    return ("-0" if number.startswith("-") else "0") + number.lstrip("+-0")[:_LONG]

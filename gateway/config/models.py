@@ -119,6 +119,9 @@ class ServerSection(Section):
         default=None, description="connections that one client address may have to each relay; those of trusted proxies do not count"
     )
     body_limit: Size = _quantity("20MiB", "largest request body")
+    body_values: Count = Field(
+        default=500_000, description="JSON values in a request body, counted by its commas, colons and opening brackets"
+    )
     body_memory: Size = _quantity("256MiB", "bytes of request bodies that all relays together hold at once; more are refused")
     headers_timeout: Duration = _quantity("10s", "time a client has to send the head of a request")
     body_timeout: Duration = _quantity("60s", "time for which a client may send nothing of its body, or less than 1 KiB/s of it")

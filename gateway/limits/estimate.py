@@ -6,7 +6,7 @@ before its usage came, what the client has seen of it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +16,7 @@ from gateway.limits.rules import Ask
 from gateway.media import CONTAINERS, data_urls
 from gateway.policy import NO_MEDIA
 from gateway.routes import OUTPUTS, Output
+from gateway.steps import finished
 from gateway.usage import Usage
 from gateway.whole import whole
 
@@ -29,6 +30,7 @@ MEDIA_TOKENS = 1024
 _MEDIA, _IN_URL = b";base64,", ";base64,"
 _TYPE = 256  # characters in which a media type is over
 _FEW = 4096  # bytes that are searched in the time in which a message is looked through
+_VALUES_PER_STEP = 20_000
 _MILLION = 1_000_000
 
 
@@ -39,12 +41,14 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
     completion: int = 0
 
 
-def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
-    """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it."""
+def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> Tokens:
+    """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it; ``prompt``: its
+    tokens, where they are known."""
     output = OUTPUTS.get(path)
     size = len(body)
-    may_have_media = (size >= _FEW and _few_to_look_through(document, size)) or _MEDIA in body
-    prompt = _with_media(document, size) if may_have_media else size // BYTES_PER_TOKEN
+    if prompt is None:
+        may_have_media = (size >= _FEW and _few_to_look_through(document, size)) or _MEDIA in body
+        prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
     if "n" in document or "prompt" in document:
         completion *= _choices(document)
@@ -53,17 +57,28 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes) -> Tokens:
     return Tokens(prompt or 1, completion)
 
 
+def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, Tokens]:
+    """The same for a large body, in steps."""
+    return estimate(document, path, body, (yield from _with_media(document, len(body))))
+
+
 def _few_to_look_through(document: Mapping[str, Any], size: int) -> bool:
     """To search a long body costs more than to look through a few messages."""
     messages = document.get("messages")
     return type(messages) is list and len(messages) * _FEW < size
 
 
-def _with_media(document: Mapping[str, Any], size: int) -> int:
-    """A body of ``size`` bytes in which there may be media: what stands in an ordinary text is none."""
-    members = (value for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA)
-    media = [len(url) for value in members for url in data_urls(value) if _IN_URL in url[:_TYPE]]
-    return max(size - sum(media), 0) // BYTES_PER_TOKEN + len(media) * MEDIA_TOKENS
+def _with_media(document: Mapping[str, Any], size: int) -> Generator[None, None, int]:
+    """Prompt tokens of a body of ``size`` bytes in which there may be media: what stands in an ordinary text is none."""
+    pending = [value for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA]
+    count = total = 0
+    while pending:
+        for url in data_urls(pending, _VALUES_PER_STEP):
+            if _IN_URL in url[:_TYPE]:
+                count += 1
+                total += len(url)
+        yield
+    return max(size - total, 0) // BYTES_PER_TOKEN + count * MEDIA_TOKENS
 
 
 def _completion(document: Mapping[str, Any], output: Output) -> int:

@@ -8,7 +8,7 @@ asks one request after the other is never in its own way, whichever relay takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,19 @@ class Permit(msgspec.Struct, eq=False):
         else:
             self._heed(store.known(counted.always, monotonic()))
 
-    def weigh(self, document: dict[str, Any], path: str, body: bytes, model: Model) -> None:
+    def weigh(self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model) -> None:
         """Guess what a body will use that is about to be sent, and hold it to the largest answer that is allowed. Raises Refusal."""
         self._model = model
         if self._counted.caps:
             estimate.cap(document, path, self._counted.max_tokens(model))
         self._guess = estimate.estimate(document, path, body)
+
+    def weigh_in_steps(self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model) -> Generator[None, None, None]:
+        """The same for a large body, in steps."""
+        self._model = model
+        if self._counted.caps:
+            estimate.cap(document, path, self._counted.max_tokens(model))
+        self._guess = yield from estimate.estimate_in_steps(document, path, body)
 
     def weigh_form(self, model: Model) -> int | None:
         """Nothing is known of what a form will use. Returns how many tokens its answer may have."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.media import MEMBERS, MediaHosts, in_list, in_object, is_entry
+from gateway.media import MEMBERS, MediaHosts, is_entry, refused_member
 
 NONE, LISTED, ANY = (
     MediaHosts(),
@@ -188,7 +188,11 @@ INSIDE: list[Any] = [
 
 
 def forbidden(value: Any, hosts: MediaHosts) -> str | None:
-    return in_list(value, hosts) if isinstance(value, list) else in_object(value, hosts)
+    pending, found = [value], None
+    while pending and found is None:
+        found = refused_member(pending, hosts, budget=1)
+    assert found == refused_member([value], hosts), "in one step as in many"
+    return found
 
 
 @pytest.mark.parametrize("value", INSIDE, ids=str)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
-from gateway.payload import MAX_CONTAINERS, MAX_DEPTH, Prepared, _without_texts, merge, parse
+from gateway.payload import MAX_DEPTH, Prepared, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
 from gateway.payload import prepare as prepared_by
 from gateway.policy import FORBIDDEN, NUMBERS, REFUSED, Policy
 from gateway.routes import ROUTES, Body, Route
 from gateway.state import Key, Model
+from gateway.steps import finished
 
 JSON_ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
 CHAT, COMPLETIONS = ROUTES["/v1/chat/completions"], ROUTES["/v1/completions"]
@@ -177,34 +178,62 @@ def test_the_depth_of_a_body(opening: bytes, closing: bytes) -> None:
         assert caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize("member", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]"])
-def test_the_number_of_containers(member: bytes) -> None:
-    inside = member.count(b"[") + member.count(b"{")
-    most = (MAX_CONTAINERS - 2) // inside
-    assert parse(b'{"a":[%b]}' % b",".join([member] * most))
-    with pytest.raises(Refusal, match="objects and lists"):
-        parse(b'{"a":[%b]}' % b",".join([member] * (most + 2)))
+@pytest.mark.parametrize("member", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]", b"1", b'"a"', b'"["'])
+def test_the_number_of_values(member: bytes) -> None:
+    body = b'{"a":[%b]}' % b",".join([member] * 1000)
+    marks = sum(member.count(mark) for mark in (b",", b":", b"[", b"{")) - member.count(b'"["')
+    most = 1000 * (marks + 1) - 1 + 3
+    assert parse(body, most)
+    with pytest.raises(Refusal, match=f"more than {most - 1} JSON values") as caught:
+        parse(body, most - 1)
+    assert caught.value.code == "request_too_large"
 
 
-def test_what_is_no_container_is_not_counted() -> None:
-    text = b'"' + b"[{" * MAX_CONTAINERS + b'"'
-    assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * MAX_CONTAINERS), text))
+def test_what_stands_in_a_string_is_not_counted() -> None:
+    text = b'"' + b'[{,:\\"' * 1000 + b'"'
+    assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * 1000), text), 1010)
 
 
 @settings(deadline=None)
 @given(
     st.recursive(
-        st.text(alphabet='a[]{}"\\\n', max_size=6) | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text('["\\'), inner)
+        st.text(alphabet='a[]{},:"\\\n', max_size=6) | st.none(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('[:"\\'), inner),
     )
 )
-def test_brackets_in_texts_are_none(value: Any) -> None:
+def test_marks_in_strings_are_not_counted(value: Any) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
-    assert len(_without_texts(body)) == _containers(value)
+    assert finished(_marks_outside_strings(body)) == _marks(value)
 
 
-def _containers(value: Any) -> int:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, dict | list) + sum(map(_containers, inside))
+def _marks(value: Any) -> int:
+    """Commas, colons and opening brackets."""
+    if not isinstance(value, dict | list):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(len(value) - 1, 0) + (len(value) if isinstance(value, dict) else 0) + sum(map(_marks, inside))
+
+
+@settings(deadline=None)
+@given(document=ANY, route=st.sampled_from(JSON_ROUTES))
+def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None:
+    body = orjson.dumps(document)
+
+    def outcome(at_once: bool) -> object:
+        try:
+            if at_once:
+                return prepared_by(merge(parse(body)), Policy.of(MODEL), route, len(body))
+            parsed = merge(finished(parse_in_steps(body)))
+            return finished(prepare_in_steps(parsed, Policy.of(MODEL), route, len(body)))
+        except Refusal as refusal:
+            return refusal.code, refusal.message
+
+    at_once, in_steps = outcome(True), outcome(False)
+    assert at_once == in_steps
+    if isinstance(in_steps, Prepared):
+        encoded = in_steps.encoded("inside")
+        for name in ("inside", 'an"other', "x"):
+            assert orjson.loads(encoded.encode(name)) == orjson.loads(in_steps.encode(name))
 
 
 @settings(deadline=None)

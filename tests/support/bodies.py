@@ -1,0 +1,153 @@
+"""Bodies that cost as much as a body can, and what it costs to process them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Mapping
+from time import thread_time
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from gateway.beginning import hint
+from gateway.body_shape import shape
+from gateway.collector import collector_paused
+from gateway.errors import Refusal
+from gateway.limits.estimate import estimate_in_steps
+from gateway.payload import merge, parse_in_steps, prepare_in_steps
+from gateway.policy import Policy
+from gateway.routes import ROUTES
+from gateway.state import BodyRules
+
+LIMIT = 20 * 1024 * 1024
+VALUES = 500_000
+"""The default bounds of a body."""
+POLICY = Policy(BodyRules(media_hosts=("*.example.com",), max_tokens=100), {"temperature": 1}, {"seed": 1})
+T = TypeVar("T")
+
+UNITS: Mapping[str, bytes] = MappingProxyType(
+    {
+        "empty lists": b"[]",
+        "empty objects": b"{}",
+        "small objects": b'{"a":1}',
+        "objects with long names": b'{"%b":1}' % (b"k" * 70),
+        "deep lists": b"[" * 60 + b"]" * 60,
+        "numbers": b"1",
+        "digits": b"9" * 18,
+        "floats": b"1.2345678901234567e-100",
+        "huge floats and digits": b'1e19,"%b"' % (b"1" * 19),
+        "strings": b'"' + b"x" * 38 + b'"',
+        "escapes": b'"' + b"\\n" * 18 + b'"',
+        "quotes": b'"' + b'\\"[{' * 10 + b'"',
+        "backslashes": b'"' + b"\\\\" * 20 + b'"',
+        "brackets in strings": b'"[["',
+        "emoji": b'"' + "\U0001f600".encode() * 9 + b'"',
+        "escaped emoji": b'"' + b"\\ud83d\\ude00" * 3 + b'"',
+        "developer messages": b'{"role":"developer","content":"%b"}' % (b"x" * 200),
+        "short developer messages": b'{"role":"developer"}',
+        "developer messages of parts": b'{"role":"developer","content":[{"type":"text","text":"x"}]}',
+        "function calls": b'{"function_call":{}}',
+        "function results": b'{"role":"function","content":"x"}',
+        "images": b'{"image_url":"https://a.example.com/x"}',
+        "image parts": b'{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]}',
+        "long URLs": b'{"image_url":"https://%b.example.com/%b"}' % (b"a-a." * 50, b"a" * 4000),
+        "ordinary messages": b'{"role":"user","content":"%b"}' % (b"word, " * 40),
+    }
+)
+"""What a list in a body is filled with."""
+
+PLACES: Mapping[str, tuple[str, bytes, bytes]] = MappingProxyType(
+    {
+        "messages": ("/v1/chat/completions", b'{"model":"m","messages":[', b"]}"),
+        "messages in extra_body": ("/v1/chat/completions", b'{"model":"m","messages":[],"extra_body":{"messages":[', b"]}}"),
+        "functions beside messages": ("/v1/chat/completions", b'{"model":"m","functions":[],"messages":[', b"]}"),
+        "a message's parts": ("/v1/chat/completions", b'{"model":"m","messages":[{"role":"user","content":[', b"]}]}"),
+        "tools": ("/v1/chat/completions", b'{"model":"m","messages":[],"tools":[', b"]}"),
+        "input": ("/v1/responses", b'{"model":"m","input":[', b"]}"),
+        "prompt": ("/v1/completions", b'{"model":"m","n":2,"prompt":[', b"]}"),
+        "system": ("/v1/messages", b'{"model":"m","messages":[],"system":[', b"]}"),
+        "metadata": ("/v1/chat/completions", b'{"model":"m","messages":[],"metadata":[', b"]}"),
+    }
+)
+"""Where that list stands: the route, and what is before and behind it."""
+
+
+def text(piece: bytes, size: int) -> bytes:
+    """A body whose only message is one text."""
+    opening, closing = b'{"model":"m","messages":[{"role":"user","content":"', b'"}]}'
+    return opening + piece * ((size - len(opening) - len(closing)) // len(piece)) + closing
+
+
+TEXTS: Mapping[str, bytes] = MappingProxyType(
+    {
+        "letters": b"x",
+        "newlines": b"\\n",
+        "quotes": b'\\"',
+        "emoji": "\U0001f600".encode(),
+        "letters and emoji": b"x" * 1000 + "\U0001f600".encode(),
+        "commas": b", ",
+    }
+)
+"""What one long text is filled with."""
+
+
+def filled(place: str, unit: bytes, size: int, values: int = VALUES) -> tuple[str, bytes]:
+    """A route and a body that is as large as ``size`` bytes and ``values`` allow."""
+    path, opening, closing = PLACES[place]
+    marks = sum(unit.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
+    count = max(min((size - len(opening) - len(closing)) // (len(unit) + 1), (values - 30) // marks), 0)
+    return path, opening + b",".join([unit] * count) + closing
+
+
+class Cost(NamedTuple):
+    """CPU in seconds: of all steps, and of the longest one."""
+
+    total: float
+    longest: float
+
+
+class Meter:
+    """Measures steps, each of which stands for one event-loop iteration."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, Cost] = {}
+
+    def steps(self, name: str, work: Generator[None, None, T]) -> T:
+        total = longest = 0.0
+        try:
+            while True:
+                began = thread_time()
+                try:
+                    next(work)
+                except StopIteration as end:
+                    value: T = end.value
+                    return value
+                finally:
+                    took = thread_time() - began
+                    total, longest = total + took, max(longest, took)
+        finally:
+            self.costs[name] = Cost(total, longest)
+
+    def step(self, name: str, work: Callable[[], T]) -> T:
+        began = thread_time()
+        try:
+            return work()
+        finally:
+            took = thread_time() - began
+            self.costs[name] = Cost(took, took)
+
+
+def processed(path: str, body: bytes) -> dict[str, Cost]:
+    """What each transformation of a body costs, up to where it is refused."""
+    route, meter = ROUTES[path], Meter()
+    gc.collect()
+    with collector_paused():
+        try:
+            document: dict[str, Any] = merge(meter.steps("parse", parse_in_steps(body, VALUES)))
+            meter.step("shape", lambda: shape(document))
+            prepared = meter.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
+            meter.steps("estimate", estimate_in_steps(prepared.document, prepared.upstream, body))
+            meter.step("hint", lambda: hint(prepared.document))
+            meter.step("encode", lambda: prepared.encoded("m"))
+        except Refusal as refusal:
+            meter.costs["refused: " + refusal.message[:60]] = Cost(0.0, 0.0)
+    return meter.costs
