@@ -300,7 +300,7 @@ class Taking(Relay):
 
     async def _take(self, call: Call) -> None:
         try:
-            self.taken.append(await call.body())
+            self.taken.append(bytes(await call.body()))
             call.respond(200, b"", b"{}")
         except Refusal as refusal:
             call.respond(refusal.row.status, b"", b"")
