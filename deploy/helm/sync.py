@@ -139,7 +139,7 @@ TYPES: dict[str, Schema] = {
     "ingress.tls": _list(_object(secretName=_TEXT, hosts=_list(_TEXT))),
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
     "topologySpreadConstraints": _list(_SPREAD),
-    "extraObjects": _list(_FREE),
+    "extraObjects": _list({"type": ["object", "string"]}),
     "networkPolicy.clients": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),
     "networkPolicy.monitoring": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),
     "networkPolicy.egress": _list(_object(to=_list(_FREE), ports=_list(_FREE))),

@@ -72,7 +72,10 @@ VALUES: dict[str, dict[str, Any]] = {
         "extraEnv": [{"name": "A", "value": "b"}],
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
-        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}, "data": {"a": "b"}}],
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}, "data": {"a": "b"}},
+            "{apiVersion: v1, kind: ConfigMap, metadata: {name: as-text}, data: {port: {{ .Values.service.port | quote }}}}",
+        ],
         "tests": {"enabled": False},
         "podLabels": {"a": "b"},
         "podAnnotations": {"a": "b"},
@@ -389,6 +392,12 @@ def test_a_release_and_a_namespace_may_be_called_as_what_yaml_takes_for_no_text(
     assert judged({"no": rendered}) == {"no": []}
 
 
+def test_objects_of_the_operator_may_be_texts_with_templates(cases: dict[str, Rendered]) -> None:
+    made = cases["extras"]
+    assert made.one("ConfigMap", "gw-more")["data"] == {"a": "b"}
+    assert made.one("ConfigMap", "as-text")["data"] == {"port": "80"}
+
+
 def test_no_secret_is_made_where_one_exists(cases: dict[str, Rendered]) -> None:
     assert cases["many-replicas"].all("Secret") == []
 
@@ -404,7 +413,12 @@ def test_the_time_to_end_covers_what_is_under_way(cases: dict[str, Rendered]) ->
 
 def test_a_token_of_the_cluster_is_mounted_only_for_discovery(cases: dict[str, Rendered]) -> None:
     given = {name: rendered.pod()["automountServiceAccountToken"] for name, rendered in cases.items()}
-    assert {name for name, token in given.items() if not token} == {"dns", "keys in the configuration", "values-keys.yaml"}
+    assert {name for name, token in given.items() if not token} == {
+        "dns",
+        "keys in the configuration",
+        "values-keys.yaml",
+        "values-persistence.yaml",
+    }
     for rendered in cases.values():
         for role in rendered.all("Role"):
             assert role["rules"] == [

@@ -1,4 +1,4 @@
-"""What keys bring, before a real vLLM: the salt keeps their caches apart, and every route takes the priority."""
+"""What keys bring, before a real vLLM: the salt keeps their caches apart, and every route takes the priority; and the server's own keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from gateway.keys import hash_of
-from tests.support.process import Gateway, configuration, gateway
+from tests.support.process import Gateway, configuration, gateway, wait_for
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING
 from tests.vllm.server import NOT_INSTALLED, Flag, installed, running
@@ -30,8 +30,12 @@ LONG = " ".join(f"Item {number} of the list is {number * number}." for number in
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder: Path = tmp_path_factory.mktemp("keys")
     (folder / "secret").write_text("of the salts")
-    with running("qwen3", flags=FLAGS) as server:
-        config = configuration({"id": "tiny", "servers": [{"url": server.url, "model": "tiny"}]})
+    (folder / "vllm.yaml").write_text('api-key: ["sk-engine-1", "0123"]\n')  # as the chart's Secret has it
+    (folder / "server-key").write_text("sk-engine-1")
+    with running("qwen3", flags={**FLAGS, "config": str(folder / "vllm.yaml")}) as server:
+        assert "sk-engine-1" not in Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
+        served = {"url": server.url, "model": "tiny", "api_key": {"file": "server-key"}}
+        config = configuration({"id": "tiny", "servers": [served]})
         config["keys"] = [{"id": name, "hash": hash_of(token), "priority": -5} for name, token in KEYS.items()]
         config["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
         with gateway(folder, config) as running_gateway:
@@ -72,3 +76,25 @@ def test_keys_do_not_share_the_cache_and_cannot_choose_to(one: Gateway) -> None:
 )
 def test_every_route_takes_what_a_key_brings(one: Gateway, path: str, body: Json) -> None:
     assert asked(one, "one", path, **body)
+
+
+def test_a_server_with_two_keys_serves_while_the_gateway_changes_over_and_one_that_refuses_the_key_is_down(one: Gateway) -> None:
+    file = one.folder / "server-key"
+
+    def key(text: str) -> None:
+        file.write_text(text)
+        assert one.command("reload").returncode == 0
+
+    def reason() -> str:
+        return str(one.get("/status").json()["models"][0]["servers"][0]["reason"])
+
+    assert cached(one, "one", "Before.") == 0
+    key("0123")
+    assert cached(one, "one", "Between.") == 0
+    try:
+        key("unknown")
+        wait_for(lambda: reason().startswith("the server refused the gateway's key"), 60)
+    finally:
+        key("0123")
+    wait_for(lambda: not reason(), 60)
+    assert cached(one, "one", "After.") == 0
