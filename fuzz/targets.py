@@ -197,16 +197,17 @@ _DEEP = 500  # brackets; Python's parser has a bound
 
 
 def scan(data: bytes) -> None:
-    """The scanner finds the same however the document is cut, and in a valid document what a parser finds."""
+    """The scanner finds in a valid document what a parser finds, and the same however it is cut; of others it does not fail."""
     wire = data[1:]
     found = _scanned([wire])
-    assert _scanned(list(_pieces(data))) == found
+    again = _scanned(list(_pieces(data)))
     if wire.count(b"[") + wire.count(b"{") > _DEEP:
         return
     try:
         document = json.loads(wire.decode(), object_pairs_hook=_Pairs)
     except ValueError:
         return
+    assert again == found
     if isinstance(document, _Pairs):
         assert [(path, _plain(value)) for path, value in found] == [
             (path, repr(value)) for path, value in _wanted_in(document, _WANTED, ())

@@ -46,6 +46,7 @@ MAX_PIPELINED = 16
 """Requests that a client may send ahead of their answers."""
 _FRAMING_PER_BYTE = 8
 """Bytes of framing that come with each of a body: a chunk of one byte has five. Longer ones, with extensions, add up like a head."""
+_VERSION, _HEAD_END = b" HTTP/1.", b"\r\n\r\n"
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
 
@@ -120,6 +121,9 @@ class EdgeProtocol(HttpToolsProtocol):
         self.proxied = False
         """The other end is a trusted proxy, which says who the client is."""
         self._counted: str | None = None
+        self._line = b"\n"  # the request line of the request before, up to its version; before the first one what none is
+        self._version_at = 1  # the length of that
+        self._line_so_far: bytes | None = None  # of a request line that is not whole, and perhaps what stands before it
         self._host = _NO_HOST  # the last one that was found good
         self._reading = _FIRST_BYTE  # what the parser is in
         self._patience = Patience()
@@ -157,11 +161,19 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         self._head_size += len(data)
         try:
-            self.parser.feed_data(data)
+            version = data.rfind(_VERSION)  # of the only request line in it, mostly that of the request before
+            if version != self._version_at or data[:version] != self._line or self._reading is _BODY:
+                self._feed_by_lines(data)
+            else:
+                self.parser.feed_data(data)
+                if self._reading is _HEAD and data.find(_HEAD_END) >= 0:
+                    self._line_so_far = data[-MAX_HEAD:]
         except httptools.HttpParserCallbackError as error:
             self._refuse_bytes(_refusal_of(error))
         except httptools.HttpParserError:
             self._refuse_bytes(Refusal("invalid_request", "The request is not valid HTTP/1.1."))
+        except Refusal as refusal:
+            self._refuse_bytes(refusal)
         except httptools.HttpParserUpgrade as offer:
             self._read_on(data[offer.args[0] :])
         else:
@@ -169,6 +181,43 @@ class EdgeProtocol(HttpToolsProtocol):
                 self._refuse_bytes(_head_too_large())
         if self.due is not None:
             self._go_on()
+
+    def _feed_by_lines(self, data: bytes) -> None:
+        """Feed the parser so that each request line is seen beside what the parser takes it for. Raises what ``feed_data`` raises, and
+        Refusal for a line that has more than one space between two parts: the parser takes them for one and does not report them.
+
+        A read that begins with the line of the request before and has no other is not cut.
+        """
+        at, size = 0, len(data)
+        while at < size:
+            version = data.find(_VERSION, at)
+            if version < 0 and self._line_so_far is None:
+                end = size
+            elif version < 0 or self._line_so_far is not None:
+                end = data.find(b"\n", at) + 1 or size
+            else:
+                end = data.rfind(b"\n", at, version) + 1 or data.find(b"\n", version) + 1 or size
+            try:
+                self._feed_line(data[at:end])
+            except httptools.HttpParserUpgrade as offer:
+                raise httptools.HttpParserUpgrade(at + offer.args[0]) from None
+            at = end
+
+    def _feed_line(self, line: bytes) -> None:
+        headers = self.headers
+        self.parser.feed_data(line)
+        so_far = b"" if self.headers is not headers else self._line_so_far
+        if so_far is None:
+            return
+        so_far = (so_far + line)[-MAX_HEAD:]
+        if not line.endswith(b"\n"):
+            self._line_so_far = so_far
+            return
+        self._line_so_far = None
+        start = b"%b %b" % (self.parser.get_method(), self.url)
+        if not so_far.endswith(b"%b HTTP/%b\r\n" % (start, self.parser.get_http_version().encode())):
+            raise Refusal("invalid_request", "The request line must have one space between its parts.")
+        self._line, self._version_at = start, len(start)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport.lost()
@@ -297,6 +346,8 @@ class EdgeProtocol(HttpToolsProtocol):
         call = self._incoming
         if call is not None and self.parser.should_upgrade():
             return  # its body comes all the same: see _read_on
+        if self._head_size > MAX_HEAD and self._size_of_head() > MAX_HEAD:
+            raise _head_too_large()  # with its trailers, which are among the headers by now
         self._reading = _NEXT_REQUEST
         self._head_size = 0
         self._incoming = None
@@ -517,7 +568,7 @@ _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-le
 def _unique(headers: list[tuple[bytes, bytes]], http10: bool) -> dict[bytes, bytes]:
     """The headers by name. Raises Refusal when one that decides something is there twice, or for a strange encoding."""
     unique = dict(headers)
-    if b"transfer-encoding" in unique and (http10 or unique[b"transfer-encoding"].lower() != b"chunked"):
+    if b"transfer-encoding" in unique and (http10 or unique[b"transfer-encoding"].strip(b" ").lower() != b"chunked"):
         raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
     if len(unique) < len(headers):
         seen: set[bytes] = set()

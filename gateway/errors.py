@@ -74,6 +74,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 CLIENT_CLOSED_REQUEST = 499
 """The status that metrics and log give to a request whose client left (nginx's number; it is never sent)."""
 
+_RETRY_AFTER_DIGITS = 5  # of a server's number of seconds: about a day
 _RETRY_AFTER = {"rate_limit_exceeded": 1, "model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
 
 
@@ -214,11 +215,11 @@ def from_server(status: int, body: bytes, model: str, input_field: str, retry_af
 
     ``model`` is what the client asked for (a server's list of "valid aliases" never reaches it);
     ``input_field`` is the field of this route that holds the text, blamed when the text is too long;
-    ``retry_after`` is the server's header of that name, kept where it is a number of seconds.
+    ``retry_after`` is the server's header of that name, kept where it is a number of seconds of up to five digits.
     """
     message, kind, param = _read(body)
     refusal = classify(status, message, kind, param, model, input_field)
-    if retry_after is not None and retry_after.isdigit() and refusal.code in _RETRY_AFTER:
+    if retry_after is not None and retry_after.isdigit() and len(retry_after) <= _RETRY_AFTER_DIGITS and refusal.code in _RETRY_AFTER:
         return Refusal(refusal.code, refusal.message, headers={"retry-after": retry_after.decode()})
     return refusal
 

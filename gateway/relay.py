@@ -44,7 +44,8 @@ _READ_ON = 64 * 1024 * 1024  # bytes of an answer that is read to its end though
 _HURRY = 5.0  # seconds that may take
 _PAUSE = 0.03  # seconds in which more of it comes, or it has got stuck
 
-EVENT_STREAM = b"text/event-stream"
+EVENT_STREAM, _JSON = b"text/event-stream", b"application/json"
+_LONGEST_TYPE = 1024  # bytes of a content type, parameters included
 _BYTES, _METADATA = b"application/octet-stream", b"metadata"
 
 _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
@@ -119,7 +120,10 @@ class BodyRelay(Passing):
         if answer.complete:
             body = answer.pending[0] if len(answer.pending) == 1 else b"".join(answer.pending)
             if self._is_json:
-                self._note(of_body(body, call.target.route.dialect))
+                fields = of_body(body, call.target.route.dialect)
+                self.usage = fields.usage
+                if fields.stopped:
+                    self._note_stopped()
             if self._name is not None:
                 body = renamed(body, self._name)
             self._settle()
@@ -425,17 +429,23 @@ def break_off(call: Call, refusal: Refusal, passed: int) -> None:
 
 def content_type(answer: Answer) -> bytes:
     """The header line of the server's content type, without anything that could end the line early."""
-    return b"content-type: %b\r\n" % answer.headers.get(b"content-type", b"application/json")
+    return b"content-type: %b\r\n" % answer.headers.get(b"content-type", _JSON)
 
 
 def is_stream(answer: Answer) -> bool:
-    """Is the body a stream of events?"""
-    return answer.headers.get(b"content-type", b"").startswith(EVENT_STREAM)
+    """Is the body a stream of events? Raises BadAnswer for a content type that is too long to be one."""
+    kind = answer.headers.get(b"content-type", _JSON)
+    if kind == _JSON:
+        return False
+    if len(kind) > _LONGEST_TYPE:
+        raise BadAnswer(answer.server.name, f"a content type of {len(kind)} bytes")
+    return kind.lower().startswith(EVENT_STREAM)
 
 
 def _is_json(answer: Answer) -> bool:
     """Is the body a document, and not a text in which words of one may stand?"""
-    return answer.headers.get(b"content-type", b"application/json").startswith(b"application/json")
+    kind = answer.headers.get(b"content-type", _JSON)
+    return kind == _JSON or kind.lower().startswith(_JSON)
 
 
 def is_bytes(answer: Answer) -> bool:

@@ -44,6 +44,7 @@ EVENT_END = b"\n\n\r\n"
 """How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
 the size of the next one, which it tells of no sooner than with that chunk's first byte."""
 
+_VERSIONS = frozenset({"1.1", "1.0"})
 _OUR_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
 )
@@ -187,7 +188,8 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(BadAnswer(self._server, f"not HTTP/1.1: {error}"))
+            found = error.__context__  # what a callback raised
+            self._fail(found if isinstance(found, BadAnswer) else BadAnswer(self._server, f"not HTTP/1.1: {error}"))
             return
         if self.between_chunks and data[-4:] != EVENT_END:
             self.between_chunks = False
@@ -237,16 +239,25 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200:
             return  # an interim answer (100, 103): the real one follows
+        if self._parser.get_http_version() not in _VERSIONS:
+            raise BadAnswer(self._server, "not HTTP/1.1: its version is another one")
         self._in_body = True
         self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
         headers = self._headers.copy()
-        framed = b"content-length" in headers or b"transfer-encoding" in headers
+        framed = b"content-length" in headers or self._is_chunked(headers)
         if not framed or b"content-type" not in headers or status >= 400:  # else every name that matters is written small, as vLLM's are
             headers = _in_small_letters(headers)
-            framed = b"content-length" in headers or b"transfer-encoding" in headers
+            framed = b"content-length" in headers or self._is_chunked(headers)
         self._framed = framed or status in (204, 304)
         if self._receiver is not None:
             self._receiver.on_head(status, headers)
+
+    def _is_chunked(self, headers: Headers) -> bool:
+        """Whether the body is in chunks. Raises BadAnswer for any other encoding: the parser would leave it in the body."""
+        encoding = headers.get(b"transfer-encoding")
+        if encoding is not None and encoding.strip(b" ").lower() != b"chunked":
+            raise BadAnswer(self._server, "its transfer encoding is not 'chunked' alone")
+        return encoding is not None
 
     def on_body(self, data: bytes) -> None:
         self._head_size = 0

@@ -71,6 +71,7 @@ AMBIGUOUS = {
     "no encoding": sized(b"transfer-encoding: \r\n", body=CHUNKS),
     "chunked twice": sized(CHUNKED, CHUNKED, body=CHUNKS),
     "chunked with a parameter": sized(b"transfer-encoding: chunked;q=1\r\n", body=CHUNKS),
+    "chunked before a tab": sized(b"transfer-encoding: chunked\t\r\n", body=CHUNKS),
     "chunked in quotes": sized(b'transfer-encoding: "chunked"\r\n', body=CHUNKS),
     "chunked behind a control character": sized(b"transfer-encoding: \x0bchunked\r\n", body=CHUNKS),
     "chunked of an old client": sized(CHUNKED, body=CHUNKS).replace(b"HTTP/1.1", b"HTTP/1.0", 1),
@@ -103,6 +104,9 @@ AMBIGUOUS = {
     "a line feed in an extension": chunked(SIZE + b";a\nb"),
     "lines of a chunk that end in line feeds": sized(CHUNKED, body=CHUNKS.replace(b"\r\n", b"\n")),
     "a length in the trailers": chunked(SIZE, last=b"0\r\ncontent-length: 5\r\n\r\n"),
+    "two spaces before the path": sized(LENGTH).replace(b" /", b"  /", 1),
+    "two spaces behind the path": sized(LENGTH).replace(b" HTTP", b"  HTTP", 1),
+    "many spaces behind the path": sized(CHUNKED, body=CHUNKS).replace(b" HTTP", b" " * 300 + b"HTTP", 1),
     "no version": LINE.replace(b" HTTP/1.1", b""),
     "another version": sized(LENGTH).replace(b"HTTP/1.1", b"HTTP/1.2", 1),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -131,9 +135,10 @@ async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str],
         await asyncio.gather(*(_refused(served.port, data, 400) for data in AMBIGUOUS.values()))
         assert server.requests == []
         assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
-        for good in (sized(LENGTH), sized(CHUNKED, body=CHUNKS), chunked(b"00" + SIZE + b";a=b")):
+        spaces = sized(b"transfer-encoding:  Chunked  \r\n", body=CHUNKS)
+        for good in (sized(LENGTH), sized(CHUNKED, body=CHUNKS), spaces, chunked(b"00" + SIZE + b";a=b")):
             assert (await ask(served.port, good)).status == 200
-        assert len(server.requests) == 3
+        assert len(server.requests) == 4
     measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400 and the end, 0 requests upstream")
 
 
@@ -272,6 +277,27 @@ async def test_heads_without_measure(measured: Callable[[str], None]) -> None:
     measured(f"{', '.join(heads)}: 431")
 
 
+TRAILER = b"x: " + b"a" * 69_000 + b"\r\n"
+
+
+@pytest.mark.row(12)
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/nowhere"])
+@pytest.mark.parametrize("cut", [1, 30_000, 10**6])
+async def test_trailers_without_measure(path: bytes, cut: int) -> None:
+    """However the network cuts them, and whatever is sent behind."""
+    data = chunked(SIZE, last=b"0\r\n" + TRAILER + b"\r\n").replace(b"/v1/chat/completions", path)
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+        split = data.index(TRAILER) + cut
+        one.send(data[:split])
+        if split < len(data):
+            await asyncio.sleep(0.05)
+        one.send(data[split:] + request())
+        statuses = [(await one.reply()).status]
+        async with asyncio.timeout(20):
+            assert await one.reader.read() == b"", "what stands behind was answered"
+        assert statuses == [431 if path != b"/nowhere" else 404] and server.requests == []
+
+
 @pytest.mark.row(12)
 async def test_a_head_that_never_ends_is_not_gathered() -> None:
     async def pour(one: Client) -> None:
@@ -285,6 +311,35 @@ async def test_a_head_that_never_ends_is_not_gathered() -> None:
         assert (await one.reply()).status == 431
         pouring.cancel()
         await asyncio.gather(pouring, return_exceptions=True)
+
+
+@pytest.mark.row(13)
+async def test_a_request_line_is_read_alike_wherever_it_is_cut() -> None:
+    """Requests sent ahead, whose bodies have lines in them that look like request lines."""
+    text = orjson.dumps(chat(user="POST  /v1/chat/completions HTTP/1.1\r\n"), option=orjson.OPT_INDENT_2)
+    text = text.replace(b"{", b"{\n\nPOST  / HTTP/1.1\r\n".replace(b"POST  / HTTP/1.1", b" "), 1)
+    good = request(text) + sized(CHUNKED, body=b"%x\r\n%b\r\n0\r\nx: a HTTP/1.1 b\r\n\r\n" % (len(text), text)) + b"\r\n" + request(text)
+    bad = sized(LENGTH).replace(b" HTTP", b"  HTTP", 1)
+    data = good + bad
+    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
+        for at in (
+            0,
+            10,
+            45,
+            len(request(text)) + 3,
+            len(good) - 5,
+            len(good) + 2,
+            len(good) + 12,
+            len(good) + 27,
+            len(good) + 33,
+            len(data),
+        ):
+            async with client(served.port) as one:
+                one.send(data[:at])
+                await asyncio.sleep(0.01)
+                one.send(data[at:])
+                assert [(await one.reply()).status for _ in range(4)] == [200, 200, 200, 400], at
+    assert len(server.requests) == 30
 
 
 # Beside another parser

@@ -75,6 +75,13 @@ ANSWERS: dict[str, bytes] = {
     "half a head": OK[:9],
     "a head alone": JSON_HEAD + b"content-length: 5\r\n\r\n",
     "gzip": JSON_HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b" % (len(gzip.compress(b"{}")), gzip.compress(b"{}")),
+    "HTTP/2.0 in a status line": b"HTTP/2.0 200 OK\r\ncontent-length: 2\r\nconnection: keep-alive\r\n\r\n{}",
+    "HTTP/0.9 in a status line": b"HTTP/0.9 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "HTTP/2.0 behind an interim answer": b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/2.0 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "gzip as a transfer encoding, and chunks": JSON_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "gzip as a transfer encoding": JSON_HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+    "a content type of 100,000 bytes": OK + b"content-type: a/" + b"b" * 100_000 + b"\r\ncontent-length: 2\r\n\r\n{}",
+    "a stream's content type of 100,000 bytes": OK + b"content-type: text/event-stream;" + b"b" * 100_000 + b"\r\n" + CHUNKED,
     "gzip, in capitals": b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nContent-Encoding: GZIP\r\nContent-Length: 2\r\n\r\n{}",
 }  # fmt: skip
 
@@ -131,6 +138,23 @@ async def test_heads_without_end(name: str) -> None:
         assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         assert sent[0] < FLOOD and grown < GROWTH
         await until(lambda: server.open == 0)
+
+
+@pytest.mark.row(29)
+@pytest.mark.parametrize("value", [b"9" * 100_000, b"1" * 6, b"-5", b"soon"])
+async def test_a_retry_after_of_no_sense_is_not_passed_on(value: bytes) -> None:
+    head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %b\r\ncontent-length: 0\r\n\r\n" % value
+    async with scripted(says(head)) as server, unharmed([model(server.port)]) as served:
+        reply = await ask(served.port, request())
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.row(29)
+async def test_an_error_event_of_text_is_bounded() -> None:
+    text = b"event: error\ndata: " + b"at /opt/x.py " * 50_000 + b"\n\n"
+    async with scripted(says(STREAM, b"%x\r\n%b\r\n" % (len(text), text))) as server, unharmed([model(server.port)]) as served:
+        reply = await ask(served.port, request(chat(stream=True)))
+        assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected") and b"/opt" not in reply.body
 
 
 @pytest.mark.row(29)
