@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 
 from tests.deploy.chart import CHART, EXAMPLES, Rendered, content, helm
 from tests.deploy.cluster import Cluster, cluster
+from tests.deploy.local import engine, here, mounted
+from tests.support.process import gateway, wait_for
 
 ENGINE = {"model": {"id": "org/model"}}
 SCALED = {"enabled": True, "minReplicas": 2, "maxReplicas": 8}
@@ -140,6 +143,31 @@ def test_the_engines_key_is_replaced_by_one_that_running_engines_accept(api: Clu
     assert templates(first) == templates(second), "no pod is restarted"
     assert engine_keys(api.upgrade(tmp_path, replaced)) == engine_keys(second)
     assert engine_keys(api.upgrade(tmp_path, values)) == engine_keys(second), "a generation that is lower changes nothing"
+
+
+def test_requests_are_served_while_the_engines_key_is_replaced(api: Cluster, tmp_path: Path) -> None:
+    """An engine that runs with the Secret of before, and a gateway that reads the Secret of each revision."""
+    values: dict[str, Any] = {"engines": {"a": ENGINE}, "rbac": {"create": False}}
+    first, root = api.upgrade(tmp_path, values), tmp_path / "root"
+    token = content(first.one("Secret", "gw-vllm-gateway-keys"))["key"]
+    chat: dict[str, Any] = {"model": "org/model", "messages": [{"role": "user", "content": "Hello"}]}
+
+    def status() -> int:
+        headers = {"authorization": f"Bearer {token}"}
+        return httpx2.post(f"{one.url}/v1/chat/completions", json=chat, headers=headers, timeout=60).status_code
+
+    def revision(generation: int) -> None:
+        rendered = api.upgrade(tmp_path, values | {"engineKey": {"generation": generation}})
+        (root / "etc/vllm-gateway/engine/key").write_text(engine_keys(rendered)[0])
+        assert one.command("reload").returncode == 0
+
+    mounted(first, root)
+    with engine(first, "engine-a", root) as port, gateway(here(root, {"org/model": port}), None) as one:
+        wait_for(lambda: status() == 200)
+        revision(2)
+        assert status() == 200
+        revision(3)  # the engine has not been restarted, so it does not know this one
+        wait_for(lambda: status() == 503)
 
 
 def test_a_key_of_the_chart_before_stays_and_gets_a_successor(api: Cluster, tmp_path: Path) -> None:
