@@ -191,7 +191,7 @@ class Ledger:
             self._tell("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
         try:
             self._write(list(frames(data)))
-            self._both = None
+            self._database_takes_rows()
             return True
         except AwayError as error:
             self._both = str(error)
@@ -199,9 +199,17 @@ class Ledger:
             return False
 
     def _disk_takes_rows(self) -> None:
+        """What waited in memory is on disk."""
         if self._disk is not None:
-            _log.warning("the ledger's spool can be written again")
+            self._tell_again("disk", "the ledger's spool can be written again")
         self._disk = self._both = None
+        self._told.pop("both", None)
+
+    def _database_takes_rows(self) -> None:
+        """What waited in memory is in the database."""
+        if self._both is not None:
+            self._tell_again("both", "the ledger's database takes rows again")
+        self._both = None
 
     def _probe_the_disk(self) -> None:
         """Look whether a spool that took nothing takes rows again, though there are none at the moment."""
@@ -280,7 +288,7 @@ class Ledger:
             self._unfit += unfit
             self.written += len(rows) - unfit
         if self.away is not None:
-            _log.warning("the ledger's database is back")
+            self._tell_again("database", "the ledger's database is back")
             self.away = None
 
     def _decoded(self, payload: bytes) -> Row | None:
@@ -291,6 +299,11 @@ class Ledger:
             with self._counting:
                 self._unfit += 1
             return None
+
+    def _tell_again(self, what: str, message: str) -> None:
+        """Say that a trouble is over; the next one of its kind is said at once."""
+        self._told.pop(what, None)
+        _log.warning("%s", message)
 
     def _tell(self, what: str, message: str) -> None:
         """Say it, but not again and again."""

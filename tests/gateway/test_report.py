@@ -41,6 +41,34 @@ async def test_a_status_costs_as_much_for_each_model_however_many_there_are(tmp_
     assert many < 5 * few
 
 
+WITHOUT = ["1 of 1 model without a ready server"]
+
+
+async def test_a_gateway_is_ready_and_degraded_while_a_model_has_no_server_that_is_up(tmp_path: Path) -> None:
+    async with controlled(tmp_path, {"id": "far", "servers": [{"url": "http://127.0.0.1:9"}]}) as one:
+        assert (one.report.not_ready(), one.report.degraded(), one.report.status()["degraded"]) == (None, WITHOUT, WITHOUT)
+
+
+async def test_a_launched_server_that_does_not_answer_its_probes_degrades_the_gateway(tmp_path: Path) -> None:
+    async with controlled(tmp_path, launched(A)) as one:
+        assert one.report.degraded() == []
+        with one.frozen(A):
+            await until(lambda: one.report.degraded() == WITHOUT, 60)
+            assert one.report.not_ready() is None
+
+
+async def test_a_model_at_rest_or_on_its_way_up_degrades_nothing(tmp_path: Path) -> None:
+    async with controlled(tmp_path, on_demand(A)) as one:
+        assert (one.state(A), one.report.degraded()) == ("stopped", [])
+        asked = asyncio.create_task(one.ask(A))
+        while not asked.done():
+            assert one.report.degraded() == []
+            await asyncio.sleep(0.01)
+        assert (one.state(A), asked.result().status_code, one.report.degraded()) == ("ready", 200, [])
+        await one.control.stop(A)
+        assert (one.state(A), one.report.degraded()) == ("stopped", [])
+
+
 async def test_a_log_that_cannot_be_read_at_once_holds_up_nobody_else(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched(A)) as one:
         [server] = (await one.report.status_with_logs())["models"][0]["servers"]
