@@ -18,7 +18,7 @@ from gateway import config as conf
 from gateway import logs, plan
 from gateway.announce import Announcer
 from gateway.config import Config
-from gateway.dependencies import Dependencies, Report
+from gateway.dependencies import Dependencies, Observation
 from gateway.discovery import Change, Discovery, changes, discovered
 from gateway.fleet import Fleet
 from gateway.handling import STOP_GRACE
@@ -146,13 +146,13 @@ class Control:
 
     def observe_dependencies(self) -> Dependencies:
         """What the gateway depends on, as it is at this moment."""
-        self.dependencies.observe(self._dependency_reports(), time.time())
+        self.dependencies.observe(self._observed_dependencies(), time.time())
         return self.dependencies
 
-    def _dependency_reports(self) -> Iterator[Report]:
+    def _observed_dependencies(self) -> Iterator[Observation]:
         store = self.relays.store()
         if store is not None:
-            yield Report("limits_store", error=store.error)
+            yield Observation("limits_store", error=store.error)
         if self.ledger is not None:
             yield from self.ledger.dependencies()
         yield from self.key_sets.dependencies()

@@ -1,6 +1,6 @@
 """What the gateway depends on besides the vLLM servers: whether each dependency works, since when, and its last error.
 
-The rule: the parts that use a dependency report what they met, and only a change is dated here. A dependency that is not configured, or
+The rule: the parts that use a dependency observe it, and only a change is dated here. A dependency that is not configured, or
 that was not used yet, is not listed.
 """
 
@@ -16,7 +16,7 @@ NAMES = ("limits_store", "ledger_database", "ledger_spool", "identity_provider",
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Observation:
     """What is known now. ``name`` is one of NAMES; ``subject`` tells several of a name apart, such as the URL of an issuer or the id of a
     model; ``error`` says why it does not work, None while it works. It holds no secret."""
 
@@ -43,22 +43,22 @@ class Dependency:
 
 
 class Dependencies:
-    """All of them, in the order of the reports."""
+    """All dependencies, in the order of the observations."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Dependency] = {}
 
-    def observe(self, reports: Iterable[Report], now: float) -> None:
-        """Take over what is reported at a moment, in seconds since the epoch; what is not reported is not known any more."""
-        self._known = {(report.name, report.subject): self._observed(report, now) for report in reports}
+    def observe(self, observations: Iterable[Observation], now: float) -> None:
+        """Take over what is observed at a moment, in seconds since the epoch; what is not observed any more is not listed any more."""
+        self._known = {(one.name, one.subject): self._observed(one, now) for one in observations}
 
-    def _observed(self, report: Report, now: float) -> Dependency:
-        before = self._known.get((report.name, report.subject))
-        up = report.error is None
+    def _observed(self, one: Observation, now: float) -> Dependency:
+        before = self._known.get((one.name, one.subject))
+        up = one.error is None
         if before is None:
-            return Dependency(report.name, report.subject, up, now, report.error or "")
+            return Dependency(one.name, one.subject, up, now, one.error or "")
         since = before.since if before.is_up is up else now
-        return replace(before, is_up=up, since=since, last_error=report.error or before.last_error)
+        return replace(before, is_up=up, since=since, last_error=one.error or before.last_error)
 
     def shown(self) -> list[dict[str, Any]]:
         """The list of /status."""

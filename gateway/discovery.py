@@ -13,7 +13,7 @@ from typing import Any
 from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
-from gateway.dependencies import Report
+from gateway.dependencies import Observation
 from upstream.discovery import DnsName, Endpoint, Finding, Service, Source, Sources, Standing
 from upstream.health import Probe
 
@@ -148,13 +148,13 @@ class Discovery:
             finding = findings.get(source_of(discover), _NOTHING)
             yield model.id, finding.concluded and not finding.problem
 
-    def dependencies(self, config: Config) -> Iterator[Report]:
+    def dependencies(self, config: Config) -> Iterator[Observation]:
         """The source of each model whose servers are found, once it has answered or failed."""
         findings = self._sources.findings()
         for model, discover in discovered(config):
             finding = findings.get(source_of(discover), _NOTHING)
             if finding.concluded:
-                yield Report("discovery", model.id, finding.problem or None)
+                yield Observation("discovery", model.id, finding.problem or None)
 
     def shown(self, model: conf.Model) -> dict[str, Any] | None:
         """A model's source as /status shows it; None where the servers are not found."""

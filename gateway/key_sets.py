@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 
 from gateway import config as conf
-from gateway.dependencies import Report
+from gateway.dependencies import Observation
 
 _ANSWER = 10.0  # seconds for the whole of an answer
 _LEAST = 5.0  # seconds between two looks, whoever asks
@@ -92,10 +92,10 @@ class KeySets:
         """For each issuer whether the last look at its keys brought some."""
         return [(place.issuer, each.found.concluded and not each.found.problem) for place, each in self._followed.items()]
 
-    def dependencies(self) -> Iterator[Report]:
+    def dependencies(self) -> Iterator[Observation]:
         """Each issuer that was asked at least once."""
         found = ((place.issuer, each.found) for place, each in self._followed.items())
-        return (Report("identity_provider", issuer, one.problem or None) for issuer, one in found if one.concluded)
+        return (Observation("identity_provider", issuer, one.problem or None) for issuer, one in found if one.concluded)
 
     def shown(self, config: conf.Config) -> list[dict[str, Any]]:
         """Each issuer as /status shows it."""

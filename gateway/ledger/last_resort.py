@@ -1,6 +1,6 @@
 """Rows that can be stored nowhere when a process ends: they are written to standard error, one JSON object on each line.
 
-The rule: no row is lost silently. A row holds neither prompts nor answers (see ``row.Row``), so a line shows no more than the
+The rule: no row is lost silently. A row holds neither prompts nor responses (see ``row.Row``), so a line shows no more than the
 access log and, where the configuration asks for them, ``user`` and ``metadata``.
 """
 

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import msgspec
 
 from gateway import config as conf
-from gateway.dependencies import Report
+from gateway.dependencies import Observation
 from gateway.key_list import LastUse
 from gateway.ledger import last_resort, queries
 from gateway.ledger.aside import aside
@@ -112,11 +112,11 @@ class Ledger:
             "dropped_rows": self.dropped,
         }
 
-    def dependencies(self) -> Iterator[Report]:
+    def dependencies(self) -> Iterator[Observation]:
         """Whether the database and the spool take rows; of a database that was not tried yet nothing is known."""
         if self._tried:
-            yield Report("ledger_database", error=self.away or self._both)
-        yield Report("ledger_spool", error=self._disk)
+            yield Observation("ledger_database", error=self.away or self._both)
+        yield Observation("ledger_spool", error=self._disk)
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
         """The answer to a question. Raises QuestionError and AwayError."""
@@ -201,14 +201,14 @@ class Ledger:
     def _disk_takes_rows(self) -> None:
         """What waited in memory is on disk."""
         if self._disk is not None:
-            self._tell_again("disk", "the ledger's spool can be written again")
+            self._log_recovery("disk", "the ledger's spool can be written again")
         self._disk = self._both = None
         self._told.pop("both", None)
 
     def _database_takes_rows(self) -> None:
         """What waited in memory is in the database."""
         if self._both is not None:
-            self._tell_again("both", "the ledger's database takes rows again")
+            self._log_recovery("both", "the ledger's database takes rows again")
         self._both = None
 
     def _probe_the_disk(self) -> None:
@@ -288,7 +288,7 @@ class Ledger:
             self._unfit += unfit
             self.written += len(rows) - unfit
         if self.away is not None:
-            self._tell_again("database", "the ledger's database is back")
+            self._log_recovery("database", "the ledger's database is back")
             self.away = None
 
     def _decoded(self, payload: bytes) -> Row | None:
@@ -300,8 +300,8 @@ class Ledger:
                 self._unfit += 1
             return None
 
-    def _tell_again(self, what: str, message: str) -> None:
-        """Say that a trouble is over; the next one of its kind is said at once."""
+    def _log_recovery(self, what: str, message: str) -> None:
+        """Log that a problem is over; the next problem of its kind is logged at once."""
         self._told.pop(what, None)
         _log.warning("%s", message)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dependencies import NAMES, Dependencies, Report
+from gateway.dependencies import NAMES, Dependencies, Observation
 from gateway.metrics import Series
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, published
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
@@ -17,12 +17,12 @@ from tests.support.redis_server import redis_server
 
 def test_a_state_keeps_its_time_until_it_changes() -> None:
     known = Dependencies()
-    known.observe([Report("limits_store")], 10.0)
-    known.observe([Report("limits_store", error="refused")], 20.0)
-    known.observe([Report("limits_store", error="timed out")], 30.0)
+    known.observe([Observation("limits_store")], 10.0)
+    known.observe([Observation("limits_store", error="refused")], 20.0)
+    known.observe([Observation("limits_store", error="timed out")], 30.0)
     expected = {"name": "limits_store", "subject": "", "state": "down", "since": 20.0, "last_error": "timed out"}
     assert known.shown() == [expected] and known.down() == ["limits_store"]
-    known.observe([Report("limits_store")], 40.0)
+    known.observe([Observation("limits_store")], 40.0)
     assert known.shown() == [expected | {"state": "up", "since": 40.0}] and known.down() == []
     known.observe([], 50.0)
     assert known.shown() == [] and list(known.series()) == []
@@ -30,7 +30,7 @@ def test_a_state_keeps_its_time_until_it_changes() -> None:
 
 def test_several_of_a_name_are_one_series_that_is_down_with_any_of_them() -> None:
     known = Dependencies()
-    known.observe([Report("identity_provider", "a"), Report("identity_provider", "b", "503"), Report("discovery", "m")], 1.0)
+    known.observe([Observation("identity_provider", "a"), Observation("identity_provider", "b", "503"), Observation("discovery", "m")], 1.0)
     assert list(known.series()) == [
         (Series("dependency_up", ("identity_provider",)), 0.0),
         (Series("dependency_up", ("discovery",)), 1.0),
