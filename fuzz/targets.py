@@ -24,7 +24,7 @@ from gateway import keys, plan, preflight
 from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.config import ConfigurationError, drafted, load
-from gateway.errors import ROWS, Refusal, from_server, render
+from gateway.errors import ROWS, Refusal, render
 from gateway.form import Form
 from gateway.json_scan import ELEMENT, Scanner, Wanted
 from gateway.key_set import usable
@@ -37,6 +37,7 @@ from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.state import BodyRules, Issuer, Key, State
 from gateway.tokens import Tokens
 from gateway.usage import Usage
+from gateway.vllm_errors import from_server
 from tests.support.way import unchunked, way
 from tests.support.wire import STREAM_HEAD
 from upstream import vllm_names
@@ -392,12 +393,28 @@ def token(data: bytes) -> None:
 # A server's errors
 
 
+_SENT = b"\n--- sent\n"
+_CLASS_NAMES = re.compile(r"(Param|ValidatorIterator|Request)(?:\.|\Z)")
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """A request's body, if this is one."""
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
 def answer(data: bytes) -> None:
-    """Whatever a server says becomes a row of the table."""
+    """Whatever a server says becomes a row of the table, whatever the request was; a parameter has no names of classes."""
     if len(data) < 2:
         return
-    refusal = from_server(100 + int.from_bytes(data[:2]) % 500, data[2:], "m", "messages", data[2:5])
+    body, _, sent = data[2:].partition(_SENT)
+    refusal = from_server(100 + int.from_bytes(data[:2]) % 500, body, "m", "messages", data[2:5], _object(sent))
     assert refusal.code in ROWS and len(refusal.message) <= 2300
+    named = _CLASS_NAMES.search(refusal.param or "")
+    assert len(refusal.param or "") <= 5000 and (named is None or named[1].encode() in sent)
     assert orjson.loads(render(refusal)) and orjson.loads(render(refusal, anthropic=True))
 
 

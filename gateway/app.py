@@ -301,8 +301,10 @@ class Relay:
         return card(entry, self._max_model_len.get(entry.model.id))
 
     def _key(self, request: Request) -> Key:
-        shown = [request.headers.get(name) for name in ("authorization", "x-api-key")]  # Anthropic's clients list models too
-        key = self.keyring.authenticate(*(value.encode("latin-1") if value is not None else None for value in shown))
+        headers = dict(request.scope["headers"])
+        key = self.keyring.authenticate(
+            headers.get(b"authorization"), headers.get(b"x-api-key"), headers
+        )  # Anthropic's clients list models too
         request.state.key = key
         return key
 

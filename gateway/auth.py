@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -20,7 +20,23 @@ from gateway.state import Key
 if TYPE_CHECKING:
     from gateway.tokens import Tokens
 
-_TOKEN = re.compile(rb"[\x21-\x7e]{1,512}\Z")  # one word of visible ASCII (RFC 6750's b64token and every key in use)
+_ONE_WORD = re.compile(rb"[\x21-\x7e]+\Z")  # of visible ASCII (RFC 6750's b64token and every key in use)
+_LONGEST = 512  # bytes of a key
+
+_QUOTED = "The API key is in quotes. Send it without them."
+_UNSET = "The API key is a placeholder: it begins with '{}'. Put the key in its place."
+_MARKS: Mapping[bytes, str] = {
+    b'"': _QUOTED,
+    b"'": _QUOTED,
+    b"`": _QUOTED,
+    b"$": _UNSET.format("$"),
+    b"<": _UNSET.format("<"),
+    b"{": _UNSET.format("{"),
+}
+"""What no key begins with, and what is wrong where one does: a mistake in a shell or a configuration file."""
+
+_MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
+"""Headers in which other APIs expect a key. Only Anthropic's routes read the first."""
 
 
 class Keyring:
@@ -35,15 +51,17 @@ class Keyring:
             if key.anonymous and not key.revoked:
                 self._anonymous = key
 
-    def authenticate(self, authorization: bytes | None, api_key: bytes | None = None) -> Key:
+    def authenticate(self, authorization: bytes | None, api_key: bytes | None = None, sent: Container[bytes] = ()) -> Key:
         """The key that a request shows by ``Authorization: Bearer`` or, where the route knows it, ``x-api-key``.
 
-        Raises Refusal missing_api_key, invalid_api_key or expired_api_key. With an anonymous key configured,
-        no key and a bearer that cannot be one of ours both count as anonymous (clients send ``not-needed``), as long as it is good.
+        ``sent``: the names of all headers, among which a key is looked for that no route reads. Raises Refusal missing_api_key,
+        invalid_api_key or expired_api_key. With an anonymous key configured, a request without a key and a well-formed bearer that
+        cannot be one of the configured keys both count as anonymous (clients send ``not-needed``). A malformed or misplaced key is
+        refused.
         """
         token = _bearer(authorization) if authorization is not None else api_key
         if not token:
-            return self._nobody()
+            return self._without_key(authorization, api_key, sent)
         digest = sha256(token).digest()
         key = self._by_digest.get(digest)
         if key is None:
@@ -54,18 +72,31 @@ class Keyring:
             raise Refusal("expired_api_key", "This API key has expired.")
         return key
 
-    def _nobody(self) -> Key:
+    def _without_key(self, authorization: bytes | None, api_key: bytes | None, sent: Container[bytes]) -> Key:
+        if authorization is not None:
+            raise Refusal("missing_api_key", "The Authorization header has no key after 'Bearer'. Set the key, or leave the header out.")
+        if api_key is not None:
+            raise Refusal("missing_api_key", "The header 'x-api-key' is empty. Set the key, or leave the header out.")
+        for name in _MISPLACED:
+            if name in sent:
+                raise Refusal(
+                    "invalid_api_key", f"The header '{name.decode()}' is not read here. Send the key as 'Authorization: Bearer <key>'."
+                )
         anonymous = self._anonymous
         if anonymous is None or _has_ended(anonymous):
             raise Refusal("missing_api_key", "No API key was sent. Send it as 'Authorization: Bearer <key>'.")
         return anonymous
 
     def _stranger(self, token: bytes) -> Key:
+        if token[:1] in _MARKS:
+            raise Refusal("invalid_api_key", _MARKS[token[:1]])
+        if _ONE_WORD.match(token) is None:
+            raise Refusal("invalid_api_key", "The API key has a space or another character that no key has.")
         anonymous = self._anonymous
         if anonymous is not None and not token.startswith(b"sk-") and not _has_ended(anonymous):
             return anonymous
-        if not _TOKEN.match(token):
-            raise Refusal("invalid_api_key", "The API key has a character or a length that no key has.")
+        if len(token) > _LONGEST:
+            raise Refusal("invalid_api_key", f"The API key is longer than {_LONGEST} bytes.")
         raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
 
 
@@ -94,7 +125,7 @@ def _bearer(value: bytes) -> bytes:
     """
     scheme, _, token = value.partition(b" ")
     if scheme != b"Bearer" and scheme.lower() != b"bearer":
-        raise Refusal("invalid_api_key", "The Authorization header is not of the form 'Bearer <key>'.")
+        raise Refusal("invalid_api_key", "The Authorization header must have the form 'Bearer <key>'.")
     return token.strip(b" ")
 
 

@@ -18,7 +18,7 @@ from gateway.body_shape import shape
 from gateway.call import Call
 from gateway.catalog import Catalog, Entry, named_model
 from gateway.content_encoding import ENCODINGS, IDENTITY, decoded
-from gateway.errors import Refusal, draining, fault, from_server
+from gateway.errors import Refusal, draining
 from gateway.form import Form
 from gateway.gate import Gate
 from gateway.outbound import Outbound
@@ -27,6 +27,7 @@ from gateway.relay import BodyRelay, BytesRelay, EventRelay, TranslatedRelay, is
 from gateway.routes import Body, Dialect
 from gateway.state import Key
 from gateway.steps import SMALL, Pace
+from gateway.vllm_errors import fault, from_server
 from upstream.attempt import Answer, Attempt
 from upstream.errors import BadAnswer, ConnectFailed
 from upstream.pool import NoServerError
@@ -93,7 +94,10 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
 def authenticate(call: Call, keyring: Keyring) -> Key:
     """Whose key a request shows. Raises Refusal."""
     headers = call.headers
-    return keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key") if call.target.route.anthropic else None)
+    authorization = headers.get(b"authorization")
+    if authorization is not None:
+        return keyring.authenticate(authorization)
+    return keyring.authenticate(None, headers.get(b"x-api-key") if call.target.route.anthropic else None, headers)
 
 
 async def _body(call: Call, account: Account, key: Key, encoding: str | None) -> bytes | bytearray:
@@ -266,7 +270,7 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
     if not 200 <= answer.status < 300:
         body = await answer.collect(_ERROR_BODY_LIMIT, _ERROR_PATIENCE)
         answer.fault = fault(answer.server.name, answer.status, body.decode("latin-1"))
-        raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.headers.get(b"retry-after"))
+        raise from_server(answer.status, body, outbound.name, outbound.input_field, answer.headers.get(b"retry-after"), outbound.document)
     if b"content-encoding" in answer.headers and answer.headers[b"content-encoding"].lower() != b"identity":
         raise BadAnswer(answer.server.name, "its answer is encoded, and nobody asked for that")
     if is_stream(answer):

@@ -37,10 +37,12 @@ class MediaHosts:
     scheme's own port alone.
     """
 
-    __slots__ = ("_any", "_exact", "_suffixes")
+    __slots__ = ("_any", "_exact", "_suffixes", "listed")
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         listed = {entry.lower() for entry in entries}
+        self.listed = tuple(sorted(listed))
+        """The entries, for people."""
         hosts = {entry if ":" in entry else f"{entry}:" for entry in listed}
         self._any = frozenset(entry[1:] for entry in hosts if entry.startswith("*:"))
         self._suffixes = tuple(entry[1:] for entry in hosts if entry.startswith("*."))
@@ -63,6 +65,8 @@ class MediaHosts:
         return place[len(host) :] in self._any or place.endswith(self._suffixes)
 
 
+_NAME_LENGTH = 64  # characters of a client's own name in a path
+_MAX_SEARCHED = 16_384  # values among which the place of a refused URL is looked for
 _SHORT = 32  # members that are looked at one by one as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
 """The types of JSON values that hold no others."""
@@ -70,10 +74,11 @@ CONTAINERS = frozenset({dict, list})
 """And those that do."""
 
 
-def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> str | None:
+def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> tuple[dict[str, Any], str] | None:
     """Look for a URL that may not be sent below the objects and lists in ``pending``, which is emptied.
 
-    Returns the name of the member that holds it, or None. Stops after about ``budget`` values; what is left stays in ``pending``.
+    Returns the object that holds it and the name of its member, or None. Stops after about ``budget`` values; what is left stays in
+    ``pending``.
     """
     while pending and budget > 0:
         node = pending.pop()
@@ -81,7 +86,7 @@ def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxs
         if type(node) is dict:
             name = _refused_of(node, hosts, pending)
             if name is not None:
-                return name
+                return node, name
         elif len(node) <= _SHORT or not SCALARS.issuperset(map(type, node)):  # else a prompt of tokens, a batch of texts
             for value in node:
                 kind = type(value)
@@ -106,6 +111,30 @@ def _refused_of(node: dict[str, Any], hosts: MediaHosts, pending: list[Any]) -> 
         if kind is list or (kind is dict and not _is_a_tools(name, node)):
             pending.append(value)
     return None
+
+
+def path_to(root: Any, sought: dict[str, Any], budget: int = _MAX_SEARCHED) -> str:
+    """The path to an object below a value, with a dot behind it; empty where the object is not among the first ``budget`` values."""
+    level: list[tuple[Any, Any]] = [(root, None)]
+    while level and budget > 0:
+        below: list[tuple[Any, Any]] = []
+        for node, link in level:
+            if node is sought:
+                return _dotted(link)
+            budget -= len(node)
+            members = node.items() if type(node) is dict else enumerate(node)
+            below += [(value, (name, link)) for name, value in members if type(value) in CONTAINERS]
+        level = below
+    return ""
+
+
+def _dotted(link: Any) -> str:
+    """The names of a path, of which each knows the one before."""
+    names = []
+    while link is not None:
+        name, link = link
+        names.append(str(name)[:_NAME_LENGTH] + ".")
+    return "".join(reversed(names))
 
 
 def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.call import Call
 from gateway.catalog import Entry
 from gateway.form import Form
-from gateway.payload import Prepared
+from gateway.payload import Document, Prepared
 from gateway.translate import Translation
 from upstream.attempt import Upload
 from upstream.server import Server
@@ -42,6 +42,8 @@ class Outbound(msgspec.Struct):
     """What the upload is read from."""
     more_head: bytes = b""
     """Lines of the head that belong to this request alone."""
+    document: Document | None = None
+    """The JSON body as it was sent; a server's error is explained by it."""
 
     @classmethod
     def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
@@ -57,6 +59,7 @@ class Outbound(msgspec.Struct):
             prepared.hides_usage,
             prepared.translation,
             more_head=prepared.more_head,
+            document=prepared.document,
         )
 
     @classmethod

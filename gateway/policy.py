@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.errors import Refusal
-from gateway.media import CONTAINERS, MediaHosts, refused_member
+from gateway.media import CONTAINERS, MediaHosts, path_to, refused_member
 from gateway.state import BodyRules, Model
 from gateway.steps import SMALL, finished
 
@@ -157,8 +157,8 @@ class Policy:
             if type(value) in CONTAINERS and name not in NO_MEDIA:
                 if name in BATCHES or len(value) > MAX_BATCH:
                     self._check_batch(name, value)
-                if (member := refused_member([value], self._media)) is not None:
-                    raise _refused_url(name, member)
+                if (found := refused_member([value], self._media)) is not None:
+                    raise self._refused_url(name, value, *found)
 
     def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
         """The same for a large body, in steps."""
@@ -178,8 +178,8 @@ class Policy:
                     self._check_batch(name, value)
                 pending = [value]
                 while pending:
-                    if (member := refused_member(pending, self._media, _VALUES_PER_STEP)) is not None:
-                        raise _refused_url(name, member)
+                    if (found := refused_member(pending, self._media, _VALUES_PER_STEP)) is not None:
+                        raise self._refused_url(name, value, *found)
                     yield
 
     def refused_of(self, names: Set[str]) -> str | None:
@@ -188,9 +188,15 @@ class Policy:
 
     def check_images(self, images: Any) -> None:
         """Check the URLs of ``images`` in a request of Cohere's API, each of which is one by itself. Raises Refusal."""
-        for url in images if isinstance(images, list) else ():
+        for at, url in enumerate(images if isinstance(images, list) else ()):
             if not isinstance(url, str) or not self._media.allows(url):
-                raise Refusal("invalid_value", "The URL in 'images' is not of a place that media may come from here.", param="images")
+                raise self._not_allowed(f"images.{at}")
+
+    def _refused_url(self, name: str, value: Any, holder: Document, member: str) -> Refusal:
+        return self._not_allowed(f"{name}.{path_to(value, holder)}{member}")
+
+    def _not_allowed(self, path: str) -> Refusal:
+        return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
 
     def most(self, name: str) -> int | None:
         """The largest number that a field may hold, where there is a bound."""
@@ -230,10 +236,6 @@ class Policy:
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
 
 
-def _refused_url(name: str, member: str) -> Refusal:
-    return Refusal("invalid_value", f"The URL in '{member}' is not of a place that media may come from here.", param=name)
-
-
 def _check_echo(document: Document) -> None:
     """Raises Refusal where it would bring the probabilities of a chat's tokens, which it would without a word of them. For a prompt it is
     OpenAI's own API, and passes."""
@@ -243,6 +245,17 @@ def _check_echo(document: Document) -> None:
         if document.get(name) is not None and document[name] is not False:
             raise Refusal("invalid_value", f"The fields '{ECHO}' and '{name}' are not allowed together here.", param=ECHO)
     document["top_logprobs"] = None
+
+
+_SHOWN_HOSTS = 10
+
+
+def _allowed(hosts: tuple[str, ...]) -> str:
+    """Which URLs of media a model takes."""
+    if not hosts:
+        return "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator to allow the host."
+    shown = ", ".join(hosts[:_SHOWN_HOSTS]) + (", …" if len(hosts) > _SHOWN_HOSTS else "")
+    return f"This model takes media from http and https URLs of these hosts: {shown}. Ask the operator to allow others."
 
 
 def _batch(value: Any) -> int:

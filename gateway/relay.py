@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import orjson
 
 from gateway.call import Call
-from gateway.errors import Refusal, event_status, fault, from_event, from_failure, render, render_event
+from gateway.errors import Refusal, from_failure, render, render_event
 from gateway.lane import lane
 from gateway.limits.estimate import Outcome
 from gateway.metrics import Gaps
@@ -28,6 +28,7 @@ from gateway.response_fields import MARKS, Fields, Marks, Observer, of_body, of_
 from gateway.routes import Dialect, Route
 from gateway.translate import Translation
 from gateway.usage import Usage, merged
+from gateway.vllm_errors import event_status, fault, from_event
 from upstream.attempt import Answer
 from upstream.errors import Aborted, BadAnswer, Disconnected, UpstreamError
 from upstream.sse import EventTooLongError, Splitter, data_of, is_error, split

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
-from gateway.errors import Refusal, draining, none_healthy
+from gateway.errors import Refusal, draining, duration, none_healthy
 from gateway.fairness import FairQueue
 from gateway.scoreboard import Cells
 from gateway.state import Key, Model, Queue
@@ -191,7 +191,9 @@ class Room:
         first, until = self._returning or (since, 0.0)
         self._returning = min(first, since), max(until, now + seconds + RETURN)
         self._note()
-        return Refusal("model_loading", f"The model is being loaded. Try again in {seconds} s.", headers={"retry-after": str(seconds)})
+        return Refusal(
+            "model_loading", f"The model is being loaded. Try again in {duration(seconds)}.", headers={"retry-after": str(seconds)}
+        )
 
     def tick(self, now: float) -> None:
         if self._returning is not None and now > self._returning[1]:
@@ -280,5 +282,5 @@ class Pace:
 
 
 def _overloaded(seconds: int) -> Refusal:
-    words = f"The model has as many requests as it can take, and others wait. Try again in {seconds} s."
+    words = f"The model has as many requests as it can take, and others wait. Try again in {duration(seconds)}."
     return Refusal("overloaded", words, headers={"retry-after": str(seconds)})

@@ -39,6 +39,8 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
 
     prompt: int = 0
     completion: int = 0
+    choices: int = 1
+    """Answers that ``completion`` is for."""
 
 
 def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> Tokens:
@@ -50,10 +52,13 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
         may_have_media = (size >= _FEW and _few_to_look_through(document, size)) or _MEDIA in body
         prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
     completion = 0 if output is None else _completion(document, output)
+    choices = 1
     if "n" in document or "prompt" in document:
-        completion *= _choices(document)
+        choices = _choices(document)
     if output is not None and output.batch is not None and isinstance(conversations := document.get(output.batch), list):
-        completion *= len(conversations)
+        choices *= len(conversations)
+    if choices != 1:
+        return Tokens(prompt or 1, completion * choices, choices)
     return Tokens(prompt or 1, completion)
 
 

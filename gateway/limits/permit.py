@@ -7,20 +7,19 @@ asks one request after the other is never in its own way, whichever relay takes 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from time import monotonic
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from gateway.errors import Refusal
-from gateway.limits import estimate, headers, rules
+from gateway.limits import estimate, headers
 from gateway.limits.estimate import Outcome, Tokens
 from gateway.limits.meters import Holder
 from gateway.limits.rules import Ask, Moment, Refused
 from gateway.limits.store import Answer, StoreAwayError
+from gateway.limits.words import refusal
 from gateway.state import Model
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 ARRIVAL = Ask(requests=1, slots=1)
 """What is asked for before anything of the body is read."""
 _NOTHING, _UNWEIGHED = Ask(), Tokens()
-_MILLION = 1_000_000
-_ROUNDING = 1e-6  # as in ``rules``
 
 
 class Permit(msgspec.Struct, eq=False):
@@ -158,9 +155,7 @@ class Permit(msgspec.Struct, eq=False):
 
     def _refusal(self, holder: Holder, refused: Refused) -> Refusal:
         self._limiter.count(self._counted.key, refused.reason)
-        guess, price = self._guess, None if self._model is None else self._model.price
-        shortest = estimate.ask(Tokens(guess.prompt, 1), price) if guess.completion > 1 else None
-        return refusal(holder.name, refused, shortest)
+        return refusal(holder.name, refused, self._guess, None if self._model is None else self._model.price)
 
     # The end
 
@@ -189,53 +184,3 @@ class Permit(msgspec.Struct, eq=False):
         if self._answer is not None:
             return headers.lines(self._answer.standings, monotonic())
         return headers.lines(self._limiter.meters.buckets(self._judging), monotonic())
-
-
-_WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "concurrent": "{} requests at once",
-        "requests_per_minute": "{} requests per minute",
-        "tokens_per_minute": "{} tokens per minute",
-        "tokens_per_day": "{} tokens per day",
-        "tokens_per_month": "{} tokens per month",
-        "cost_per_day": "a cost of {} per day",
-        "cost_per_month": "a cost of {} per month",
-    }
-)
-
-
-def refusal(holder: str, refused: Refused, shortest: Ask | None = None) -> Refusal:
-    """A limit that has no room, as the client is told. A client that comes back after ``retry-after`` finds some.
-
-    ``shortest``: what the request would reserve with the shortest answer; None where it has no bound that could be smaller.
-    """
-    seconds = max(math.ceil(refused.wait or 0), 1)
-    message = f"{_state(holder, refused, shortest)} Try again in {seconds} s."
-    told = {"retry-after": str(seconds)}
-    if refused.reason in rules.QUOTAS:
-        return Refusal("insufficient_quota", message, headers=told | {"x-should-retry": "false"})  # what OpenAI's SDKs heed
-    return Refusal("rate_limit_exceeded", message, headers=told)
-
-
-def _state(holder: str, refused: Refused, shortest: Ask | None) -> str:
-    """How the limit stands: reached, or with something left that is too little for the request."""
-    is_cost = refused.reason.startswith("cost")
-    limit, left = _WORDS[refused.reason].format(_number(refused.limit)), _rounded(refused.left, is_cost)
-    if left <= 0:
-        return f"The limit of {limit} is reached ({holder})."
-    reserves = f"a cost of {_number(refused.asked)}" if is_cost else f"{_number(refused.asked)} tokens"
-    state = (
-        f"This request reserves {reserves}, and of the limit of {limit} only {_number(left)} {'is' if is_cost else 'are'} left ({holder})."
-    )
-    if shortest is not None and rules.amount(refused.reason, shortest) <= left:
-        state += " With a smaller 'max_tokens' it may fit now."
-    return state
-
-
-def _rounded(left: float, is_cost: bool) -> float:
-    """Whole tokens, or millionths of the currency."""
-    return math.floor(left * _MILLION) / _MILLION if is_cost else math.floor(left + _ROUNDING)
-
-
-def _number(value: float) -> str:
-    return f"{value:.12g}"

@@ -39,7 +39,7 @@ _HEADERS = {
     "x-request-id": "the request's id, for the operator",
     "x-vllm-gateway-fallback": "the model that answered, where it is not the one that was asked for",
     "retry-after": "seconds to wait",
-    "x-should-retry": "`false` where trying again soon is of no use; OpenAI's SDKs heed it",
+    "x-should-retry": "`false` where a retry of the same request cannot succeed; the SDKs of OpenAI and Anthropic obey it",
     "www-authenticate": "`Bearer`",
     "allow": "the method that the route takes",
     **_LIMITS,
@@ -47,8 +47,9 @@ _HEADERS = {
 _ALWAYS = ("x-request-id",)
 _OF_STATUS: Mapping[int, tuple[str, ...]] = {
     200: ("x-vllm-gateway-fallback", *_LIMITS),
-    401: ("www-authenticate",),
-    405: ("allow",),
+    **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
+    401: ("www-authenticate", "x-should-retry"),
+    405: ("allow", "x-should-retry"),
     429: ("retry-after", "x-should-retry", *_LIMITS),
     503: ("retry-after",),
 }

@@ -41,13 +41,19 @@ OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anon
     [
         (None, None, "missing_api_key", "anybody"),
         (b"", None, "invalid_api_key", "invalid_api_key"),
-        (b"Bearer", None, "missing_api_key", "anybody"),
-        (b"Bearer ", None, "missing_api_key", "anybody"),
+        (b"Bearer", None, "missing_api_key", "missing_api_key"),
+        (b"Bearer ", None, "missing_api_key", "missing_api_key"),
+        (bearer(f'"{KEY}"'), None, "invalid_api_key", "invalid_api_key"),
+        (bearer("'not-needed'"), None, "invalid_api_key", "invalid_api_key"),
+        (bearer("$OPENAI_API_KEY"), None, "invalid_api_key", "invalid_api_key"),
+        (bearer("<key>"), None, "invalid_api_key", "invalid_api_key"),
+        (None, b'"not-needed"', "invalid_api_key", "invalid_api_key"),
         (bearer(KEY), None, "team-a", "team-a"),
         (b"bearer   " + KEY.encode() + b"  ", None, "team-a", "team-a"),
         (b"BEARER " + KEY.encode(), None, "team-a", "team-a"),
         (None, KEY.encode(), "team-a", "team-a"),
-        (None, b"", "missing_api_key", "anybody"),
+        (None, b"", "missing_api_key", "missing_api_key"),
+        (None, b"not-needed", "invalid_api_key", "anybody"),
         (bearer("wrong"), KEY.encode(), "invalid_api_key", "anybody"),
         (KEY.encode(), None, "invalid_api_key", "invalid_api_key"),
         (b"Basic " + KEY.encode(), None, "invalid_api_key", "invalid_api_key"),
@@ -57,7 +63,8 @@ OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anon
         (bearer("k" * 513), None, "invalid_api_key", "anybody"),
         (bearer("sk-" + "k" * 513), None, "invalid_api_key", "invalid_api_key"),
         (bearer("not-needed"), None, "invalid_api_key", "anybody"),
-        (bearer("not needed"), None, "invalid_api_key", "anybody"),
+        (bearer("not needed"), None, "invalid_api_key", "invalid_api_key"),
+        (b"Bearer \xff", None, "invalid_api_key", "invalid_api_key"),
         (bearer("sk-unknown"), None, "invalid_api_key", "invalid_api_key"),
         (bearer("plain-old"), None, "invalid_api_key", "expired_api_key"),
     ],
@@ -65,6 +72,34 @@ OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anon
 def test_the_table(authorization: bytes | None, api_key: bytes | None, closed: str, opened: str) -> None:
     assert code(RING, authorization, api_key) == closed
     assert code(OPEN, authorization, api_key) == opened
+
+
+@pytest.mark.parametrize("ring", [RING, OPEN])
+@pytest.mark.parametrize(
+    ("authorization", "sent", "words"),
+    [
+        (bearer(f'"{KEY}"'), (), "in quotes"),
+        (bearer("$KEY"), (), "placeholder: it begins with '$'"),
+        (bearer(f"{KEY} {KEY}"), (), "a space or another character"),
+        (b"Bearer", (), "no key after 'Bearer'"),
+        (b"Basic eDp5", (), "must have the form 'Bearer <key>'"),
+        (KEY.encode(), (), "must have the form 'Bearer <key>'"),
+        (None, (b"api-key",), "The header 'api-key' is not read here. Send the key as 'Authorization: Bearer <key>'."),
+        (None, (b"x-api-key",), "The header 'x-api-key' is not read here."),
+        (bearer("sk-" + "k" * 513), (), "longer than 512 bytes"),
+    ],
+)
+def test_a_malformed_key_is_refused_with_its_cause_whether_or_not_one_is_needed(
+    ring: Keyring, authorization: bytes | None, sent: tuple[bytes, ...], words: str
+) -> None:
+    with pytest.raises(Refusal) as raised:
+        ring.authenticate(authorization, None, sent)
+    assert raised.value.row.status == 401 and words in raised.value.message
+    assert KEY not in raised.value.message
+
+
+def test_another_header_does_not_keep_a_request_without_key_from_being_anonymous() -> None:
+    assert OPEN.authenticate(None, None, (b"host", b"user-agent", b"x-session-id")).id == "anybody"
 
 
 def test_expiry() -> None:

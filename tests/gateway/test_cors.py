@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import orjson
 import pytest
 
+from gateway.limits.estimate import BYTES_PER_TOKEN, DEFAULT_COMPLETION
 from gateway.state import Allowance, Limits
 from tests.support.ports import refusing
 from tests.support.running import Served, key, model, serving
@@ -52,7 +54,8 @@ async def test_answers_and_errors_carry_the_header(served: Served) -> None:
 
 async def test_a_page_may_read_whatever_an_answer_tells_its_client() -> None:
     """How its limits stand, who answered, and whether to try again, which OpenAI's SDK asks for in a browser, too."""
-    limits = Limits(requests_per_minute=600, tokens_per_minute=100_000, tokens_per_day=1000)
+    reserved = len(orjson.dumps(chat())) // BYTES_PER_TOKEN + DEFAULT_COMPLETION
+    limits = Limits(requests_per_minute=600, tokens_per_minute=100_000, tokens_per_day=reserved)
     keys = [key(allowances=(Allowance("key team-a", limits),))]
     asked = request(chat(), "/v1/messages", extra=(f"origin: {PAGE}",))
     async with scripted(answering) as server:

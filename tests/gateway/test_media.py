@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.media import MEMBERS, MediaHosts, is_entry, refused_member
+from gateway.media import MEMBERS, MediaHosts, is_entry, path_to, refused_member
 
 NONE, LISTED, ANY = (
     MediaHosts(),
@@ -191,13 +192,28 @@ def forbidden(value: Any, hosts: MediaHosts) -> str | None:
     pending, found = [value], None
     while pending and found is None:
         found = refused_member(pending, hosts, budget=1)
-    assert found == refused_member([value], hosts), "in one step as in many"
-    return found
+    whole = refused_member([value], hosts)
+    assert found == whole, "in one step as in many"
+    return None if whole is None else path_to(value, whole[0]) + whole[1]
+
+
+def _below(value: Any, name: str) -> Any:
+    return value[int(name)] if isinstance(value, list) else value[name]
+
+
+def test_the_place_of_a_url_is_looked_for_among_so_many_values() -> None:
+    sought = {"image_url": URL}
+    assert path_to([{}] * 100 + [sought], sought) == "100."
+    assert path_to([[{"a": [0] * 9}] * 5, [[[sought]]]], sought, budget=30) == ""
+    assert path_to({"k" * 999: [sought]}, sought) == "k" * 64 + ".0."
 
 
 @pytest.mark.parametrize("value", INSIDE, ids=str)
 def test_a_url_anywhere_in_a_message(value: Any) -> None:
-    assert forbidden(value, NONE) in MEMBERS
+    path = forbidden(value, NONE)
+    assert path is not None
+    *above, last = path.split(".")
+    assert last in MEMBERS and last in functools.reduce(_below, above, value), "the path leads to it"
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_the_images_of_coheres_api_are_data_unless_hosts_are_listed(images: list
     route = ROUTES["/v2/embed"]
     with pytest.raises(Refusal) as caught:
         prepare({"images": images}, Policy(BodyRules(), {}, {}), route, 100)
-    assert (caught.value.code, caught.value.param) == ("invalid_value", "images")
+    assert (caught.value.code, caught.value.param) == ("invalid_value", f"images.{len(images) - 1}")
     listed = Policy(BodyRules(media_hosts=("*.example.com",)), {}, {})
     allowed = ["data:image/png;base64,AA==", "https://a.example.com/b"]
     assert prepare({"images": allowed}, listed, route, 100).document["images"] == allowed
@@ -192,19 +192,35 @@ def test_a_batch_of_conversations_has_a_bound_and_the_rules_of_each() -> None:
     pictured = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
     with pytest.raises(Refusal) as caught:
         prepare({"messages": [conversation, pictured]}, Policy(BodyRules(), {}, {}), route, 100)
-    assert caught.value.param == "messages" and "'image_url'" in caught.value.message
+    assert caught.value.param == "messages.1.0.content.0.image_url" and caught.value.param in caught.value.message
     prepared = prepare({"messages": [conversation]}, Policy(BodyRules(max_tokens=50), {}, {}), route, 100)
     assert (prepared.upstream, prepared.document["max_tokens"]) == (route.path, 50)
 
 
 def test_media_are_data_unless_hosts_are_listed() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a.example.com/x"}}]}]}
-    assert refused(dict(body)) == "messages"
-    assert refused({"text_1": body["messages"][0]}) == "text_1"
+    assert refused(dict(body)) == "messages.0.content.0.image_url"
+    assert refused({"text_1": body["messages"][0]}) == "text_1.content.0.image_url"
     assert applied(dict(body), media_hosts=("*.example.com",)) == body
     schema = {"properties": {"image_url": {"type": "string", "examples": [{"image_url": "http://a.example.com/x"}]}}}
     tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}], "response_format": schema}
     assert applied(dict(tools)) == tools, "a schema is no message"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ((), "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator"),
+        (("images.example.org", "*.cdn.example"), "of these hosts: *.cdn.example, images.example.org. Ask the operator to allow others."),
+        (tuple(f"h{number}.example" for number in range(12)), "h7.example, …. Ask the operator"),
+    ],
+)
+def test_a_refused_url_says_which_hosts_are_allowed(hosts: tuple[str, ...], words: str) -> None:
+    url = "http://a.example.com/x"
+    with pytest.raises(Refusal) as raised:
+        applied({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}, media_hosts=hosts)
+    assert raised.value.message.startswith("The URL in 'messages.0.content.0.image_url' is not allowed. ") and words in raised.value.message
+    assert url not in raised.value.message
 
 
 # What a key brings

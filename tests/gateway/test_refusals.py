@@ -43,7 +43,7 @@ CASES: dict[str, tuple[bytes, int, str, str | None]] = {
     "an unknown key": (request(token="sk-unknown"), 401, "invalid_api_key", None),
     "an injection": (request(token="' OR 1=1 --"), 401, "invalid_api_key", None),
     "an expired key": (request(token=EXPIRED), 401, "expired_api_key", None),
-    "x-api-key where it is none": (request(token=None, extra=(f"x-api-key: {KEY}",)), 401, "missing_api_key", None),
+    "x-api-key where it is none": (request(token=None, extra=(f"x-api-key: {KEY}",)), 401, "invalid_api_key", None),
     "an unknown model": (request(chat(model="gpt-4")), 404, "model_not_found", "model"),
     "a model out of scope": (request(chat(model="secret"), token=NARROW), 404, "model_not_found", "model"),
     "its alias": (request(chat(model="hush"), token=NARROW), 404, "model_not_found", "model"),

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.errors import duration
 from gateway.limits import rules
 from gateway.state import Allowance, Key, Limits, State
 from tests.support.ports import refusing
@@ -96,7 +97,10 @@ async def test_requests_per_minute() -> None:
         assert ratelimits(replies[0]).keys() == {"limit-requests", "remaining-requests", "reset-requests"}
         wait = int(replies[3].headers["retry-after"])
         assert replies[3].error["code"] == "rate_limit_exceeded" and 20 - passed <= wait <= 20
-        assert replies[3].error["message"] == f"The limit of 3 requests per minute is reached (key team-a). Try again in {wait} s."
+        assert (
+            replies[3].error["message"]
+            == f"The limit of 3 requests per minute is reached (key team-a). Try again in {duration(int(wait))}."
+        )
         assert (limited_total(served, "requests_per_minute"), len(server.requests)) == (2, 3)
 
 
@@ -161,9 +165,12 @@ async def test_a_number_in_another_form_is_reserved_as_that_number(fields: dict[
 def told(reply: Reply) -> str:
     """The message of a refusal, without how long it lasts."""
     assert reply.status == 429
-    message, _, wait = str(reply.error["message"]).rpartition(" Try again in ")
-    assert wait == f"{reply.headers['retry-after']} s."
-    return message
+    message, mark, wait = str(reply.error["message"]).lower().rpartition("try again in ")
+    if "retry-after" not in reply.headers:
+        assert not mark
+        return str(reply.error["message"])
+    assert wait == f"{duration(int(reply.headers['retry-after']))}."
+    return str(reply.error["message"])[: len(message)].rstrip()
 
 
 async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
@@ -171,11 +178,14 @@ async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
     async with gateway(limited(tokens_per_day=200)) as (served, _):
         assert await statuses(served, 6, request(chat(max_tokens=1))) == [200] * 6
         guess, day = len(orjson.dumps(chat())) // 4, "of the limit of 200 tokens per day only 170 are left (key team-a)."
-        fits = "With a smaller 'max_tokens' it may fit now."
-        reply = await ask(served.port, request(chat()))
-        assert told(reply) == f"This request reserves {guess + 1024} tokens, and {day} {fits}"
+        reply = await ask(served.port, request(chat(max_tokens=160)))
+        guess = len(orjson.dumps(chat(max_tokens=160))) // 4
+        fits = f"Set 'max_tokens' to at most {170 - guess}, or"
+        assert told(reply) == f"This request reserves {guess + 160} tokens, and {day} {fits}"
         assert reply.error["code"] == "insufficient_quota" and reply.headers["x-should-retry"] == "false"
-        long = prompt("a" * 800, max_tokens=1)
+        assert await statuses(served, 1, request(chat(max_tokens=170 - guess))) == [200], "it fits as was said"
+        day = day.replace("170", "165")
+        long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
         assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
         place = served.relay.limits.meters.holder("key team-a", Limits()).meter
@@ -183,19 +193,33 @@ async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
         assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
 
 
+async def test_a_request_larger_than_the_limit_is_not_told_to_wait_for_it() -> None:
+    async with gateway(limited(tokens_per_day=20_000)) as (served, _):
+        assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
+        body = chat(max_tokens=32_000)
+        reply = await ask(served.port, request(body))
+        guess = len(orjson.dumps(body)) // 4
+        assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
+        assert reply.error["message"] == (
+            f"This request reserves {32_000 + guess:,} tokens, more than the whole limit of 20,000 tokens per day (key team-a). "
+            f"Set 'max_tokens' to at most {20_000 - USED - guess:,}."
+        )
+        assert "retry-after" not in reply.headers and reply.headers["x-should-retry"] == "false"
+
+
 async def test_a_refusal_of_a_minute_and_of_a_cost() -> None:
     async with gateway(limited(tokens_per_minute=2000, cost_per_month=0.5), price=(0.0, 1000.0)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
         assert told(await ask(served.port, request(chat(max_tokens=499)))) == (
             "This request reserves a cost of 0.499, and of the limit of a cost of 0.5 per month only 0.498 is left (key team-a)."
-            " With a smaller 'max_tokens' it may fit now."
+            " Set 'max_tokens' to at most 498, or"
         )
     async with gateway(limited(tokens_per_minute=20_000_000)) as (served, _):
         async with client(served.port) as first:
             first.send(request(prompt("stay", stream=True, max_tokens=12_000_000)))
             await first.reader.readuntil(HELLO)
             message = told(await ask(served.port, request(chat(max_tokens=12_000_000))))
-            assert " and of the limit of 20000000 tokens per minute only 8" in message and message.endswith("it may fit now.")
+            assert " and of the limit of 20,000,000 tokens per minute only 8" in message and message.endswith(", or")
         await until(lambda: served.in_flight == 0)
 
 

@@ -1,0 +1,469 @@
+"""vLLM's validation errors as sentences with field paths: ``tools.0.function.name: Field required``. Pure.
+
+Owns the two forms in which pydantic's findings arrive (the list of vLLM's ``validation_exception_handler``, and the text of an
+exception), the choice of the branch that helps where a field may have several shapes, and the place of findings that vLLM reports
+without one. The rules: a sentence holds a path, pydantic's words for the reason, and nothing of what the client sent but names of
+fields; everything is linear in the length of the error and of the request, and bounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+Path = tuple[str, ...]
+
+MAX_FINDINGS = 64
+"""Findings that are read. vLLM lists ten; the text of an exception has as many as the field has shapes."""
+MAX_SEARCHED = 4096
+"""Messages, and parts of them, among which a finding without a place is looked for."""
+_MAX_SENTENCES = 10
+_MAX_WORDS = 300  # characters of one reason
+_MAX_SEGMENT = 64  # characters of one name in a path
+_MAX_SEGMENTS = 32  # names in a path
+_MAX_EXPECTED = 12  # accepted values that are listed
+
+
+class Finding(NamedTuple):
+    """One of pydantic's findings: its ``kind`` (``missing``, ``string_type``, …), where, and why. ``path`` is relative to the body."""
+
+    kind: str
+    path: Path
+    reason: str
+
+
+class Report(NamedTuple):
+    """What an error says: ``title`` is the class that failed, in the text form only; ``more``: further findings were left out."""
+
+    title: str | None
+    findings: tuple[Finding, ...]
+    more: bool = False
+
+
+class Fault(NamedTuple):
+    """What the client is told: sentences, the path of the first, and whether that field is missing."""
+
+    message: str
+    param: str | None
+    missing: bool
+
+
+# Reading the two forms. Client text is written as Python literals in both, without line breaks: a line's beginning is vLLM's own.
+
+_LISTED = re.compile(r"\d+ validation errors?:\n")
+_TITLED = re.compile(r"\d+ validation errors? for ([^\n]{0,300})\n")
+_ENTRY = re.compile(
+    r"""  \{'type': '(\w+)', 'loc': (?:'([^'\\]*)'|"([^"\\]*)"|\(([^()]*)\)), 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
+)
+_REASON = re.compile(r"  (\S.*?) \[type=(\w+)[,\]]")
+_QUOTED = re.compile(r"'([^']*)'|(\d+)")
+_EXPECTED = re.compile(r"'([^']*)'")
+
+
+def read(message: str) -> Report | None:
+    """The findings of a message in either form; None for another message."""
+    listed = _LISTED.match(message)
+    if listed is not None:
+        lines = message[listed.end() :].split("\n")
+        return Report(None, tuple(_entries(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS)
+    titled = _TITLED.match(message)
+    if titled is None:
+        return None
+    lines = message[titled.end() :].split("\n")
+    return Report(titled[1], tuple(_paragraphs(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
+
+
+def _entries(lines: Iterable[str]) -> Iterator[Finding]:
+    for line in lines:
+        found = _ENTRY.match(line)
+        if found is None:
+            continue
+        kind, one, other, several, *words = found.groups()
+        dotted = one if one is not None else other
+        path = tuple(dotted.split(".", _MAX_SEGMENTS)) if dotted is not None else tuple("".join(pair) for pair in _QUOTED.findall(several))
+        reason = next((each for each in words if each is not None), "")
+        path = path[1:_MAX_SEGMENTS] if path[:1] == ("body",) else path[:_MAX_SEGMENTS]
+        yield Finding(kind, path, reason.replace("\\'", "'").replace('\\"', '"'))
+
+
+def _paragraphs(lines: Sequence[str]) -> Iterator[Finding]:
+    """A line with the place, one with the reason and the kind, one with a link; no place where the whole value is meant."""
+    place = ""
+    for line in lines:
+        if not line.startswith("  "):
+            place = line
+        elif (found := _REASON.match(line)) is not None:
+            yield Finding(found[2], tuple(place.split(".", _MAX_SEGMENTS)[:_MAX_SEGMENTS]) if place else (), found[1])
+            place = ""
+
+
+# Places: which segments of a path are fields, and which name the branch of a union
+
+_CLASS = re.compile(r"[A-Z]\w*\Z")
+_INTERNAL = re.compile(
+    r"[\[\]{}()]|(?:str|int|float|bool|bytes|list|tuple|dict|set|none|function-(?:wrap|after|before|plain)|constrained-.*)\Z"
+)
+_UNKNOWN = object()
+
+
+class _Placed(NamedTuple):
+    kind: str
+    path: Path
+    reason: str
+    branches: tuple[tuple[int, str], ...] = ()
+    """Names of branches, each with the length of the path at which the union is."""
+
+
+def _place(finding: Finding, document: Any) -> _Placed:
+    path: list[str] = []
+    branches: list[tuple[int, str]] = []
+    value = document
+    last = len(finding.path) - 1
+    for at, segment in enumerate(finding.path):
+        below = _below(value, segment)
+        if below is _UNKNOWN and (_CLASS.match(segment) or _INTERNAL.search(segment)):
+            branches.append((len(path), segment))
+        elif below is _UNKNOWN and at < last and isinstance(value, dict) and value.get("type") == segment:
+            continue  # the branch that the value's own type has chosen
+        else:
+            path.append(segment)
+            value = below
+    if _lacks_arguments(finding, value):
+        path.append(_ARGUMENTS)
+    return _Placed(finding.kind, tuple(path), finding.reason, tuple(branches))
+
+
+_ARGUMENTS = "arguments"
+"""A field of tool calls that vLLM takes for a name of pydantic's own and leaves out of paths (``_INTERNAL_LOC_MARKERS``)."""
+
+
+def _lacks_arguments(finding: Finding, value: Any) -> bool:
+    """Whether a finding about a tool call's ``function``, which is there and an object, is about its arguments."""
+    about = finding.path[-1:] == ("function",) and finding.kind in ("missing", "string_type")
+    return about and isinstance(value, dict) and not isinstance(value.get(_ARGUMENTS), str)
+
+
+def _below(value: Any, segment: str) -> Any:
+    """The member of an object or a list by this name; _UNKNOWN where there is none."""
+    if isinstance(value, dict):
+        return value.get(segment, _UNKNOWN)
+    if isinstance(value, list) and segment.isdecimal() and len(segment) < 10 and int(segment) < len(value):
+        return value[int(segment)]
+    return _UNKNOWN
+
+
+def value_at(document: Any, path: Path) -> Any:
+    """What a document holds at a path; the private marker of nothing where it holds nothing."""
+    for segment in path:
+        document = _below(document, segment)
+    return document
+
+
+def holds(document: Any, path: Path) -> bool:
+    """Whether a document has something at a path."""
+    return value_at(document, path) is not _UNKNOWN
+
+
+# Findings without a place: vLLM validates some values again, apart from the body
+
+_OBJECT = frozenset({"dict_type", "model_attributes_type", "model_type"})
+_LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
+
+
+def _rebased(report: Report, document: Any) -> tuple[Finding, ...]:
+    """The findings with paths from the body on, where they have been reported relative to a part of it."""
+    findings = report.findings
+    relative = report.title is not None or any(each.path[:1] and each.path[0].isdecimal() for each in findings)
+    if not relative or not isinstance(document, dict) or not findings:
+        return findings
+    in_list = findings[0].path[:1] and findings[0].path[0].isdecimal()
+    for prefix, value in islice(_lists(document) if in_list else _parts(document), MAX_SEARCHED):
+        if all(_fits(each, value) for each in findings):
+            return tuple(each._replace(path=prefix + each.path) for each in findings)
+    if in_list:
+        for path, message in messages(document):
+            if isinstance(message, dict) and isinstance(message.get("content"), dict):  # vLLM went through its members' names
+                return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
+    return findings
+
+
+def messages(document: Any) -> Iterator[tuple[Path, Any]]:
+    """The first messages and input items of a body, with their paths; those of several conversations too."""
+    return islice(_messages(document), MAX_SEARCHED)
+
+
+def _messages(document: Any) -> Iterator[tuple[Path, Any]]:
+    for name in ("messages", "input"):
+        values = document.get(name) if isinstance(document, dict) else None
+        for at, value in enumerate(values if isinstance(values, list) else ()):
+            if isinstance(value, list):
+                yield from (((name, str(at), str(inner)), each) for inner, each in enumerate(value))
+            else:
+                yield (name, str(at)), value
+
+
+def _lists(document: Any) -> Iterator[tuple[Path, Any]]:
+    for path, message in messages(document):
+        if isinstance(message, dict):
+            for name in ("content", "tool_calls", "output"):
+                if isinstance(message.get(name), list):
+                    yield (*path, name), message[name]
+
+
+def _parts(document: Any) -> Iterator[tuple[Path, Any]]:
+    """What vLLM validates one by one: parts of messages, tools, the choice of a tool, the body itself."""
+    for path, values in _lists(document):
+        for at, value in enumerate(values):
+            yield (*path, str(at)), value
+    tools = document.get("tools")
+    for at, value in enumerate(tools if isinstance(tools, list) else ()):
+        yield ("tools", str(at)), value
+    yield ("tool_choice",), document.get("tool_choice")
+    yield (), document
+
+
+def _fits(finding: Finding, value: Any) -> bool:
+    """Whether pydantic would have found this of a value."""
+    path = [segment for segment in finding.path if not _CLASS.match(segment) and not _INTERNAL.search(segment)]
+    last = path.pop() if finding.kind == "missing" and path else None
+    value = value_at(value, tuple(path))
+    if last is not None:
+        return isinstance(value, dict) and (last not in value or _lacks_arguments(finding, value[last]))
+    if value is _UNKNOWN:
+        return False
+    if finding.kind in _OBJECT:
+        return not isinstance(value, dict)
+    if finding.kind in _LIST:
+        return not isinstance(value, list)
+    if finding.kind == "string_type":
+        return not isinstance(value, str)
+    return finding.kind != "literal_error" or value not in _EXPECTED.findall(finding.reason)
+
+
+# Choosing what helps
+
+_DISCRIMINATORS = ("type", "role")
+_BODIES: tuple[frozenset[str], ...] = tuple(
+    map(
+        frozenset,
+        (
+            ("input",),
+            ("messages",),
+            ("prompt",),
+            ("data",),
+            ("queries", "documents"),
+            ("queries", "items"),
+            ("data_1", "data_2"),
+            ("text_1", "text_2"),
+        ),
+    )
+)
+"""The alternative bodies of vLLM's routes for pooling and tokenizing: what each requires."""
+_REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("call_id", "name", "input"),
+        "custom_tool_call_output": ("call_id", "output"),
+        "reasoning": ("id", "summary"),
+        "item_reference": ("id",),
+        "compaction": ("encrypted_content",),
+    }
+)
+"""What an input item of a type needs. vLLM's list of findings ends before it comes to these."""
+KNOWN_ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
+"""The roles of messages."""
+_KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
+
+
+def _chosen(placed: list[_Placed], document: Any, more: bool) -> list[_Placed]:
+    """Without the findings of branches that the client did not mean."""
+    while any(each.branches for each in placed):
+        depth, _ = next(each.branches[0] for each in placed if each.branches)
+        union = next(each.path[:depth] for each in placed if each.branches)
+        branches: dict[str, list[_Placed]] = {}
+        others = []
+        for each in placed:
+            if each.branches and each.branches[0][0] == depth and each.path[:depth] == union:
+                branches.setdefault(each.branches[0][1], []).append(each._replace(branches=each.branches[1:]))
+            else:
+                others.append(each)
+        placed = others + _branch(union, branches, value_at(document, union), more)
+    return placed
+
+
+def _branch(union: Path, branches: Mapping[str, list[_Placed]], value: Any, more: bool) -> list[_Placed]:
+    """What is said of a value that fits none of these branches."""
+    found = [each for branch in branches.values() for each in branch]
+    if value is not _UNKNOWN and not isinstance(value, dict):
+        return [each for each in found if each.path == union] or found
+    names = _DISCRIMINATORS if isinstance(value, dict) and isinstance(value.get("type"), str) else ("role", "type")
+    given = next((value[name] for name in names if isinstance(value, dict) and isinstance(value.get(name), str)), None)
+    marks = {(*union, name) for name in (names[:1] if names is _DISCRIMINATORS else names)}
+    unlike = [any(each.path in marks for each in branch) for branch in branches.values()]
+    whole = list(branches.values())[: -1 if more and len(branches) > 1 else None]  # the last one listed may lack findings
+    if given is not None or value is _UNKNOWN or not any(unlike):
+        for branch, is_unlike in zip(whole, unlike, strict=False):
+            if not is_unlike:
+                return branch
+    if more and given in _KNOWN:
+        return _unlisted(union, whole, marks, value, str(given))
+    return _discriminator(union, [each for each in found if each.path[:-1] == union and each.path[-1] in _DISCRIMINATORS], value, more)
+
+
+def _unlisted(union: Path, branches: Sequence[list[_Placed]], marks: set[Path], value: Any, given: str) -> list[_Placed]:
+    """What is said of a value whose type or role exists, and whose own branch is not among those that vLLM has listed."""
+    absent = [_Placed("missing", (*union, name), "") for name in _REQUIRED.get(given, ()) if name not in value]
+    if absent:
+        return absent
+    first = branches[0]
+    shared = set.intersection(*({each.path for each in branch if not each.branches} - marks for branch in branches))
+    if shared and given in KNOWN_ROLES:
+        path = next(each.path for each in first if each.path in shared)
+        return [each for each in first if each.path == path]
+    return [_Placed("branch", union, f"The fields do not fit '{given}'")]
+
+
+def _discriminator(union: Path, found: list[_Placed], value: Any, more: bool) -> list[_Placed]:
+    """The type, or else the role, is what is wrong: all values that any branch takes."""
+    present = [name for name in _DISCRIMINATORS if isinstance(value, dict) and name in value]
+    named = {each.path[-1] for each in found}
+    name = next((each for each in (*present, "role", "type") if each in named), "type")
+    of_name = [each for each in found if each.path[-1] == name]
+    wrong = [each for each in of_name if each.kind == "literal_error"]
+    if name not in present or not wrong:
+        return [each for each in of_name if each.kind == "missing"][:1] or of_name[:1]
+    expected = dict.fromkeys(word for each in wrong for word in _EXPECTED.findall(each.reason))
+    return [_Placed("literal_error", (*union, name), " ".join(f"'{word}'" for word in expected) + ("…" if more else ""))]
+
+
+def _without_other_bodies(placed: list[_Placed], document: Any) -> list[_Placed]:
+    """Without the fields that only another kind of body would need."""
+    if not isinstance(document, dict):
+        return placed
+    meant = max(_BODIES, key=lambda body: sum(name in document for name in body))
+    if not any(name in document for name in meant):
+        meant = next((body for body in _BODIES for each in placed if each.kind == "missing" and set(each.path) <= body), meant)
+    foreign = frozenset().union(*_BODIES) - meant
+    kept = [each for each in placed if not (each.kind == "missing" and len(each.path) == 1 and each.path[0] in foreign)]
+    return kept or placed
+
+
+def _without_mixtures(placed: list[_Placed], document: Any) -> list[_Placed]:
+    """Of a union whose branches vLLM leaves unnamed: what is below members that the client has set; or else the type that is wrong."""
+    types = [each.path for each in placed if each.kind == "literal_error" and each.path[-1:] == ("type",)]
+    for path in {each for each in types if types.count(each) > 1}:
+        union, depth = path[:-1], len(path) - 1
+        inside = [each for each in placed if each.path[:depth] == union and len(each.path) > depth]
+        deeper = [each for each in inside if each.path != path and len(each.path) > depth + 1 and holds(document, each.path[: depth + 1])]
+        keep = deeper or [each for each in inside if each.path == path]
+        placed = [each for each in placed if each not in inside or each in keep]
+    return placed
+
+
+def _without_prefixes(placed: list[_Placed]) -> list[_Placed]:
+    """What is wrong inside of a value says more than that the value could have had another shape."""
+    above = {each.path[:depth] for each in placed for depth in range(len(each.path))}
+    return [each for each in placed if each.path not in above]
+
+
+# Sentences
+
+_NOUNS: Mapping[str, str] = MappingProxyType(
+    {
+        "string_type": "a valid string",
+        "list_type": "a valid list",
+        "iterable_type": "a valid list",
+        "sequence_str": "a valid list",
+        "dict_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "int_type": "a valid integer",
+        "int_parsing": "a valid integer",
+        "int_from_float": "a valid integer",
+        "float_type": "a valid number",
+        "float_parsing": "a valid number",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+    }
+)
+_PREFIXES = ("Value error, ", "Assertion failed, ")
+_NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
+_NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class of vLLM's Cohere API
+
+
+def fault(report: Report, document: Any = None) -> Fault | None:
+    """What is told of a report; None where no finding could be read. ``document``: the body that the server got."""
+    placed = [_place(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
+    placed = _chosen(placed, document, report.more)
+    placed = _without_prefixes(_without_mixtures(_without_other_bodies(placed, document), document))
+    by_path: dict[Path, list[_Placed]] = {}
+    for each in placed:
+        by_path.setdefault(each.path, []).append(each)
+    said = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
+    if not said:
+        return None
+    return Fault("; ".join(dict.fromkeys(each.message for each in said)), said[0].param, said[0].missing)
+
+
+def dotted(path: Path) -> str:
+    """A path as clients read it."""
+    return ".".join(segment if len(segment) <= _MAX_SEGMENT and segment.isprintable() else "…" for segment in path)
+
+
+def without_classes(path: str) -> str:
+    """A path as vLLM writes it, without the names of pydantic's classes."""
+    return dotted(tuple(segment for segment in path.split(".") if not _CLASS.match(segment)))
+
+
+def _sentence(path: Path, found: Sequence[_Placed]) -> Fault:
+    """What is wrong at one path. pydantic's words of a tag hold the client's own, so those are written again from what is expected."""
+    kinds = [each.kind for each in found]
+    first = found[0]
+    if first.kind.startswith("union_tag"):
+        path = (*path, "type")
+    reason, needs = _reason(found), _NEEDS.match(first.reason.removeprefix(_PREFIXES[0]))
+    if needs is not None:
+        path, reason = (*path, *needs[1].split(".")), "Field required"
+    where = dotted(path)
+    missing = "missing" in kinds or "union_tag_not_found" in kinds or needs is not None
+    named = _NAMED.match(reason)
+    if where and named is not None and (named[1] == where or named[1].startswith(f"{where}.")):
+        return Fault(reason, named[1], missing)
+    if not where:  # of the whole body, which may name a field itself
+        return Fault(reason, named[1] if named is not None and ("." in named[1] or "_" in named[1]) else None, missing)
+    return Fault(f"{where}: {reason}", where, missing)
+
+
+def _reason(found: Sequence[_Placed]) -> str:
+    first = found[0]
+    if any(each.kind in ("missing", "union_tag_not_found") for each in found):
+        return "Field required"
+    literals = [each for each in found if each.kind in ("literal_error", "enum")]
+    nouns = dict.fromkeys(_NOUNS[each.kind] for each in found if each.kind in _NOUNS)
+    if literals:
+        return _one_of(
+            dict.fromkeys(word for each in literals for word in _EXPECTED.findall(each.reason)), literals[0].reason.endswith("…")
+        )
+    if first.kind == "union_tag_invalid":
+        return _one_of(dict.fromkeys(_EXPECTED.findall(first.reason.rpartition("expected tags: ")[2])), False)
+    if nouns:
+        return "Input should be " + _either(list(nouns))
+    reason = first.reason
+    for prefix in _PREFIXES:
+        reason = reason.removeprefix(prefix)
+    return reason.strip()[:_MAX_WORDS] or "Input is not valid"
+
+
+def _one_of(expected: Iterable[str], more: bool) -> str:
+    words = [f"'{word}'" for word in expected]
+    if len(words) > _MAX_EXPECTED or (more and words):
+        return "Input should be " + _either([*words[:_MAX_EXPECTED], "another accepted value"])
+    return "Input should be " + _either(words) if words else "Input should be one of the accepted values"
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,472 @@
+"""Requests with exactly one mistake each, on every JSON route: the corpus by which error messages are judged.
+
+``WRONG_FIELDS``: one field is wrong or missing, at a known path, which the error's message must name. ``WRONG_REQUESTS``: no field is
+wrong, but the request itself is; the message must state the cause. Bodies of the first lack ``model``, which the test adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.running import KEY
+from tests.vllm.dialogues import Json
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+EMBEDDINGS, RERANK, SCORE, CLASSIFY, POOLING = "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+GENERATING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE)
+"""Routes of a model that generates; the others need a model that pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongField:
+    """A request whose only mistake is at ``path``: segments joined by dots, list indices from 0."""
+
+    route: str
+    path: str
+    body: Json
+
+
+def _rows(route: str, base: Json, *cases: tuple[str, Json]) -> list[WrongField]:
+    return [WrongField(route, path, {**base, **fields}) for path, fields in cases]
+
+
+def _without(body: Json, name: str) -> Json:
+    return {field: value for field, value in body.items() if field != name}
+
+
+def _said(**fields: Any) -> Json:
+    """One message of the user with these fields."""
+    return {"messages": [{"role": "user", "content": "Hi", **fields}]}
+
+
+def _parts(*parts: Any) -> Json:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def _turns(*messages: Json) -> Json:
+    return {"messages": [{"role": "user", "content": "Hi"}, *messages]}
+
+
+def _calls(**call: Any) -> Json:
+    """A conversation with one tool call of the model's."""
+    whole = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **call}
+    return _turns(
+        {"role": "assistant", "content": None, "tool_calls": [{name: value for name, value in whole.items() if value is not ...}]}
+    )
+
+
+def _tool(**function: Any) -> Json:
+    return {"tools": [{"type": "function", "function": function}]}
+
+
+_HI: Json = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+_TOOL: Json = _tool(name="f", parameters={"type": "object", "properties": {}})
+_PNG = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+_CHAT = _rows(
+    CHAT,
+    _HI,
+    ("messages", {"messages": "Hi"}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": None}),
+    ("messages.0", {"messages": ["Hi"]}),
+    ("messages.0.role", {"messages": [{"content": "Hi"}]}),
+    ("messages.0.role", _said(role=5)),
+    ("messages.1.role", _turns({"role": "narrator", "content": "Hi"})),
+    ("messages.0.content", _said(content=5)),
+    ("messages.0.content", _said(content=None)),
+    ("messages.0.content", _said(content={"type": "text", "text": "Hi"})),
+    ("messages.0.content.0", _parts("Hi", 5)),
+    ("messages.0.content.0.text", _parts({"type": "text"})),
+    ("messages.0.content.0.text", _parts({"type": "text", "text": 5})),
+    ("messages.0.content.0.type", _parts({"type": "note", "note": "Hi"})),
+    ("messages.0.content.0.type", _parts({"text": "Hi"})),
+    ("messages.0.content.1.image_url", _parts({"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": _PNG})),
+    ("messages.0.content.0.image_url.url", _parts({"type": "image_url", "image_url": {}})),
+    ("messages.0.content.0.image_url", _parts({"type": "image_url"})),
+    ("messages.0.content.0.input_audio", _parts({"type": "input_audio", "input_audio": "UklGRg=="})),
+    ("messages.1.content", _turns({"role": "tool", "tool_call_id": "a", "content": 5})),
+    ("messages.1.tool_calls.0.id", _calls(id=...)),
+    ("messages.1.tool_calls.0.function", _calls(function=...)),
+    ("messages.1.tool_calls.0.function.name", _calls(function={"arguments": "{}"})),
+    ("messages.1.tool_calls.0.function.arguments", _calls(function={"name": "f", "arguments": {"a": 1}})),
+    ("messages.1.tool_calls", _turns({"role": "assistant", "content": None, "tool_calls": 5})),
+    ("messages.0.name", _said(name=5)),
+    ("tools", {"tools": "f"}),
+    ("tools", {"tools": []}),
+    ("tools.0", {"tools": ["f"]}),
+    ("tools.0.function", {"tools": [{"type": "function"}]}),
+    ("tools.0.function.name", _tool(parameters={"type": "object"})),
+    ("tools.0.function.parameters", _tool(name="f", parameters="{}")),
+    ("tools.0.type", {"tools": [{"type": "web_search", "function": {"name": "f"}}]}),
+    ("tool_choice", {**_TOOL, "tool_choice": "sometimes"}),
+    ("tool_choice", {**_TOOL, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+    ("tool_choice.function", {**_TOOL, "tool_choice": {"type": "function"}}),
+    ("tool_choice.function.name", {**_TOOL, "tool_choice": {"type": "function", "function": {}}}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 9}),
+    ("top_p", {"top_p": 2}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": "many"}),
+    ("max_completion_tokens", {"max_completion_tokens": 100_000}),
+    ("n", {"n": "two"}),
+    ("stop", {"stop": 5}),
+    ("stop.1", {"stop": ["a", 1]}),
+    ("seed", {"seed": "today"}),
+    ("presence_penalty", {"presence_penalty": 5}),
+    ("frequency_penalty", {"frequency_penalty": "low"}),
+    ("logit_bias", {"logit_bias": "none"}),
+    ("logit_bias.5", {"logit_bias": {"5": "much"}}),
+    ("logprobs", {"logprobs": "some"}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 50}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("response_format", {"response_format": "json"}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.name", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}),
+    (
+        "response_format.json_schema.schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}},
+    ),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": 5}}),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": "((("}}),
+    ("reasoning_effort", {"reasoning_effort": "extreme"}),
+    ("stream", {"stream": "perhaps"}),
+    ("stream_options", {"stream": True, "stream_options": "usage"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": "thinking"}),
+    ("top_k", {"top_k": "all"}),
+    ("min_p", {"min_p": 5}),
+    ("repetition_penalty", {"repetition_penalty": -1}),
+    ("parallel_tool_calls", {"parallel_tool_calls": "rarely"}),
+)
+
+_COMPLETIONS = _rows(
+    COMPLETIONS,
+    {"prompt": "Hi", "max_tokens": 4},
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": {"text": "Hi"}}),
+    ("prompt", {"prompt": ""}),
+    ("prompt.0", {"prompt": [1.5]}),
+    ("prompt.1", {"prompt": ["Hi", 5]}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": [99999999]}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": -1}),
+    ("max_tokens", {"max_tokens": -5}),
+    ("max_tokens", {"max_tokens": 100_000}),
+    ("logprobs", {"logprobs": -5}),
+    ("logprobs", {"logprobs": 50}),
+    ("stop", {"stop": {"a": 1}}),
+    ("suffix", {"suffix": 5}),
+    ("echo", {"echo": "loud"}),
+    ("best_of", {"best_of": "two"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("min_tokens", {"min_tokens": 9}),
+)
+
+_RESPONSES = _rows(
+    RESPONSES,
+    {"input": "Hi", "max_output_tokens": 4},
+    ("input", {"input": 5}),
+    ("input", {"input": None}),
+    ("input.0", {"input": [5]}),
+    ("input.0.content", {"input": [{"role": "user"}]}),
+    ("input.0.role", {"input": [{"role": "narrator", "content": "Hi"}]}),
+    ("input.0.content.0.text", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}),
+    ("input.0.content.0.type", {"input": [{"role": "user", "content": [{"type": "note", "text": "Hi"}]}]}),
+    ("input.0.type", {"input": [{"type": "note", "text": "Hi"}]}),
+    ("input.1.call_id", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", "name": "f", "arguments": "{}"}]}),
+    ("input.1.name", {"input": [{"role": "user", "content": "Hi"}, {"type": "function_call", "call_id": "a", "arguments": "{}"}]}),
+    ("input.0.role", {"input": [{"type": "message", "role": "narrator", "content": "Hi"}]}),
+    ("instructions", {"instructions": 5}),
+    ("max_output_tokens", {"max_output_tokens": "many"}),
+    ("max_output_tokens", {"max_output_tokens": 100_000}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 9}),
+    ("top_p", {"top_p": "most"}),
+    ("tools", {"tools": "f"}),
+    ("tools.0.name", {"tools": [{"type": "function", "parameters": {}, "strict": False}]}),
+    ("tools.0.type", {"tools": [{"type": "magic"}]}),
+    ("tool_choice", {"tool_choice": "sometimes"}),
+    ("text.format.type", {"text": {"format": {"type": "xml"}}}),
+    ("text.format.name", {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}),
+    ("reasoning.effort", {"reasoning": {"effort": "extreme"}}),
+    ("metadata", {"metadata": "none"}),
+    ("truncation", {"truncation": "some"}),
+    ("previous_response_id", {"previous_response_id": "resp_0"}),
+    ("include", {"include": "all"}),
+    ("top_logprobs", {"top_logprobs": "two"}),
+)
+
+_MESSAGES = _rows(
+    MESSAGES,
+    _HI,
+    ("max_tokens", {"max_tokens": "many"}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("messages", {"messages": "Hi"}),
+    ("messages", {"messages": []}),
+    ("messages.0.role", _said(role="narrator")),
+    ("messages.0.content", _said(content=5)),
+    ("messages.0.content", {"messages": [{"role": "user"}]}),
+    ("messages.0.content.0.type", _parts({"type": "note"})),
+    ("messages.0.content.0.type", _parts({"text": "Hi"})),
+    ("messages.0.content.0.text", _parts({"type": "text", "text": 5})),
+    ("messages.0.content.0.source", _parts({"type": "image", "source": "x"})),
+    ("system", {"system": 5}),
+    ("system.0.type", {"system": [{"text": "Hi"}]}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 9}),
+    ("top_p", {"top_p": "most"}),
+    ("top_p", {"top_p": 5}),
+    ("top_k", {"top_k": "all"}),
+    ("stop_sequences", {"stop_sequences": "x"}),
+    ("stop_sequences.0", {"stop_sequences": [5]}),
+    ("tools", {"tools": "f"}),
+    ("tools.0.name", {"tools": [{"input_schema": {"type": "object"}}]}),
+    ("tools.0.input_schema", {"tools": [{"name": "f"}]}),
+    ("tools.0.input_schema", {"tools": [{"name": "f", "input_schema": "{}"}]}),
+    ("tool_choice.type", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "sometimes"}}),
+    ("tool_choice.name", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool"}}),
+    ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ("thinking.type", {"thinking": {"type": "much"}}),
+    ("metadata", {"metadata": "none"}),
+)
+
+_COUNT = _rows(
+    COUNT,
+    _without(_HI, "max_tokens"),
+    ("messages", {"messages": "Hi"}),
+    ("messages.0", {"messages": ["Hi"]}),
+    ("messages.0.role", {"messages": [{"content": "Hi"}]}),
+    ("messages.0.role", _said(role=5)),
+    ("messages.0.content", {"messages": [{"role": "user"}]}),
+    ("messages.0.content.0.type", _parts({"type": "note"})),
+    ("messages.0.content.0.text", _parts({"type": "text", "text": []})),
+    ("system", {"system": 5}),
+    ("tools", {"tools": "f"}),
+    ("tools.0.name", {"tools": [{"input_schema": {}}]}),
+    ("tools.0.input_schema", {"tools": [{"name": "f"}]}),
+    ("tool_choice.type", {"tool_choice": {}}),
+    ("thinking.type", {"thinking": {"type": "much"}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": []}),
+)
+
+_TOKENIZE = _rows(
+    TOKENIZE,
+    {"prompt": "Hi"},
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ["Hi"]}),
+    ("add_special_tokens", {"add_special_tokens": "perhaps"}),
+    ("return_token_strs", {"return_token_strs": 5}),
+) + _rows(
+    TOKENIZE,
+    {"messages": [{"role": "user", "content": "Hi"}]},
+    ("messages", {"messages": "Hi"}),
+    ("messages.0.role", {"messages": [{"content": "Hi"}]}),
+    ("messages.0.content", _said(content=5)),
+    ("messages.0.content.0.text", _parts({"type": "text"})),
+    ("tools.0.function", {"tools": [{"type": "function"}]}),
+    ("tools.0.function.name", _tool(description="x")),
+    ("add_generation_prompt", {"add_generation_prompt": "perhaps"}),
+)
+
+_DETOKENIZE = _rows(
+    DETOKENIZE,
+    {},
+    ("tokens", {}),
+    ("tokens", {"tokens": "5"}),
+    ("tokens", {"tokens": 5}),
+    ("tokens", {"tokens": None}),
+    ("tokens", {"tokens": {"0": 5}}),
+    ("tokens.0", {"tokens": ["a"]}),
+    ("tokens.1", {"tokens": [5, -1]}),
+    ("tokens.0", {"tokens": [1.5]}),
+    ("tokens.2", {"tokens": [5, 6, None]}),
+    ("tokens.0", {"tokens": [[5]]}),
+)
+
+
+def _input(route: str) -> list[WrongField]:
+    """Mistakes that the routes with ``input`` or ``messages`` share."""
+    return _rows(
+        route,
+        {"input": "Hi"},
+        ("input", {"input": 5}),
+        ("input", {"input": None}),
+        ("input", {"input": {"text": "Hi"}}),
+        ("input.0", {"input": [1.5]}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": "all"}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": -9}),
+        ("truncation_side", {"truncation_side": "middle"}),
+        ("add_special_tokens", {"add_special_tokens": "perhaps"}),
+        ("user", {"user": 5}),
+        ("use_activation", {"use_activation": "perhaps"}),
+        ("padding", {"padding": "much"}),
+    ) + _rows(
+        route,
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        ("messages", {"messages": "Hi"}),
+        ("messages.0.role", {"messages": [{"content": "Hi"}]}),
+        ("messages.0.content", _said(content=5)),
+    )
+
+
+_EMBEDDINGS = _input(EMBEDDINGS) + _rows(
+    EMBEDDINGS,
+    {"input": "Hi"},
+    ("encoding_format", {"encoding_format": "hex"}),
+    ("dimensions", {"dimensions": "few"}),
+    ("dimensions", {"dimensions": 3}),
+    ("normalize", {"normalize": True}),
+    ("input", {"input": [99999999]}),
+)
+
+_RERANK = _rows(
+    RERANK,
+    {"query": "Hi", "documents": ["a", "b"]},
+    ("query", {"query": 5}),
+    ("query", {"query": None}),
+    ("documents", {"documents": 5}),
+    ("documents", {"documents": None}),
+    ("documents.1", {"documents": ["a", 5]}),
+    ("documents", {"documents": []}),
+    ("top_n", {"top_n": "two"}),
+    ("top_n", {"top_n": -1}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": "all"}),
+    ("truncation_side", {"truncation_side": "middle"}),
+    ("max_tokens_per_doc", {"max_tokens_per_doc": "few"}),
+    ("use_activation", {"use_activation": "perhaps"}),
+)
+
+_SCORE = _rows(
+    SCORE,
+    {"text_1": "Hi", "text_2": ["a", "b"]},
+    ("text_1", {"text_1": 5}),
+    ("text_1", {"text_1": None}),
+    ("text_2", {"text_2": 5}),
+    ("text_2", {"text_2": None}),
+    ("text_2.1", {"text_2": ["a", 5]}),
+    ("text_2", {"text_2": []}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": "all"}),
+    ("truncation_side", {"truncation_side": "middle"}),
+    ("max_tokens_per_query", {"max_tokens_per_query": "few"}),
+    ("use_activation", {"use_activation": "perhaps"}),
+    ("instruction", {"instruction": 5}),
+    ("user", {"user": 5}),
+) + _rows(SCORE, {"queries": "Hi"}, ("documents", {"documents": 5}))
+
+_POOLING = _input(POOLING) + _rows(
+    POOLING,
+    {"input": "Hi"},
+    ("encoding_format", {"encoding_format": "hex"}),
+    ("task", {"task": "sing"}),
+    ("normalize", {"normalize": True}),
+)
+
+WRONG_FIELDS: tuple[WrongField, ...] = (
+    *_CHAT,
+    *_COMPLETIONS,
+    *_RESPONSES,
+    *_MESSAGES,
+    *_COUNT,
+    *_EMBEDDINGS,
+    *_RERANK,
+    *_SCORE,
+    *_input(CLASSIFY),
+    *_POOLING,
+    *_TOKENIZE,
+    *_DETOKENIZE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WrongRequest:
+    """A request whose fields are right: the bytes of it, and the status, code and words of its error."""
+
+    name: str
+    data: bytes
+    status: int
+    code: str
+    words: str
+
+
+_GOOD = b'{"model": "tests/tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'
+_HOST = "host: localhost"
+_KEY = f"authorization: Bearer {KEY}"
+_TYPE = "content-type: application/json"
+_FORM = "content-type: multipart/form-data; boundary=b"
+AUDIO = "/v1/audio/transcriptions"
+
+
+def _request(body: bytes = _GOOD, *lines: str, line: str = f"POST {CHAT} HTTP/1.1", length: int | None = None) -> bytes:
+    """The bytes of a request; ``lines`` stand in for its host, key and content type."""
+    size = len(body) if length is None else length
+    head = [line, *(lines or (_HOST, _KEY, _TYPE)), f"content-length: {size}", "connection: close"]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def _post(path: str, body: bytes, *lines: str) -> bytes:
+    return _request(body, *lines, line=f"POST {path} HTTP/1.1")
+
+
+def _with(*lines: str) -> bytes:
+    """A good body with this host, key and content type."""
+    return _request(_GOOD, *lines)
+
+
+_JSON, _INVALID, _KEYLESS = "invalid_json", "invalid_request", "invalid_api_key"
+
+WRONG_REQUESTS: tuple[WrongRequest, ...] = (
+    WrongRequest("no body", _request(b""), 400, _JSON, "not valid JSON"),
+    WrongRequest("a truncated object", _request(_GOOD[:-9]), 400, _JSON, "not valid JSON"),
+    WrongRequest("words", _request(b"Hello!"), 400, _JSON, "not valid JSON"),
+    WrongRequest("single quotes", _request(_GOOD.replace(b'"', b"'")), 400, _JSON, "not valid JSON"),
+    WrongRequest("a trailing comma", _request(_GOOD[:-1] + b",}"), 400, _JSON, "not valid JSON"),
+    WrongRequest("NaN", _request(_GOOD.replace(b"4}", b"NaN}")), 400, _JSON, "not valid JSON"),
+    WrongRequest("a list", _request(b"[" + _GOOD + b"]"), 400, _JSON, "must be a JSON object"),
+    WrongRequest("null", _request(b"null"), 400, _JSON, "must be a JSON object"),
+    WrongRequest("UTF-16", _request(_GOOD.decode().encode("utf-16-le")), 400, _JSON, "not valid JSON"),
+    WrongRequest("no UTF-8", _request(_GOOD.replace(b"Hi", b"\xff")), 400, _JSON, "not valid JSON"),
+    WrongRequest("deep nesting", _request(b'{"a":' + b"[" * 99 + b"]" * 99 + b"}"), 400, _JSON, "nested"),
+    WrongRequest("a large integer", _request(_GOOD.replace(b"4}", b"1" * 30 + b"}")), 400, _JSON, "64 bits"),
+    WrongRequest("plain text", _with(_HOST, _KEY, "content-type: text/plain"), 415, "unsupported_media_type", "application/json"),
+    WrongRequest("a form for JSON", _with(_HOST, _KEY, _FORM), 415, "unsupported_media_type", "application/json"),
+    WrongRequest("brotli", _with(_HOST, _KEY, _TYPE, "content-encoding: br"), 415, "unsupported_media_type", "compressed"),
+    WrongRequest("JSON for a form", _post(AUDIO, _GOOD), 415, "unsupported_media_type", "multipart/form-data"),
+    WrongRequest(
+        "a form without boundary", _post(AUDIO, b"x", _HOST, _KEY, "content-type: multipart/form-data"), 400, "invalid_value", "boundary"
+    ),
+    WrongRequest("another method", _request(b"", line=f"GET {CHAT} HTTP/1.1"), 405, "method_not_allowed", "POST"),
+    WrongRequest("another route", _post("/v1/chat/completion", _GOOD), 404, "not_found", "route"),
+    WrongRequest(
+        "a route of other models", _post(EMBEDDINGS, b'{"model": "tests/tiny", "input": "Hi"}'), 404, "not_found", "does not serve"
+    ),
+    WrongRequest("an unknown model", _request(_GOOD.replace(b"tests/", b"no-")), 404, "model_not_found", "`no-tiny` does not exist"),
+    WrongRequest("no key", _with(_HOST, _TYPE), 401, "missing_api_key", "Authorization: Bearer"),
+    WrongRequest("an unknown key", _with(_HOST, _TYPE, "authorization: Bearer sk-unknown"), 401, _KEYLESS, "not valid"),
+    WrongRequest("a quoted key", _with(_HOST, _TYPE, f'authorization: Bearer "{KEY}"'), 401, _KEYLESS, "in quotes"),
+    WrongRequest("an unset variable", _with(_HOST, _TYPE, "authorization: Bearer $OPENAI_API_KEY"), 401, _KEYLESS, "placeholder"),
+    WrongRequest("a key of Azure's", _with(_HOST, _TYPE, f"api-key: {KEY}"), 401, _KEYLESS, "'api-key' is not read"),
+    WrongRequest("no scheme", _with(_HOST, _TYPE, f"authorization: {KEY}"), 401, _KEYLESS, "'Bearer <key>'"),
+    WrongRequest("an empty bearer", _with(_HOST, _TYPE, "authorization: Bearer"), 401, "missing_api_key", "no key after 'Bearer'"),
+    WrongRequest("a large body", _request(b"", length=10**12), 413, "request_too_large", "larger than"),
+    WrongRequest("a large head", _with(_HOST, _KEY, _TYPE, "x-note: " + "x" * 70_000), 431, "headers_too_large", "larger than"),
+    WrongRequest("no host", _with(_KEY, _TYPE), 400, _INVALID, "'host'"),
+    WrongRequest("two lengths", _with(_HOST, _KEY, _TYPE, "content-length: 5"), 400, _INVALID, "HTTP/1.1"),
+    WrongRequest("another encoding", _with(_HOST, _KEY, _TYPE, "transfer-encoding: gzip"), 400, _INVALID, "HTTP/1.1"),
+    WrongRequest(
+        "a long text",
+        _request(_GOOD.replace(b"Hi", b"hello " * 3000)),
+        400,
+        "context_length_exceeded",
+        "2048 tokens",
+    ),
+)
