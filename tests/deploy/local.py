@@ -62,7 +62,7 @@ def here(root: Path, ports: dict[str, int]) -> Path:
 
 def mounted(rendered: Rendered, root: Path) -> None:
     """The files of the gateway's container below ``root``, with the paths in them."""
-    names = ("gateway-keys", "engine-key", "gateway-admin", "admin")
+    names = ("gateway-keys", "engine-key", "gateway-admin", "admin", "admin-token")
     made = {each["metadata"]["name"] for each in rendered.all("Secret")}
     keys = yaml.safe_dump({"keys": [{"id": "team", "hash": hash_of(KEY)}]})
     rendered.mount(
