@@ -28,6 +28,7 @@ from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import Adapter, LaunchSettings, flag_of
+from upstream.vllm_presets import with_preset
 
 KEEP_IDLE_LAUNCHED = 60.0
 """Seconds: below the 75 for which a launched server keeps an idle connection; a found one keeps vLLM's 5."""
@@ -116,7 +117,7 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         model=launch.model or model.id,
         served_names=(model.id,),
         command=launch.command,
-        args=launch.args,
+        args=with_preset(launch.preset, launch.args),
         env=_unredirected(model) | plain_variables(launch.env),
         gpus=launch.gpus[number] if launch.gpus else (),
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),

@@ -23,6 +23,10 @@ from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
 from upstream.vllm_names import Names
 from upstream.vllm_paths import absolute_words, has_to_exist, is_local, paths
+from upstream.vllm_presets import PRESETS, preset_for
+
+_DECIDED = {"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice", "config", "runner", "convert"}
+"""Options by which the operator has decided on parsers, or that a model generates no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
         yield from _certain(each, machine)
         if runs_vllm_itself(each.command):
             yield from _priorities(each, draft)
+            yield from _family(each)
     yield from _gpus(launched, machine.gpus)
     yield from _shared_gpus(launched)
 
@@ -106,7 +111,13 @@ def _launched(model: Place) -> _Launched:
     args = launch.get("args")
     keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
     flags = {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys}
-    return _Launched(model, launch, command, flags, {key: args.get(key) for key in keys})
+    return _Launched(model, launch, command, _of_the_preset(launch.get("preset")) | flags, {key: args.get(key) for key in keys})
+
+
+def _of_the_preset(preset: Place) -> dict[str, Place]:
+    """The options that a preset sets, each as if it stood where the preset is named."""
+    known = PRESETS.get(preset.value) if isinstance(preset.value, str) else None
+    return {} if known is None else {flag: Place(preset.source, preset.path, value) for flag, value in known.args.items()}
 
 
 def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
@@ -157,6 +168,21 @@ def _automatic_tools(each: _Launched) -> Iterator[Problem]:
         yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
     if parser and automatic is not True:
         yield note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+
+
+def _family(each: _Launched) -> Iterator[Problem]:
+    """Tools and reasoning that are off for a model whose parsers are known, and a template that a preset's tool calls need."""
+    preset = each.launch.get("preset")
+    if preset.value is None:
+        named = each.launch.get("model").value or each.model.get("id").value
+        family = preset_for(named) if isinstance(named, str) and not each.args.keys() & _DECIDED else None
+        if family is not None:
+            what = " and ".join(filter(None, ("tool calls" * bool(PRESETS[family].tools), "reasoning" * bool(PRESETS[family].reasoning))))
+            yield note(each.launch, f"{what} are not set up; `preset: {family}` sets up the parsers of this family")
+        return
+    template = PRESETS[preset.value].template if isinstance(preset.value, str) and preset.value in PRESETS else ""
+    if template and "chat-template" not in each.args:
+        yield note(preset, f"for tool calls vLLM recommends chat-template: {template}, of the examples in its repository")
 
 
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:

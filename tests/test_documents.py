@@ -21,6 +21,7 @@ from gateway.metrics import FAMILIES, PREFIX
 from gateway.routes import REFUSED, ROUTES
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
 from upstream.vllm_failures import CAUSES
+from upstream.vllm_presets import PRESETS
 
 _TABLE_ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 
@@ -68,6 +69,11 @@ def test_the_page_of_vllms_routes_is_the_tables() -> None:
     assert [cells[1] for cells in told if cells[0] == "POST" and cells[2].startswith("served")] == [*ROUTES]
     refused = [(cells[1], (cells[0], cells[2])) for cells in told if not cells[2].startswith(("served", "one entry", "the gateway's"))]
     assert refused == [*REFUSED.items()]
+
+
+def test_the_table_of_presets_is_the_codes() -> None:
+    told = [(cells[0], *cells[2:]) for cells in rows(DOCS / "configuration.md") if len(cells) == 5 and cells[0] in PRESETS]
+    assert told == [(name, each.tools or "-", each.reasoning or "-", each.template or "-") for name, each in PRESETS.items()]
 
 
 def test_no_other_metric_is_spoken_of() -> None:

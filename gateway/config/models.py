@@ -46,6 +46,7 @@ from gateway.config.values import (
     Options,
     Origin,
     Port,
+    Preset,
     ReadableFile,
     ServerUrl,
     Text,
@@ -139,6 +140,9 @@ class Launch(Section):
     command: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(default=("vllm", "serve"), description="what starts a server")
     model: WeightsPlace | None = Field(
         default=None, description="what the server loads: a name on the hub or a folder; default: the model's id"
+    )
+    preset: Preset | None = Field(
+        default=None, description="the model's family: sets the parsers for tool calls and reasoning that `args` does not set"
     )
     replicas: Annotated[int, Strict(), Field(ge=1, le=1024)] = Field(default=1, description="servers to start")
     gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = Field(

@@ -33,6 +33,7 @@ from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surround
 from gateway.logs import PARTS
 from gateway.media import is_entry
 from upstream.address import Address
+from upstream.vllm_presets import PRESETS
 
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
@@ -261,6 +262,12 @@ def _option_value(value: object) -> Any:
     return _json(value)
 
 
+def _preset(value: str) -> str:
+    if value not in PRESETS:
+        raise ValueError(f"names no preset{did_you_mean(value, PRESETS)}; the presets are {', '.join(PRESETS)}")
+    return value
+
+
 def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
     if isinstance(value, str):
         return value
@@ -278,6 +285,9 @@ Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_te
 
 WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
 """A name on the hub or a folder. One that begins with ./ or ../ is a folder, relative to the configuration's; so is one that exists."""
+
+Preset = Annotated[str, Strict(), AfterValidator(_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
+"""The name of a family of models whose parsers are known."""
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]

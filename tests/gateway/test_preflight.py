@@ -218,6 +218,41 @@ def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, s
 # GPUs
 
 
+# Presets
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ("{}", ["+2: models[0]: tool calls and reasoning are not set up; `preset: qwen3` sets up the parsers of this family"]),
+        ("{preset: qwen3}", []),
+        ("{args: {reasoning-parser: qwen3}}", []),
+        ("{args: {config: /dev/null}}", []),
+        ("{args: {runner: pooling}}", []),
+        ("{command: [serve-models]}", []),
+        ("{model: org/unknown}", []),
+        (
+            "{model: org/Llama-3.1-8B-Instruct, preset: llama3}",
+            [
+                ("+2: models[0].preset: for tool calls vLLM recommends chat-template: tool_chat_template_llama3.1_json.jinja, "
+                "of the examples in its repository")
+            ],
+        ),
+        ("{preset: qwen3, args: {tool-call-parser: hermse}}", [("2: models[0].args.tool-call-parser: vLLM 0.32 has no tool-call-parser of "
+         "this name; did you mean `hermes`?")]),
+        ("{preset: qwen3, args: {tool_call_parser: qwen3_coder}}", []),
+    ],
+)  # fmt: skip
+def test_a_model_of_a_known_family(launch: str, said: list[str]) -> None:
+    assert told(f"{{id: Qwen/Qwen3-8B, launch: {launch}}}") == said
+
+
+def test_a_preset_that_the_installed_vllm_does_not_have_the_parsers_for() -> None:
+    old = Names("0.9", vllm_names.built_in().flags, frozenset({"qwen3"}), frozenset())
+    machine = preflight.Machine(lambda _: old, 2, Path("/"))
+    assert told("{id: m, launch: {preset: qwen3}}", machine) == ["2: models[0].preset: vLLM 0.9 has no tool-call-parser of this name"]
+
+
 # Programs and files
 
 

@@ -1,7 +1,4 @@
-"""Failures of a real vLLM, provoked one after the other: each time the operator reads the root cause first, in every place that shows it.
-
-The eighth, an engine core that is killed, is in test_gateway_faults.py, where one is killed anyway.
-"""
+"""Failures of a real vLLM, provoked one after the other: each time the root cause comes first in every place that shows it."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+import psutil
 import pytest
 
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
 from tests.vllm.dialogues import Json
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, Flag, installed, launch
 
@@ -53,7 +51,7 @@ FAILURES = (
     Failure("parser", broken(enable_auto_tool_choice=True, tool_call_parser="nonsense"), "unknown_parser", "nonsense"),
     Failure("memory", limited(), "host_out_of_memory", "can't allocate memory"),
 )
-PORT = "port"
+PORT, KILLED = "port", "killed"
 
 
 @pytest.fixture(scope="module")
@@ -62,30 +60,26 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with closing(socket.create_server(("127.0.0.1", 0))) as holder:
         models = [{"id": each.name, "launch": {**each.launch, "start": "on_demand"}} for each in FAILURES]
         models.append({"id": PORT, "launch": {**broken(port=holder.getsockname()[1]), "start": "on_demand"}})
+        models.append({"id": KILLED, "launch": {**broken(), "start": "on_demand"}})
         with gateway(tmp_path_factory.mktemp("failures"), configuration(launched(), *models)) as running:
             yield running
 
 
-def failed(one: Gateway, model: str) -> Json:
-    """Start a model, and its server as /status shows it once it has failed; stopped again, it is not tried again."""
-    assert one.command("start", model).returncode == 0
-
-    def shown() -> Json:
-        [server] = next(each for each in one.get("/status").json()["models"] if each["id"] == model)["servers"]
-        return dict(server)
-
-    wait_for(lambda: shown().get("cause"), START_WITHIN, why=lambda: one.said[-4000:])
-    return shown()
+def shown(one: Gateway, model: str) -> Json:
+    """A model's server, as /status shows it."""
+    [server] = next(each for each in one.get("/status").json()["models"] if each["id"] == model)["servers"]
+    return dict(server)
 
 
-def check_it_is_said_first(one: Gateway, model: str, cause: str, words: str) -> None:
-    server = failed(one, model)
+def check_it_is_said_first(one: Gateway, model: str, cause: str, words: str, what: str = "could not start") -> None:
+    """Wait until a model that was started has failed, and look at all places. Stopped again, it is not tried again."""
+    server = wait_for(lambda: (seen := shown(one, model)).get("cause") and seen, START_WITHIN, why=lambda: one.said[-4000:])
     assert server["cause"] == cause and words in server["reason"] and server["hint"]
     lines = one.command("status").stdout.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(f"{model}#0: "))
-    assert lines[first].startswith(f"{model}#0: could not start: ") and words in lines[first]
+    assert lines[first].startswith(f"{model}#0: {what}: ") and words in lines[first]
     assert lines[first + 1] == f"  Hint: {server['hint']}"
-    said = one.said.partition(f"{model}#0 could not start")[2]
+    said = one.said.partition(f"{model}#0 {what}")[2]
     assert words in said.splitlines()[0] and "Traceback" not in one.said
     assert one.metric(f'vllm_gateway_launch_failures_total{{cause="{cause}",model="{model}"}}') >= 1
     refused = one.ask(model=model)
@@ -96,8 +90,19 @@ def check_it_is_said_first(one: Gateway, model: str, cause: str, words: str) -> 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
 def test_the_root_cause_of_a_failed_start_is_said_first(one: Gateway, failure: Failure) -> None:
+    assert one.command("start", failure.name).returncode == 0
     check_it_is_said_first(one, failure.name, failure.cause, failure.words)
 
 
 def test_a_port_that_is_in_use_is_said_first(one: Gateway) -> None:
+    assert one.command("start", PORT).returncode == 0
     check_it_is_said_first(one, PORT, "port_in_use", "is taken by process")
+
+
+def test_a_killed_engine_is_said_first_though_vllm_ends_with_exit_code_0(one: Gateway) -> None:
+    assert one.command("start", KILLED).returncode == 0
+    wait_for(lambda: shown(one, KILLED)["condition"] == "up", START_WITHIN, why=lambda: one.said[-4000:])
+    children = psutil.Process(shown(one, KILLED)["pid"]).children(recursive=True)
+    [engine] = [each for each in children if "VLLM::EngineCore" in " ".join(words_of(each))]
+    engine.kill()
+    check_it_is_said_first(one, KILLED, "engine_died", "engine process died", what="ended")

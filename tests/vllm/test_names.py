@@ -9,6 +9,7 @@ import pytest
 
 from tests.vllm.server import NOT_INSTALLED, installed
 from upstream import installed_vllm, vllm_names
+from upstream.vllm_presets import PRESETS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
 
@@ -19,3 +20,5 @@ def test_the_table_is_what_the_real_vllm_says(tmp_path: Path) -> None:
     assert told is not None and told.version.startswith(vllm_names.VERSION)
     assert told.flags - {"help"} == table.flags
     assert (told.reasoning_parsers, told.tool_parsers) == (table.reasoning_parsers, table.tool_parsers)
+    assert {preset.tools for preset in PRESETS.values() if preset.tools} <= told.tool_parsers
+    assert {preset.reasoning for preset in PRESETS.values() if preset.reasoning} <= told.reasoning_parsers
