@@ -190,7 +190,7 @@ def test_what_is_no_cause_does_not_fire(tmp_path: Path, what: str) -> None:
 
 def test_every_alert_is_tried() -> None:
     assert {case.alert for case in CASES} == set(ALERTS)
-    assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in ALERTS.values())
+    assert all(rule["labels"]["severity"] in ("critical", "warning") for rule in ALERTS.values())
 
 
 def test_rules_name_metrics_that_exist() -> None:
@@ -228,7 +228,7 @@ def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() ->
     receivers = {receiver["name"] for receiver in document["receivers"]}
     routes = [document["route"], *document["route"]["routes"]]
     assert {route["receiver"] for route in routes} == receivers
-    assert ['severity="page"'] in [route.get("matchers") for route in routes]
+    assert ['severity="critical"'] in [route.get("matchers") for route in routes]
     assert re.search(r'alertname="(\w+)"', document["inhibit_rules"][0]["source_matchers"][0])[1] in ALERTS  # type: ignore[index]
 
 
