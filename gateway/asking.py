@@ -24,7 +24,7 @@ AdminUrl = Annotated[
                              show_default=False)
 ]  # fmt: skip
 TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file that holds its server.admin.token.",
+    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.",
                               show_default=False)
 ]  # fmt: skip
 

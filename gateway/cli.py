@@ -69,7 +69,7 @@ def application(*, with_keys: bool) -> typer.Typer:
     for name, command in _COMMANDS.items():
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
-    keys = typer.Typer(help="Make keys, and find out about them.", rich_markup_mode=None)
+    keys = typer.Typer(help="Create, replace, revoke and list keys.", rich_markup_mode=None)
     for name, command in keys_commands.commands().items() if with_keys else ():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
@@ -113,7 +113,7 @@ def serve(file: ConfigArgument = None, config: ConfigOption = None) -> int:
 def demo() -> int:
     """Run the gateway with a simulated model.
 
-    Makes a fresh key and prints a curl line that works.
+    Creates a key and prints a curl command that works.
     """
     from gateway.demo import run as run_demo
 
@@ -131,11 +131,11 @@ def simulate(context: typer.Context) -> int:
 
 
 def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
-    """Say what is wrong with a configuration.
+    """Check a configuration.
 
-    Every problem is one line, `file:line: path: message`; so is every note on what deserves a look.
-    Secrets it refers to are looked up as `serve` would, and launches are held against this machine: vLLM's options,
-    GPUs, files. Notes are also on keys that have ended and on costs that nothing bounds. Exits with 2 when there are problems.
+    Prints one line for each problem, `file:line: path: message`, and one for each note: a setting that is probably a mistake,
+    a key that has expired, a cost without a limit. Reads secrets as `serve` does, and compares launches with this machine:
+    vLLM's options, GPUs, files. Exits with 2 if there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
     from gateway.config.source import read
@@ -185,11 +185,11 @@ def schema() -> int:
 def status(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what /status says, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Show the models of the running gateway and how they are."""
+    """Show the state of the running gateway and of its models."""
     from rich.console import Console
 
     from gateway.picture import picture
@@ -207,24 +207,30 @@ def status(
 def usage(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    by: Annotated[str, typer.Option(metavar="WHAT", help="What to see apart, of key, team, model, day, server.")] = "key,model",
+    by: Annotated[str, typer.Option(metavar="WHAT", help="Group by these, with commas: key, team, model, day, server.")] = "key,model",
     since: Annotated[
         str,
-        typer.Option(metavar="WHEN", help="From 2027-01-01, 2027-01, 2027-01-01T12:00, today, yesterday, this-month, or so long ago: 12h."),
+        typer.Option(
+            metavar="WHEN",
+            help="Count from 2027-01-31, 2027-01, 2027-01-31T12:00, today, yesterday, this-month, or for a duration (12h).",
+        ),
     ] = "30d",
     until: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="Up to the beginning of that, and without it; default: now.", show_default=False)
+        str | None,
+        typer.Option(metavar="WHEN", help="Count to the beginning of this date, month or time; default: now.", show_default=False),
     ] = None,
-    key: Annotated[str | None, typer.Option(metavar="ID", help="Of this key alone, with its tokens' subjects.", show_default=False)] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="Of this team alone.", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(metavar="ID", help="Of this model alone.", show_default=False)] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only this key, with the subjects of its tokens.", show_default=False)
+    ] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.", show_default=False)] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
     admin: AdminUrl = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Show who used what, from the ledger.
+    """Show usage by key, model and so on, from the ledger.
 
-    The ledger's database is asked, whether the gateway runs or not; with --admin, a gateway elsewhere. Days and times are UTC.
+    Reads the ledger's database, whether the gateway runs or not, or with --admin a gateway elsewhere. Days and times are UTC.
     """
     from rich.console import Console
 
@@ -259,10 +265,10 @@ def usage(
 
 
 def command(model: Model, file: ConfigArgument = None, config: ConfigOption = None) -> int:
-    """Print what starts a model's servers.
+    """Print the commands that launch a model's servers.
 
-    One for each replica, for a shell, with what the gateway adds to the environment. Secrets are shown as ***, and so
-    is the internal key; XXXXXXXX stands for the private folder that each run makes anew.
+    One command for each replica, for a shell, with the variables that the gateway adds to the environment. Secrets and the internal
+    key are shown as ***. XXXXXXXX stands for the private folder that each run creates.
     """
     from gateway.config import ConfigurationError, load
     from gateway.config.problems import did_you_mean
@@ -283,7 +289,7 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
 
 
 def _operation(name: str, about: str) -> Callable[..., int]:
-    """A command that has something done to a model of the running gateway."""
+    """Return a command that performs an operation on a model of the running gateway."""
 
     def run(
         model: Model,
@@ -303,9 +309,9 @@ def _operation(name: str, about: str) -> Callable[..., int]:
 
 
 def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
-    """Have the running gateway stop, as SIGTERM does.
+    """Stop the running gateway, as SIGTERM does.
 
-    It takes no more requests, lets those under way finish for `server.drain`, and ends.
+    The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
     """
 
     def ask(gateway: AdminClient) -> None:
@@ -316,9 +322,9 @@ def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: Admin
 
 
 def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
-    """Have the running gateway read its configuration again.
+    """Reload the configuration of the running gateway.
 
-    Prints what has changed, or the problems. With problems the gateway goes on as before, and the exit code is 2.
+    Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
     """
     read: dict[str, Any] = {}
     code = asked(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
@@ -345,10 +351,10 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "reload": reload,
     "drain": drain,
     "usage": usage,
-    "start": _operation("start", "Start a model's servers in the running gateway. It does not wait until they are up."),
-    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. It waits until they have ended."),
-    "restart": _operation("restart", "Replace a model's servers, one after the other. It does not wait for the new ones."),
-    "wake": _operation("wake", "Bring a model up as a request for it would. It does not wait until it is."),
+    "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),
+    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
+    "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),
+    "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
     "command": command,
     "schema": schema,
     "demo": demo,

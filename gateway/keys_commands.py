@@ -35,12 +35,12 @@ Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's
 
 
 def new(
-    id: Annotated[str, typer.Option("--id", help="Whose key it is, e.g. team-a.", show_default=False)],
+    id: Annotated[str, typer.Option("--id", help="The id of the key's entry, e.g. team-a.", show_default=False)],
     expires: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Refuse it from this date on, e.g. 2027-01-01.", show_default=False)
+        str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.", show_default=False)
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help='A model it may use, e.g. "Qwen/*"; may be repeated.', show_default=False)
+        list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.', show_default=False)
     ] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
@@ -48,9 +48,9 @@ def new(
     config: ConfigOption = None,
     **limits: float | None,
 ) -> int:
-    """Make a key.
+    """Create a key.
 
-    Prints it once, and what to write below `keys:` in the configuration. With --write or a FILE, it writes that itself.
+    Prints the key once, and the entry to add below `keys:` in the configuration. With --write or FILE, adds the entry itself.
     """
     from gateway import keys
     from gateway.yaml_edit import stanza
@@ -75,10 +75,10 @@ def new(
 def rotate(
     id: Identity,
     file: ConfigArgument = None,
-    overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay good, e.g. 12h; 0s: not at all.")] = "7d",
+    overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay valid, e.g. 12h; 0s ends them now.")] = "7d",
     config: ConfigOption = None,
 ) -> int:
-    """Replace a key: make a new one, and let the former ones end after a while.
+    """Replace a key: create a new one, and let the former ones expire.
 
     Prints the new key once.
     """
@@ -111,9 +111,9 @@ def rotate(
 
 
 def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
-    """Have all keys of an entry refused.
+    """Revoke all keys of an entry.
 
-    The entry stays, with `revoked: true`: so that its keys are refused even where requests with no key are served.
+    The entry stays in the file with `revoked: true`, so that its keys are rejected even if requests without a key are served.
     """
     configured = config_file(file, config)
 
@@ -133,13 +133,13 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
 def show(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Show whose keys there are, what they may use, and which end soon.
+    """List the keys, what they may use, and which expire soon.
 
-    The configuration and the ledger are asked, whether the gateway runs or not; with --admin, a gateway elsewhere.
+    Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere.
     """
     from gateway.config import ConfigurationError, load
     from gateway.key_list import shown_keys
@@ -183,7 +183,7 @@ def take_over(
 ) -> int:  # fmt: skip
     """Add the keys of another gateway to the configuration, as hashes.
 
-    Clients keep their keys. Those that are in the configuration already are left out.
+    Clients keep their keys. Keys that the configuration already has are skipped.
     """
     from gateway import keys_import
     from gateway.config.source import reason
@@ -229,9 +229,9 @@ def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
 
 
 def hash_of_key() -> int:
-    """Read a key from stdin and print its hash.
+    """Read a key from stdin and print its hash for the configuration.
 
-    The hash is what the configuration holds. Any text works as a key, but nobody guesses one that `keys new` made.
+    Any text works as a key, but only keys of `keys new` are impossible to guess.
     """
     from gateway.keys import hash_of
 
@@ -240,9 +240,9 @@ def hash_of_key() -> int:
 
 
 def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
-    """Read a key from stdin and say whose it is.
+    """Read a key from stdin and print the id of its entry.
 
-    Exits with 1 when the configuration does not know it, or it has expired.
+    Exits with 1 if the configuration does not have the key, or if it has expired.
     """
     from gateway import keys
     from gateway.config import ConfigurationError, load
