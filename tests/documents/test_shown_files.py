@@ -57,27 +57,29 @@ def checked(folder: Path, text: str) -> str:
     for kind, name in secrets:
         if kind == "file":
             (folder / name).write_text("a-secret\n")
-    (folder / "gateway.yaml").write_text(text)
+    programs = gpus_and_vllm(folder)
+    (folder / "gateway.yaml").write_text(re.sub(r"/opt/[\w./-]+/vllm\b", str(programs / "vllm"), text))
     if "tls:" in text:
         for file, name in zip(certificate(folder), ("tls.crt", "tls.key"), strict=True):
             file.rename(folder / name)
     for path in re.findall(r" (\./[\w./-]+)", text):
         (folder / path).mkdir(parents=True)
     environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
-    environ["PATH"] = f"{gpus(folder)}{os.pathsep}{environ['PATH']}"
+    environ["PATH"] = f"{programs}{os.pathsep}{environ['PATH']}"
     words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
 
 
-def gpus(folder: Path) -> Path:
-    """Where a program says that this machine has more GPUs than are spoken of."""
-    program = folder / "bin" / "nvidia-smi"
-    program.parent.mkdir()
+def gpus_and_vllm(folder: Path) -> Path:
+    """Make a folder with a program that lists more GPUs than are spoken of, and one that stands for vLLM. Returns the folder."""
     listed = "".join(f"GPU {number}: one (UUID: GPU-{number})\n" for number in range(8))
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
-    program.chmod(0o755)
-    return program.parent
+    (folder / "bin").mkdir()
+    for name, line in (("nvidia-smi", f"cat <<'END'\n{listed}END"), ("vllm", "exit 1")):
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    return folder / "bin"
 
 
 @pytest.mark.parametrize("block", YAML, ids=identity)

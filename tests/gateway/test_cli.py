@@ -43,7 +43,7 @@ def gateway(*arguments: str | Path, stdin: str = "", folder: Path | None = None)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "good.yaml").write_text(
-        "models:\n  - {id: Qwen/Q, launch: {}}\n"
+        "models:\n  - {id: Qwen/Q, servers: [{url: 'http://127.0.0.1:9'}]}\n"
         f"keys:\n  - {{id: team-a, hash: '{hash_of(KEY)}', models: ['Qwen/*']}}\n"
         f"  - {{id: old, hash: '{hash_of('old')}', expires: 2020-01-01}}\n"
     )

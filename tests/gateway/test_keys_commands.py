@@ -26,7 +26,7 @@ KEY, OLDER = mint("team-a"), mint("team-a")
 FILE = f"""\
 # The gateway of the second floor.
 models:
-    - {{id: Qwen/Q, launch: {{}}}}    # the only one
+    - {{id: Qwen/Q, servers: [{{url: "http://10.0.0.1"}}]}}    # the only one
 
 keys:
   # whoever is first
@@ -89,7 +89,7 @@ def test_a_new_key_is_written_where_it_is_wanted(folder: Path) -> None:
 def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
     names = [name for name in Limits.model_fields if name != "models"]
     given = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
-    (folder / "gateway.yaml").write_text(FILE.replace("launch: {}", "launch: {}, price: {prompt: 1}") + "teams: [{id: research}]\n")
+    (folder / "gateway.yaml").write_text(FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n")
     secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
     made = load(folder / "gateway.yaml").keys[-1]
     assert made.limits is not None and made.team == "research"
@@ -327,7 +327,7 @@ def test_litellms_hashes_are_ours(folder: Path) -> None:
 
 def priced(folder: Path) -> None:
     """A model with a price, and a team."""
-    text = FILE.replace("Qwen/Q, launch: {}", "Qwen/Q, launch: {}, price: {prompt: 1}") + "teams: [{id: research}]\n"
+    text = FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n"
     (folder / "gateway.yaml").write_text(text)
 
 
@@ -389,10 +389,17 @@ def test_a_hash_can_have_an_end_in_every_form(tmp_path: Path) -> None:
     for written in (hash_of("x"), [hash_of("x")], one, [one], [one, hash_of("y")]):
         file = tmp_path / "gateway.yaml"
         file.write_text(
-            yaml.safe_dump({"models": [{"id": "m", "launch": {}}], "keys": [{"id": "k", "hash": written, "expires": "2998-01-01"}]})
+            yaml.safe_dump(
+                {
+                    "models": [{"id": "m", "servers": [{"url": "http://10.0.0.1"}]}],
+                    "keys": [{"id": "k", "hash": written, "expires": "2998-01-01"}],
+                }
+            )
         )
         assert answer(load(file), "x") == "k"
     for wrong in ({"hash": hash_of("x"), "ends": 1}, {"expires": "2999-01-01"}, [{"hash": "x"}], {"hash": hash_of("x"), "expires": "soon"}):
-        file.write_text(yaml.safe_dump({"models": [{"id": "m", "launch": {}}], "keys": [{"id": "k", "hash": wrong}]}))
+        file.write_text(
+            yaml.safe_dump({"models": [{"id": "m", "servers": [{"url": "http://10.0.0.1"}]}], "keys": [{"id": "k", "hash": wrong}]})
+        )
         ran = gateway("check", "gateway.yaml", folder=tmp_path)
         assert ran.code == 2 and ": keys[0].hash" in ran.out and ran.out.count("\n") == 1
