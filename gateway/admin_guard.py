@@ -1,8 +1,9 @@
 """Who may use the admin port: a bearer token where one is configured, and no page of another site.
 
-The rules: the probes of a supervisor stay open, since they say nothing but yes or no; nothing is done without the token, whatever may
-be seen without one, and nothing at all for a page in a browser; a header that decides comes once, so that whatever stands in front
-cannot have gone by another one. The admin socket needs none of this: the kernel says who is at its other end.
+The rules: the probes of a supervisor stay open, since they show whether traffic may come and what kind of part is down, and no more;
+nothing is done without the token, whatever may be seen without one, and nothing at all for a page in a browser; a header that decides
+comes once, so that whatever stands in front cannot have gone by another one. The admin socket needs none of this: the kernel says who is
+at its other end.
 """
 
 from __future__ import annotations
