@@ -67,7 +67,7 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
         config["keys"][0]["limits"] = {"requests_per_minute": 1000}
         with gateway(tmp_path, config) as one:
             wait_for(lambda: of(one, "limits_store").get("state") == "up")
-            assert one.get("/readyz").json() == {"status": "ready", "reasons": []}
+            wait_for(lambda: one.get("/readyz").json() == {"status": "ready", "reasons": []})
             redis.stop()
             wait_for(lambda: of(one, "limits_store")["state"] == "down", why=lambda: one.said)
             assert is_shown(one, "limits_store", "down")
@@ -80,8 +80,8 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
             wait_for(lambda: of(one, "limits_store")["state"] == "up", why=lambda: one.said)
             back = of(one, "limits_store")
             assert back["since"] > since and back["last_error"]
-            assert one.metric('vllm_gateway_dependency_up{dependency="limits_store"}') == 1
-            assert one.get("/readyz").json()["status"] == "ready"
+            wait_for(lambda: one.metric('vllm_gateway_dependency_up{dependency="limits_store"}') == 1)
+            wait_for(lambda: one.get("/readyz").json()["status"] == "ready")
             assert re.search(r"limits' store at .* is away", one.said) and re.search(r"limits' store at .* is back", one.said)
             assert "a-password-of-redis" not in one.said + page + one.get("/status").text
 

@@ -84,7 +84,8 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
 
         disk.free()
         wait_for(lambda: waiting(one) == 0 and one.get("/readyz").json() == {"status": "ready", "reasons": []}, 60, why=lambda: one.said)
-        wait_for(lambda: in_database(disk) == {first, *asked}, 60)
+        wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1 + REQUESTS, 60)
+        assert in_database(disk) == {first, *asked}
         assert "the ledger's spool can be written again" in one.said
 
         disk.fill()
