@@ -92,7 +92,8 @@ def _formatter(unit: str) -> Any:
         return PercentFormatter(1.0)
     if unit == "days":
         return StrMethodFormatter("{x:g} days")
-    return EngFormatter(unit="s", sep=" ") if unit == "s" else ScalarFormatter(useOffset=False)
+    engineering = {"s": "s", "bytes": "B"}.get(unit)
+    return ScalarFormatter(useOffset=False) if engineering is None else EngFormatter(unit=engineering, sep=" ")
 
 
 if __name__ == "__main__":
