@@ -34,6 +34,7 @@ from gateway.certificate import Certificate
 from gateway.cors import Cors
 from gateway.edge import FORWARDED, EdgeProtocol
 from gateway.errors import Refusal, internal_error, render, unknown_model
+from gateway.eviction import Unauthenticated
 from gateway.exchange import authenticate, exchange
 from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
@@ -99,6 +100,7 @@ class Relay:
         self.memory = BodyMemory(state.clients.body_memory)
         self.steps = Steps()
         self.addresses = Connections()
+        self.unauthenticated = Unauthenticated()
         self.certificate = Certificate(state.tls) if state.tls else None
         self._ticks = 0
         self.request_ids = request_ids()
@@ -166,6 +168,7 @@ class Relay:
         """What is done a few times a second for all requests together."""
         self._tell_time()
         self.deadlines.tick()
+        self.unauthenticated.relieve()
         self.lobby.tick()
         self.limits.tick()
         self._log.flush()

@@ -28,6 +28,7 @@ from gateway.addresses import Connections, Proxies, counted_as, shown
 from gateway.call import Call
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
+from gateway.eviction import Unauthenticated
 from gateway.memory import BodyMemory
 from gateway.metrics import RelayMetrics
 from gateway.patience import Patience, Wait
@@ -46,6 +47,7 @@ MAX_PIPELINED = 16
 """Requests that a client may send ahead of their answers."""
 _FRAMING_PER_BYTE = 8
 """Bytes of framing that come with each of a body: a chunk of one byte has five. Longer ones, with extensions, add up like a head."""
+_UNAUTHORIZED = 401
 _VERSION, _HEAD_END = b" HTTP/1.", b"\r\n\r\n"
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client can read its answer."""
@@ -77,6 +79,7 @@ class Door(Protocol):
     clients: Clients
     proxies: Proxies
     addresses: Connections
+    unauthenticated: Unauthenticated
     metrics: RelayMetrics
     leaving: bool
     """The gateway is about to end: each answer is the last one on its connection."""
@@ -134,6 +137,8 @@ class EdgeProtocol(HttpToolsProtocol):
         super().connection_made(Outlet(transport, self.door.turn))  # type: ignore[arg-type]  # both loops give a full Transport here
         self.address = shown(self.client[0]) if self.client else ""
         self.proxied = self.door.proxies.trusts(self.address)
+        self.door.unauthenticated.relieve(self.transport.get_extra_info("socket").fileno())
+        self.door.unauthenticated.add(self)
         most = self.door.clients.max_per_address
         if most is not None and not self.proxied:
             self._count(counted_as(self.address), most)
@@ -226,6 +231,7 @@ class EdgeProtocol(HttpToolsProtocol):
             if isinstance(cycle, Call):
                 cycle.lost()
         self.pipeline.clear()
+        self.door.unauthenticated.remove(self)
         if self._counted is not None:
             self.door.addresses.leave(self._counted)
         super().connection_lost(exc)
@@ -380,6 +386,23 @@ class EdgeProtocol(HttpToolsProtocol):
     def client_of(self, headers: Mapping[bytes, bytes]) -> str:
         """The address of who sent a request, as far as that is known."""
         return self.door.proxies.client(self.address, headers.get(FORWARDED, b"")) if self.proxied else self.address
+
+    # When descriptors run out
+
+    @property
+    def has_valid_key(self) -> bool:
+        """The last inference request that has begun had a valid key. One that is being served has it: others are answered at once."""
+        return self._call is not None and self._call.status != _UNAUTHORIZED
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is being served."""
+        return not self._busy
+
+    def evict(self) -> None:
+        """Close at once."""
+        self.door.metrics.client_fault("evicted")
+        self.transport.abort()
 
     # The way of a call
 

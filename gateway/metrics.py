@@ -119,7 +119,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
 _PER_MODEL = ("time_to_first_token_seconds", "inter_token_latency_seconds", "inflight_requests", "queued_requests", "retries_total")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
-CLIENT_FAULTS = ("malformed", "silent", "slow_head", "slow_body", "slow_reader", "too_many")
+CLIENT_FAULTS = ("malformed", "silent", "slow_head", "slow_body", "slow_reader", "too_many", "evicted")
 
 
 @dataclass(frozen=True, slots=True)

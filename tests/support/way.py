@@ -31,6 +31,9 @@ class _Socket:
 
     getpeername = getsockname
 
+    def fileno(self) -> int:
+        return 0
+
     def setsockopt(self, *_: object) -> None:
         """Nothing is to be set."""
 
