@@ -29,7 +29,7 @@ from gateway.admission import House, part
 from gateway.auth import Keyring
 from gateway.body_shape import Sample
 from gateway.call import Call, request_ids
-from gateway.catalog import Catalog, Entry, card
+from gateway.catalog import Catalog, Entry
 from gateway.certificate import Certificate
 from gateway.cors import Cors
 from gateway.edge import FORWARDED, EdgeProtocol
@@ -42,6 +42,7 @@ from gateway.limits.meters import Meters
 from gateway.link import Health
 from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, RelayMetrics
+from gateway.model_list import Reported, card, cards, page
 from gateway.record import Record
 from gateway.state import Key, State
 from gateway.steps import Steps
@@ -106,6 +107,7 @@ class Relay:
         self.request_ids = request_ids()
         self._log = log
         self._max_model_len: dict[str, int] = {}
+        self._tasks: dict[str, str] = {}
         self._manual = manual.Manual()
         self.catalog = Catalog((), {})
         self.take(state)
@@ -161,7 +163,7 @@ class Relay:
         """Take over what control found out about servers."""
         for name, condition in health.conditions.items():
             self.fleet.set_condition(name, condition)
-        self._max_model_len = dict(health.max_model_len)
+        self._max_model_len, self._tasks = dict(health.max_model_len), dict(health.tasks)
         self.lobby.learn(health.expected)
 
     def tick(self) -> None:
@@ -294,14 +296,15 @@ class Relay:
     def _models(self, request: Request, mounted: Entry | None, name: str) -> Response:
         key = self._key(request)
         if not name:
-            return JSONResponse({"object": "list", "data": [self._card(entry) for entry in self.catalog.visible(key, mounted)]})
+            visible = [(entry.model, self._reported(entry)) for entry in self.catalog.visible(key, mounted)]
+            return JSONResponse(page(cards(visible), request.query_params))
         entry = next((entry for entry in self.catalog.visible(key, mounted) if name in (entry.model.id, *entry.model.aliases)), None)
         if entry is None:
             raise unknown_model(name)
-        return JSONResponse(self._card(entry))
+        return JSONResponse(card(entry.model, self._reported(entry)))
 
-    def _card(self, entry: Entry) -> dict[str, Any]:
-        return card(entry, self._max_model_len.get(entry.model.id))
+    def _reported(self, entry: Entry) -> Reported:
+        return Reported(self._max_model_len.get(entry.model.id), self._tasks.get(entry.model.id))
 
     def _key(self, request: Request) -> Key:
         headers = dict(request.scope["headers"])

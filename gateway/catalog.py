@@ -128,21 +128,6 @@ class Catalog:
         return scope
 
 
-def card(entry: Entry, max_model_len: int | None) -> dict[str, Any]:
-    """A model as GET /v1/models shows it: OpenAI's members, the aliases, and the context length where it is known.
-
-    An adapter names its base in ``parent``, as vLLM does.
-    """
-    model = entry.model
-    shown: dict[str, Any] = {"id": model.id, "object": "model", "created": model.created, "owned_by": model.owned_by}
-    shown["aliases"] = list(model.aliases)
-    if model.parent is not None:
-        shown["parent"] = model.parent
-    if max_model_len is not None:
-        shown["max_model_len"] = max_model_len
-    return shown
-
-
 def named_model(body: Mapping[str, Any]) -> str | None:
     """The name of the model that a body requests; None where it is missing, null or empty. Raises Refusal for anything but a string."""
     name = body.get("model")

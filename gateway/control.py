@@ -342,7 +342,7 @@ class Control:
         known = self.known
         conditions = plan.conditions(self.config, known)
         self._date(conditions)
-        return Health(conditions, plan.max_model_len(self.config, known), self.fleet.telling())
+        return Health(conditions, plan.max_model_len(self.config, known), self.fleet.telling(), tasks=plan.tasks(self.config, known))
 
     def _date(self, conditions: Mapping[str, Condition]) -> None:
         """Note when each server has come into its condition; relays are told of every change."""

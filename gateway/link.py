@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Health(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: what is known of servers by name, and of models' context lengths by id.
+    """control → relay: what is known of servers by name, and of models' context lengths and tasks by id.
 
     ``expected``: by id, when a model that is not up may be, in seconds of the monotonic clock; one that is neither up nor
     among these is not worth waiting for. ``number`` grows with each message.
@@ -33,6 +33,7 @@ class Health(msgspec.Struct, tag=True, frozen=True):
     max_model_len: Mapping[str, int]
     expected: Mapping[str, float] = {}
     number: int = 0
+    tasks: Mapping[str, str] = {}
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):

@@ -28,6 +28,7 @@ from upstream.launcher import LaunchSpec, Snapshot
 from upstream.launcher import State as Stage
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import Adapter, LaunchSettings, flag_of
+from upstream.vllm_abilities import capabilities_of, task_of
 from upstream.vllm_presets import with_preset
 
 KEEP_IDLE_LAUNCHED = 60.0
@@ -221,7 +222,8 @@ def _queue(config: Config, model: conf.Model) -> Queue | None:
 
 
 def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
-    timeouts = model.timeouts
+    timeouts, launch = model.timeouts, model.launch
+    args = None if launch is None else with_preset(launch.preset, launch.args)
     return Model(
         id=model.id,
         servers=tuple(servers),
@@ -239,6 +241,9 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         rewrite=model.rewrite_model,
         created=created,
         price=(model.price.prompt, model.price.completion) if model.price is not None else None,
+        task=model.task or (None if args is None else task_of(args)),
+        capabilities=model.capabilities,
+        launched_with=None if args is None else capabilities_of(args),
     )
 
 
@@ -378,6 +383,17 @@ def max_model_len(config: Config, known: Knowledge) -> dict[str, int]:
                 for name in (place.model.id, *(lora.id for lora in place.model.loras)):
                     lengths.setdefault(name, []).append(card.max_model_len)
     return {model: min(values) for model, values in lengths.items()}
+
+
+def tasks(config: Config, known: Knowledge) -> dict[str, str]:
+    """What each model and its adapters are for, where the servers' routes tell it and all of them agree."""
+    found: dict[str, set[str]] = {}
+    for place in places(config):
+        probe = known.probes.get(place.name)
+        if probe is not None and probe.task is not None:
+            for name in (place.model.id, *(lora.id for lora in place.model.loras)):
+                found.setdefault(name, set()).add(probe.task)
+    return {model: each.pop() for model, each in found.items() if len(each) == 1}
 
 
 def unconcluded(config: Config, known: Knowledge) -> list[str]:

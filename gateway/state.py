@@ -173,6 +173,9 @@ class Model:
     ``fallbacks`` are the names of the models to try, in order, when none of its servers can take a request; ``rewrite``: its
     answers are to carry its id, whatever its servers call it.
 
+    ``task`` and ``capabilities`` are what the model list shows, as configured; ``launched_with`` the capabilities that its launch
+    arguments give it if it generates text. None: not known.
+
     A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
     name under which all of them know it.
     """
@@ -196,6 +199,9 @@ class Model:
     parent: str | None = None
     served: str | None = None
     price: tuple[float, float] | None = None
+    task: str | None = None
+    capabilities: tuple[str, ...] | None = None
+    launched_with: tuple[str, ...] | None = None
 
     @property
     def base(self) -> str:

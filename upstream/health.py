@@ -19,11 +19,13 @@ import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Self
 
 from upstream.address import Address
 from upstream.errors import LocalLimit, UpstreamError
 from upstream.inquiry import inquire
+from upstream.vllm_abilities import TASK_ROUTES
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,14 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is known of a server. ``reason``: why it is down, or why its models are not known; empty otherwise."""
+    """What is known of a server. ``reason``: why it is down, or why its models are not known; empty otherwise. ``task``: what it is for,
+    by its routes; None where they do not show it."""
 
     name: str
     up: bool
     reason: str = ""
     models: tuple[ModelCard, ...] = ()
+    task: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,14 @@ class Standing:
 def judge(before: Standing | None, name: str, seen: Sighting) -> Standing:
     """The hysteresis: up after one success, down after two failures in a row; down at once where nobody listens, where the key is
     refused, or where nothing is known yet."""
+    task = before.probe.task if before else None
     if seen.up:
         known = before.probe.models if before else ()
-        return Standing(Probe(name, True, seen.reason, known if seen.models is None else seen.models))
+        return Standing(Probe(name, True, seen.reason, known if seen.models is None else seen.models, task))
     failures = before.failures + 1 if before else 1
     if before and before.probe.up and not (seen.conclusive or seen.refused) and failures < FAILURES_UNTIL_DOWN:
         return Standing(before.probe, failures)
-    return Standing(Probe(name, False, seen.reason, before.probe.models if before else ()), failures)
+    return Standing(Probe(name, False, seen.reason, before.probe.models if before else (), task), failures)
 
 
 def lost(standing: Standing, seen: Sighting) -> bool:
@@ -163,6 +168,18 @@ class Doctor:
         except ValueError:
             return replace(otherwise, reason="GET /v1/models: not a list of models")
 
+    async def task(self) -> str | None:
+        """What a server that is up is for: a route of POST alone answers a GET with 405. None where that does not show it."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                for path, task in TASK_ROUTES.items():
+                    status, _ = await self._get(path)
+                    if status != HTTPStatus.NOT_FOUND:
+                        return task if status == HTTPStatus.METHOD_NOT_ALLOWED else None
+        except (TimeoutError, UpstreamError):
+            pass  # the next look at the models tries again
+        return None
+
     def _refusal(self) -> str:
         if self._target.api_key is None:
             return "the server asks for a key, and the gateway has none for it"
@@ -207,9 +224,12 @@ class _Watch:
 
     async def _look(self, by: Doctor) -> None:
         try:
+            before = self.standing.probe if self.standing else None
             seen = await by.look(models=time.monotonic() >= self._models_due)
             if seen is not None:
                 self._note(seen)
+                if seen.models is not None and (before is None or not before.up or before.task is None):
+                    self._note_task(await by.task())
         except Exception:  # the outer edge: a mistake about one server must not end its watch, or the others'
             log.exception("probe of %s", self._target.name)
 
@@ -224,6 +244,12 @@ class _Watch:
             self._tell(self._on_change)
         if lost(self.standing, seen):
             self._tell(self._on_lost)
+
+    def _note_task(self, task: str | None) -> None:
+        standing = self.standing
+        if standing is not None and standing.probe.task != task:
+            self.standing = replace(standing, probe=replace(standing.probe, task=task))
+            self._tell(self._on_change)
 
     def _tell(self, listener: Callable[[Probe], None]) -> None:
         for probe in self.probes():

@@ -274,6 +274,10 @@ class Price(Section):
     completion: _Price = Field(default=0.0, description="per million completion tokens")
 
 
+Task = Literal["chat", "completion", "embedding", "rerank", "classify", "transcription"]
+Capability = Literal["tools", "reasoning", "structured_outputs", "image", "audio", "video"]
+
+
 class Model(Section):
     """A model that clients ask for, and the servers behind it."""
 
@@ -300,6 +304,12 @@ class Model(Section):
     fallbacks: tuple[Name, ...] = Field(default=(), description="models to try, in order, when no server of this one can take the request")
     rewrite_model: Flag = Field(default=False, description="put this model's id into the answers of servers that know it by another name")
     price: Price | None = Field(default=None, description="what its tokens cost")
+    task: Task | None = Field(
+        default=None, description="what it is for, as the model list shows it; default: what launch arguments and servers say"
+    )
+    capabilities: tuple[Capability, ...] | None = Field(
+        default=None, description="everything that it can do, as the model list shows it; default: what launch arguments say"
+    )
 
     @property
     def names(self) -> tuple[str, ...]:

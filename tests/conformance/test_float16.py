@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.conformance.asked import CHAT, FEELINGS, INSTANCED, LLAMA, MOUNT, QWEN, Json, user
+from tests.conformance.asked import ALIASES, CHAT, FEELINGS, INSTANCED, LLAMA, MOUNT, QWEN, Json, user
 from tests.conformance.shapes import ERROR, JsonText, lacks
 from tests.conformance.stage import Stage, on
 
@@ -38,9 +38,11 @@ def test_a_key_that_looks_like_one_is_still_checked(stage: Stage) -> None:
 @EVERYWHERE
 def test_an_instance_lists_its_own_model_alone(stage: Stage) -> None:
     with stage.client(None) as client:
-        assert [each["id"] for each in client.get(f"{MOUNT}/v1/models").json()["data"]] == [LLAMA]
+        listed = client.get(f"{MOUNT}/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == [LLAMA, *ALIASES]
+        assert {each["root"] for each in listed[1:]} == {LLAMA}
     with stage.sdk(MOUNT, "not-needed") as sdk:
-        assert [each.id for each in sdk.models.list()] == [LLAMA] and sdk.models.retrieve(LLAMA).id == LLAMA
+        assert [each.id for each in sdk.models.list()] == [LLAMA, *ALIASES] and sdk.models.retrieve(LLAMA).id == LLAMA
 
 
 @EVERYWHERE

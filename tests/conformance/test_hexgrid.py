@@ -91,7 +91,7 @@ def test_models_are_listed_by_their_exact_ids(stage: Stage) -> None:
     with stage.client() as client:
         listed = client.get("/v1/models").json()
         assert client.get(f"/v1/models/{LLAMA}").json()["id"] == client.get(f"/v1/models/{DEPLOYED}").json()["id"] == LLAMA
-    shown = {each["id"]: each for each in listed["data"]}
+    shown = {each["id"]: each for each in listed["data"] if "root" not in each}
     assert lacks(listed, {"object": "list", "data": [{"id": str, "object": "model", "created": int, "owned_by": str}]}) == []
     assert shown[LLAMA]["aliases"] == ALIASES and set(shown) == ({LLAMA} if stage.real else {LLAMA, QWEN})
 

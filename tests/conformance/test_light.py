@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.conformance.asked import CHAT, LIGHT, LLAMA, Json, user
+from tests.conformance.asked import ALIASES, CHAT, LIGHT, LLAMA, Json, user
 from tests.conformance.shapes import TEXT, USAGE, lacks, stream_lacks
 from tests.conformance.stage import Stage, on, simulated
 from tests.support.process import configuration, gateway, wait_for
@@ -79,7 +79,7 @@ def test_both_and_neither_are_refused(stage: Stage, body: Json, streamed: bool) 
 @EVERYWHERE
 def test_the_models(stage: Stage) -> None:
     with stage.client(None) as client:
-        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [LLAMA]
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [LLAMA, *ALIASES]
         assert client.get(f"/v1/models/{LIGHT}").json()["id"] == LLAMA
 
 

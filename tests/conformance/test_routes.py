@@ -212,7 +212,11 @@ def test_health_and_models(stage: Stage) -> None:
         assert client.get("/health").status_code == 200
         listed = client.get("/v1/models").json()["data"]
     assert stage.model in [each["id"] for each in listed] and all(each["max_model_len"] == 2048 for each in listed)
-    assert not any({"root", "permission"} & each.keys() for each in listed)
+    task = "embedding" if stage.name == "pooling" else "chat"
+    assert {each["task"] for each in listed} == {task}, "by the launch arguments"
+    assert all("tools" in each["supported_parameters"] if task == "chat" else "supported_parameters" not in each for each in listed)
+    ids = {each["id"] for each in listed}
+    assert all(each.get("root", stage.model) in ids and "permission" not in each for each in listed), "vLLM shows a path in root"
 
 
 @on("simulator")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.catalog import Catalog, card, named_model
+from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
 from gateway.routes import ROUTES
 from gateway.state import Key, Model
@@ -166,10 +166,3 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
         assert (await ask(served.port, request(path=path))).body == COMPLETION
         assert server.requests[0].head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
         assert served.relay.records[0].endpoint == "/v1/chat/completions"
-
-
-def test_a_card() -> None:
-    entry = CATALOG.entries[0]
-    shown = card(entry, 2048)
-    assert (shown["id"], shown["object"], shown["aliases"], shown["max_model_len"]) == ("Qwen/big", "model", ["qwen", "default"], 2048)
-    assert "max_model_len" not in card(entry, None)

@@ -38,14 +38,14 @@ def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gatewa
 
 def test_the_list_of_models_names_the_base(running: Gateway) -> None:
     cards = {card["id"]: card for card in get(running, "/v1/models", KEY).json()["data"]}
-    assert list(cards) == ["sim/one", "sim/sql", "sim/chat"]
+    assert list(cards) == ["sim/one", "one", "sim/sql", "sql", "sim/chat"]
     assert "parent" not in cards["sim/one"] and cards["sim/sql"]["parent"] == cards["sim/chat"]["parent"] == "sim/one"
     assert cards["sim/sql"]["max_model_len"] == cards["sim/one"]["max_model_len"] > 0
     assert "/loras" not in str(cards), "paths of the server are not shown"
 
 
 def test_a_key_may_be_for_an_adapter_alone(running: Gateway) -> None:
-    assert [card["id"] for card in get(running, "/v1/models", LIMITED).json()["data"]] == ["sim/sql"]
+    assert [card["id"] for card in get(running, "/v1/models", LIMITED).json()["data"]] == ["sim/sql", "sql"]
     headers = {"authorization": f"Bearer {LIMITED}"}
     for name, status in (("sim/sql", 200), ("sim/one", 404), ("sim/chat", 404)):
         body = {"model": name, "messages": [{"role": "user", "content": "Hello"}]}

@@ -156,6 +156,34 @@ def test_context_lengths(config: Config) -> None:
     assert plan.max_model_len(config, NOTHING) == {}
 
 
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        (("chat", "chat"), {"m": "chat", "a": "chat"}),
+        (("chat", None), {"m": "chat", "a": "chat"}),
+        (("chat", "embedding"), {}),
+        ((None, None), {}),
+    ],
+)
+def test_what_servers_report_to_be_for(tmp_path: Path, reported: tuple[str | None, ...], expected: dict[str, str]) -> None:
+    servers = [{"url": f"http://127.0.0.1:{port}"} for port in (8001, 8002)]
+    config = _loaded(tmp_path, {"id": "m", "servers": servers, "loras": [{"id": "a"}]})
+    probes = {server["url"]: Probe(server["url"], True, task=task) for server, task in zip(servers, reported, strict=True)}
+    assert plan.tasks(config, Knowledge({}, probes, {})) == expected
+
+
+def test_what_the_model_list_shows(tmp_path: Path) -> None:
+    said = {"task": "rerank", "capabilities": ["image"], "servers": [{"url": "http://127.0.0.1:8001"}]}
+    args = {"reasoning-parser": "qwen3"}
+    models = _loaded(tmp_path, {"id": "said", **said}, {"id": "seen", "launch": {"args": args}}, {"id": "bare", "launch": {}})
+    shown = [(each.task, each.capabilities, each.launched_with) for each in plan.state(models, NOTHING, 1, 0).models]
+    assert shown == [
+        ("rerank", ("image",), None),
+        ("chat", None, ("structured_outputs", "reasoning")),
+        (None, None, ("structured_outputs",)),
+    ]
+
+
 def test_what_has_no_result_yet(config: Config) -> None:
     assert plan.unconcluded(config, NOTHING) == NAMES
     known = Knowledge(

@@ -30,6 +30,7 @@ from upstream.health import (
     lost,
     read_models,
 )
+from upstream.vllm_abilities import TASK_ROUTES
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
@@ -244,6 +245,30 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+TASKS: dict[str, tuple[dict[str, int], str | None]] = {
+    "a chat model": ({"/v1/chat/completions": 405, "/v1/audio/transcriptions": 405}, "chat"),
+    "an embedding model, which has the routes for ranks too": ({"/v1/embeddings": 405, "/v1/rerank": 405}, "embedding"),
+    "a cross-encoder": ({"/v1/rerank": 405, "/classify": 405}, "rerank"),
+    "a classifier": ({"/classify": 405}, "classify"),
+    "a speech model": ({"/v1/audio/transcriptions": 405}, "transcription"),
+    "none of them": ({}, None),
+    "a proxy that refuses": ({"/v1/chat/completions": 403, "/v1/embeddings": 405}, None),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
+    statuses, task = TASKS[name]
+    fake = FakeServer()
+    fake.routes |= {path: (status, b"") for path, status in statuses.items()}
+    last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the one that decides
+    async with listening(fake) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            await until(lambda: last in fake.asked and told[-1].task == task)
+            assert told[-1] == Probe("s", True, "", CARDS, task)
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.routes import REFUSED, ROUTES
 from tests.vllm.server import NOT_INSTALLED, installed
+from upstream.vllm_abilities import TASK_ROUTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
 
@@ -51,6 +52,11 @@ def test_every_route_of_vllm_is_served_or_refused(real: set[tuple[str, str]]) ->
     served = {("POST", route.upstream) for route in ROUTES.values()} | OWN
     refused = {(method, path) for path, (method, _) in REFUSED.items() if path not in NEEDS_COHERE}
     assert real == served | refused | {("POST", "/ping")}
+
+
+def test_what_a_model_is_for_shows_in_these_routes(real: set[tuple[str, str]]) -> None:
+    assert {("POST", path) for path in TASK_ROUTES} <= real
+    assert not {("GET", path) for path in TASK_ROUTES} & real, "a GET is answered with 405"
 
 
 def test_no_served_route_is_the_gateways_invention(real: set[tuple[str, str]]) -> None:
