@@ -1,0 +1,109 @@
+"""Ten clients send the most expensive bodies that are accepted, or refused late: another client's requests are answered all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic
+from types import MappingProxyType
+
+import pytest
+
+from tests.faults.conftest import FULL
+from tests.faults.invariants import nothing_left
+from tests.gateway.test_form import BOUNDARY, END, PATH, part
+from tests.support.bodies import LIMIT, UNITS, filled
+from tests.support.process import configuration, gateway, wait_for
+from tests.support.running import KEY, MODEL
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, ask, request
+
+CLIENTS = 10
+SECONDS = 30.0 if FULL else 6.0
+BOUND = 1.5
+"""Seconds to the first byte of another client's response, for 99 of 100 requests."""
+GENEROUS = 8
+"""How much slower than the machine of the figures a machine may be."""
+
+ATTACK = """
+import socket, sys, threading, time
+port, file, clients, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+data, end, statuses = open(file, "rb").read(), time.monotonic() + seconds, []
+
+def attack():
+    while time.monotonic() < end:
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            try:
+                one.sendall(data)
+            except OSError:
+                pass
+            try:
+                statuses.append(one.recv(65536).split(b" ")[1].decode())
+            except (OSError, IndexError):
+                statuses.append("none")
+
+threads = [threading.Thread(target=attack) for _ in range(clients)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(*sorted(set(statuses)), len(statuses))
+"""
+
+
+def _json(name: str, place: str = "messages") -> bytes:
+    path, body = filled(place, UNITS[name], LIMIT - 1000)
+    return request(body.replace(b'"model":"m"', b'"model":"%b"' % MODEL.encode(), 1), path)
+
+
+def _form(opening: bytes) -> bytes:
+    options = b"--%b\r\n" % BOUNDARY.encode() + (b'Content-Disposition: form-data; name="a"' + b";" * 4000 + b"\r\n") * 8 + b"\r\nx\r\n"
+    body = opening + options * ((LIMIT - 1000) // len(options)) + END
+    lines = (
+        f"POST {PATH} HTTP/1.1",
+        "host: test",
+        f"authorization: Bearer {KEY}",
+        f"content-type: multipart/form-data; boundary={BOUNDARY}",
+    )
+    return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
+
+
+ATTACKS: Mapping[str, Callable[[], bytes]] = MappingProxyType(
+    {
+        "developer messages": lambda: _json("developer messages"),
+        "function calls": lambda: _json("function calls"),
+        "escapes": lambda: _json("escapes", "metadata"),
+        "forms": lambda: _form(b""),
+        "forms with a model": lambda: _form(part("model", MODEL.encode())),
+    }
+)
+
+
+async def _answer(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+@pytest.mark.row(34)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Callable[[str], None]) -> None:
+    data = tmp_path / "body"
+    data.write_bytes(ATTACKS[name]())
+    async with nothing_left(), scripted(_answer) as server:
+        config = configuration({"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}, relays=1)
+        with gateway(tmp_path, config, ready=False) as served:
+            await asyncio.to_thread(wait_for, lambda: served.get("/readyz").status_code == 200)
+            before = served.relays()
+            words = (sys.executable, "-c", ATTACK, str(served.data), str(data), str(CLIENTS), str(SECONDS))
+            attack = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+            told, times = asyncio.create_task(attack.communicate()), list[float]()
+            while not told.done():
+                began = monotonic()
+                assert (await ask(served.data, request())).status == 200
+                times.append(monotonic() - began)
+            sent = (await told)[0].decode().split()
+            assert served.relays() == before, "the worker was replaced"
+    late = sorted(times)[int(0.99 * (len(times) - 1))]
+    measured(f"{name}: {sent[-1]} bodies from {CLIENTS} clients in {SECONDS:.0f} s; another client's "
+             f"{len(times)} requests: 99 of 100 within {late * 1000:.0f} ms, none lost")  # fmt: skip
+    assert late < BOUND * GENEROUS
