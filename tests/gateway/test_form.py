@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from gateway.policy import FORBIDDEN, Policy
 from gateway.state import Allowance, BodyRules, Limits
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
+from tests.support.way import way
 from tests.support.wire import Client, Reply, ask, client
 
 PATH = "/v1/audio/transcriptions"
@@ -92,6 +95,12 @@ REFUSED = {
     "a strange boundary": (form(MODEL, content_type='multipart/form-data; boundary="a\\"b"'), 400, "invalid_value"),
     "a long boundary": (form(MODEL, content_type="multipart/form-data; boundary=" + "b" * 71), 400, "invalid_value"),
     "another boundary": (form(MODEL, content_type="multipart/form-data; boundary=other"), 400, "invalid_value"),
+    "a content type of many options": (form(MODEL, content_type="multipart/form-data; boundary=b" + ";" * 60_000), 400, "invalid_value"),
+    "a long content type": (form(MODEL, content_type=f"multipart/form-data; boundary={BOUNDARY}; a={'a' * 5000}"), 400, "invalid_value"),
+    "a part of many options": (form(MODEL, part("a", b"", ";" * 4000)), 400, "invalid_value"),
+    "two dispositions": (form(MODEL, part("a", b"", '\r\nContent-Disposition: form-data; name="b"')), 400, "invalid_value"),
+    "too many headers": (form(MODEL, part("a", b"", "\r\na: b" * 8)), 400, "invalid_value"),
+    "too many lines like a boundary": (form(MODEL, part("a", f"\r\n--{BOUNDARY}x".encode() * (MAX_PARTS + 2))), 400, "invalid_value"),
     "JSON": (form(MODEL, content_type="application/json"), 415, "unsupported_media_type"),
     "a header like a boundary": (form(MODEL, f"--{BOUNDARY}\r\n--{BOUNDARY}--: x\r\n\r\ny\r\n".encode()), 400, "invalid_value"),
     "other fields": (form(MODEL, content_type="application/x-www-form-urlencoded"), 415, "unsupported_media_type"),
@@ -106,6 +115,63 @@ async def test_what_is_refused_before_it_is_sent(name: str) -> None:
         reply = await ask(served.port, data)
         assert (reply.status, reply.error["code"]) == (status, code), reply.body
         assert server.requests == [] and served.in_flight == 0
+
+
+_DISPOSITION = b'Content-Disposition: form-data; name="a"'
+EXPENSIVE = {
+    "one part": _DISPOSITION + b"\r\n\r\n" + bytes(8_000_000),
+    "carriage returns": _DISPOSITION + b"\r\n\r\n" + b"\r" * 8_000_000,
+    "almost boundaries": _DISPOSITION + b"\r\n\r\n" + b"\r\n--" * 2_000_000,
+    "headers": _DISPOSITION + b"\r\na: b" * 7 + b"\r\n\r\nx",
+    "long headers": _DISPOSITION + (b"\r\na: " + b"b" * 4000) * 7 + b"\r\n\r\nx",
+    "options": _DISPOSITION + b';b="\\""' * 15 + b"\r\n\r\nx",
+    "long options": _DISPOSITION + (b';b="' + b'\\"' * 120 + b'"') * 15 + b"\r\n\r\nx",
+    "open quotes": _DISPOSITION + (b';b="' + b'\\"' * 120) * 15 + b"\r\n\r\nx",
+    "spaces": _DISPOSITION + (b";" + b" " * 250) * 15 + b"\r\n\r\nx",
+}
+"""What the parts of a form may hold: as much as it takes to fill one, or 990 of them."""
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_what_a_form_costs(name: str) -> None:
+    """At most 60 ms of CPU per MB and 60 ms for the parts, and 100 ms for a piece; a machine may be five times as slow."""
+    whole = EXPENSIVE[name]
+    parts = 1 if len(whole) > 1_000_000 else 990
+    body = b"".join([b"--%b\r\n%b\r\n" % (BOUNDARY.encode(), whole)] * parts) + END
+    total = longest = 1e9
+    for _ in range(3):
+        costs = _costs(body)
+        total, longest = min(total, sum(costs)), min(longest, max(costs))
+    assert total < 5 * (0.06 + 0.06 * len(body) / 1e6)
+    assert longest < 5 * 0.1
+
+
+def _costs(body: bytes) -> list[float]:
+    """CPU seconds of each piece of a form, of which each is processed in one event-loop iteration."""
+    one = Form(BOUNDARY.encode())
+    one.obey(Policy(BodyRules(), {}, {}))
+    pieces, costs = [body[at : at + 65536] for at in range(0, len(body), 65536)], []
+
+    async def next_bytes() -> bytes:
+        costs.append(thread_time())
+        return pieces.pop(0) if pieces else b""
+
+    reading = one.read_model(next_bytes)
+    with pytest.raises(StopIteration):
+        reading.send(None)
+    one.check_end()
+    return [after - before for before, after in pairwise(costs)]
+
+
+async def test_a_form_that_came_at_once_is_processed_in_pieces() -> None:
+    with way() as one:
+        one.client.data_received(form(part("file", bytes(2_000_000)), MODEL))
+        iterations = 0
+        while not one.client_wire.written:  # there is no server, which is found out when the model is known
+            await asyncio.sleep(0)
+            one.turn.end()
+            iterations += 1
+        assert iterations >= 2_000_000 // 65536
 
 
 @pytest.mark.parametrize(

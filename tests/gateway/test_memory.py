@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,6 +16,7 @@ from gateway.state import Clients
 from tests.gateway.test_form import MODEL, form, part
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
+from tests.support.way import way
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
 
 LARGE = request(chat(user="u" * 300_000))
@@ -196,3 +198,21 @@ async def test_a_form_is_counted_as_far_as_it_is_held() -> None:
         assert await _status(first) == 200
         await _gone(served)
         assert [len(seen.body) > 600_000 for seen in server.requests] == [True, False]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_its_bytes(size: int) -> None:
+    """Beside the buffer, which grows by an eighth, there are only the bytes of the last read."""
+    payload = 1_000_000
+    read = b"".join([b"%x\r\n%b\r\n" % (size, b"x" * size)] * (20_000 // size))
+    with way() as one:
+        one.client.data_received(CHUNKED)
+        tracemalloc.start()
+        try:
+            for _ in range(payload // 20_000):
+                one.client.data_received(read)
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert one.relay.memory.held >= payload
+        assert held < 1.2 * payload + 100_000 and peak < 3 * payload
