@@ -6,6 +6,7 @@ The rule: a target returns for what is handled, however it is handled, and raise
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import re
@@ -24,20 +25,23 @@ from gateway import keys, plan, preflight
 from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.config import ConfigurationError, drafted, load
+from gateway.content_encoding import decoded
 from gateway.errors import ROWS, Refusal, render
 from gateway.form import Form
 from gateway.json_scan import ELEMENT, Scanner, Wanted
 from gateway.key_set import usable
 from gateway.link import Health
 from gateway.media import MediaHosts
-from gateway.payload import Prepared, merge, parse, prepare
+from gateway.payload import Prepared, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, Policy
 from gateway.response_fields import HELD, Fields, Observer, of_body, of_event
 from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.state import BodyRules, Issuer, Key, State
+from gateway.steps import finished
 from gateway.tokens import Tokens
 from gateway.usage import Usage
 from gateway.vllm_errors import from_server
+from tests.support import zstd
 from tests.support.way import unchunked, way
 from tests.support.wire import STREAM_HEAD
 from upstream import vllm_names
@@ -102,7 +106,7 @@ def payload(data: bytes) -> None:
     try:
         prepared = _prepared(data[2:], route, _POLICIES[number])
     except Refusal as refusal:
-        assert refusal.row.status == 400 and orjson.loads(render(refusal))
+        assert refusal.row.status in (400, 413) and orjson.loads(render(refusal))
         return
     sent = orjson.loads(prepared.encode("inside"))
     hint(prepared.document)
@@ -123,8 +127,52 @@ def _numbers(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
+_VALUES = 200
+
+
 def _prepared(body: bytes, route: Any, policy: Policy) -> Prepared:
-    return prepare(merge(parse(body)), policy, route, len(body), {"cache_salt": "salt"} if route.takes and b"user" in body else {})
+    """A body that is prepared at once and in steps, which must not differ. Raises Refusal."""
+    own = {"cache_salt": "salt"} if route.takes and b"user" in body else {}
+
+    def in_steps() -> Prepared:
+        return finished(prepare_in_steps(merge(finished(parse_in_steps(body, _VALUES))), policy, route, len(body), own))
+
+    at_once = _outcome(lambda: prepare(merge(parse(body, _VALUES)), policy, route, len(body), own))
+    assert _alike_prepared(at_once) == _alike_prepared(_outcome(in_steps))
+    if isinstance(at_once, Prepared):
+        assert orjson.loads(at_once.encoded("x").encode("inside")) == orjson.loads(at_once.encode("inside"))
+        return at_once
+    raise Refusal(*at_once)
+
+
+def _outcome(work: Callable[[], Prepared]) -> Prepared | tuple[str, str]:
+    try:
+        return work()
+    except Refusal as refusal:
+        return refusal.code, refusal.message
+
+
+def _alike_prepared(outcome: Prepared | tuple[str, str]) -> object:
+    return (msgspec.structs.replace(outcome, translation=None), type(outcome.translation)) if isinstance(outcome, Prepared) else outcome
+
+
+# Encoded bodies
+
+_LIMIT = 200_000
+
+
+def encoded(data: bytes) -> None:
+    """What is decoded is what a library makes of it at once, within the bounds; or it is refused."""
+    if not data:
+        return
+    encoding, body, held = ("gzip", "zstd")[data[0] % 2], data[1:], [0]
+    try:
+        found = finished(decoded(body, encoding, _LIMIT, held.append))
+    except Refusal as refusal:
+        assert refusal.row.status in (400, 413) and held[-1] <= _LIMIT + len(body)
+        return
+    assert len(found) <= _LIMIT
+    assert found == (gzip.decompress(body) if encoding == "gzip" else zstd.decompress(body))
 
 
 # Forms
@@ -419,7 +467,7 @@ def answer(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {each.__name__: each for each in (config, payload, form, sse, scan, echo, stream, connection, media, key, token, answer)}
+    {each.__name__: each for each in (config, payload, encoded, form, sse, scan, echo, stream, connection, media, key, token, answer)}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
 """What is worth beginning with, and worth keeping: a folder for each target."""

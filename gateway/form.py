@@ -62,6 +62,7 @@ class Form:
             max_header_size=_LONGEST_OPTIONS + len(_DISPOSITION) + 2,
         )
         self._delimiters = 0
+        self._tail = b""
         self._first = b"--" + boundary
         self._delimiter = b"\r\n" + self._first
         self._closing = b"\r\n--%b--" % boundary
@@ -211,7 +212,9 @@ class Form:
         return stream
 
     def _feed(self, data: bytes) -> None:
-        self._delimiters += data.count(self._delimiter)
+        near = self._tail + data
+        self._delimiters += near.count(self._delimiter)
+        self._tail = near[-len(self._delimiter) + 1 :]
         if self._delimiters > MAX_PARTS + 1:  # the last one ends the form; those that the parser takes for data cost it as much
             raise _too_many_parts()
         try:

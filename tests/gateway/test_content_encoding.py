@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import orjson
 import pytest
-from backports import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from gateway.state import Clients
 from gateway.steps import finished
 from tests.gateway.test_form import BOUNDARY, FILE, form
 from tests.gateway.test_form import MODEL as MODEL_PART
+from tests.support import zstd
 from tests.support.running import MODEL, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request

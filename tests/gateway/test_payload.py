@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gateway.catalog import Catalog, named_model
 from gateway.errors import Refusal
@@ -229,8 +230,11 @@ def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None
             return refusal.code, refusal.message
 
     at_once, in_steps = outcome(True), outcome(False)
-    assert at_once == in_steps
-    if isinstance(in_steps, Prepared):
+    if not isinstance(in_steps, Prepared) or not isinstance(at_once, Prepared):
+        assert at_once == in_steps
+    else:
+        assert replace(at_once, translation=None) == replace(in_steps, translation=None)
+        assert type(at_once.translation) is type(in_steps.translation)
         encoded = in_steps.encoded("inside")
         for name in ("inside", 'an"other', "x"):
             assert orjson.loads(encoded.encode(name)) == orjson.loads(in_steps.encode(name))
