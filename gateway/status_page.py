@@ -49,6 +49,7 @@ h2 { font-size: 1.02rem; font-weight: 620; overflow-wrap: anywhere; }
 .name { font-size: .85rem; overflow-wrap: anywhere; }
 .reason { color: var(--failed); overflow-wrap: anywhere; font-size: .9rem; margin-top: .2rem; }
 .hint { overflow-wrap: anywhere; font-size: .9rem; margin-top: .2rem; }
+ul.reason { padding-left: 1.2rem; margin-bottom: .9rem; }
 .progress { color: var(--quiet); font-size: .87rem; overflow-wrap: anywhere; margin-top: .2rem; }
 progress { width: 100%; height: .4rem; margin-top: .4rem; accent-color: var(--starting); display: block; }
 summary { color: var(--quiet); cursor: pointer; font-size: .87rem; margin-top: .25rem; width: fit-content; }
