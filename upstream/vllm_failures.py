@@ -152,6 +152,12 @@ _ROOT_CAUSES = (
         r"40[13] Client Error",
     ),
     _known(
+        "unix_socket_unsupported",
+        "the command does not know --uds",
+        "Nothing needs to be changed: the next start uses a TCP port of the loopback interface.",
+        r"(?:unrecogni[sz]ed|unknown|unexpected|no such|invalid).{0,80}--uds\b",
+    ),
+    _known(
         "unknown_flag",
         "this version of vLLM does not know an option of launch.args",
         "Correct or remove the option. `vllm-gateway check` lists every option that the installed vLLM does not know.",
@@ -279,6 +285,12 @@ _ROOT_CAUSES = (
 # These often follow from a root cause in another process.
 _LESSER_CAUSES = (
     _known(
+        "worker_died",
+        "a worker process of the server died without reporting an error",
+        "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
+        r"Worker proc \S{1,80} died unexpectedly",
+    ),
+    _known(
         "missing_package",
         "a Python package that the server needs is missing or damaged",
         "Install the package into the environment of launch.command, e.g. with the extra that vLLM's documentation names.",
@@ -307,6 +319,8 @@ _CONSEQUENCES = (
         r"GET /health: status 5\d\d",
     ),
 )
+
+_DEATHS = tuple(row for row in (*_LESSER_CAUSES, *_CONSEQUENCES) if row.cause.code in ("worker_died", "engine_died"))
 
 _KILLED_FOR_MEMORY = Cause(
     "killed_for_memory",
@@ -344,12 +358,13 @@ CAUSES: tuple[Cause, ...] = (
 def find_cause(log: str, ended: Ended) -> Cause:
     """Why a server failed that wrote ``log`` since it was started, or lately, and ended so.
 
-    What the kernel did comes first, then the last line of the log that shows a root cause, then how the process ended, then a lesser
-    cause, then the last exception of the engine's processes, then that the engine died, then the last exception of all.
+    That the kernel killed it for lack of memory comes first, then the last line of the log that shows a root cause, then how the process
+    ended, then a lesser cause, then the last exception of the engine's processes, then that the engine died, then the last exception of
+    all.
     """
-    lines = list(_failure_lines(log.splitlines()))
-    if ended.memory_kills and (ended.status == -SIGKILL or _last(_CONSEQUENCES, lines)):
+    if ended.memory_kills and ended.status == -SIGKILL:
         return _KILLED_FOR_MEMORY
+    lines = list(_failure_lines(log.splitlines()))
     words = _Line("", ended.words)
     return (
         _last(_ROOT_CAUSES, [*lines, words])
@@ -358,7 +373,7 @@ def find_cause(log: str, ended: Ended) -> Cause:
         or _last_exception(lines, of_engine=True)
         or _last(_CONSEQUENCES, [*lines, words])
         or _last_exception(lines, of_engine=False)
-        or (_KILLED if ended.status is not None and ended.status < 0 else _UNKNOWN)
+        or _UNKNOWN
     )
 
 
@@ -399,8 +414,12 @@ def _last(rows: Iterable[_Known], lines: list[_Line]) -> Cause | None:
 
 
 def _of_the_end(ended: Ended, lines: list[_Line]) -> Cause | None:
+    if ended.memory_kills and _last(_DEATHS, lines):
+        return _KILLED_FOR_MEMORY
     if ended.status in (126, 127):
         return replace(_COMMAND_NOT_FOUND, line=_shown(lines[-1].text) if lines else "")
+    if ended.status is not None and ended.status < 0:
+        return _KILLED
     return replace(_START_TIMEOUT, line=ended.words) if ended.words.startswith("no answer to GET /health within") else None
 
 
