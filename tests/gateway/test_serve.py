@@ -177,7 +177,7 @@ def test_it_is_ready_when_its_relays_know_of_the_servers(tmp_path: Path) -> None
             fifo.write_text("go\n")
             wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
             answer = one.get("/readyz")
-            assert (answer.status_code, answer.text) == (503, "waiting for the relays to hear of their servers\n")
+            assert (answer.status_code, answer.json()["reasons"]) == (503, ["waiting for the relays to hear of their servers"])
         finally:
             os.kill(deaf, signal.SIGCONT)
         wait_for(lambda: one.get("/readyz").status_code == 200)
