@@ -414,7 +414,7 @@ def taken_by_h11(data: bytes) -> list[bytes]:
     return bodies
 
 
-FIXED = LINE + HOST + KEYED  # a gap in the first line the two take differently, and nothing hangs on it
+FIXED = LINE + HOST + KEYED  # left alone: h11 is stricter in some of it, and the gateway in some
 HEADERS = st.sampled_from([b"", b"x: y\r\n", b"upgrade: h2c\r\nconnection: upgrade\r\n", b"accept: */*\r\naccept: b\r\n"])
 BODIES = st.sampled_from([b"{}", b"0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", LINE + HOST + KEYED + b"content-length: 2\r\n\r\n{}", b"a" * 300])
 SPLINTERS = st.sampled_from(
