@@ -284,6 +284,7 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
             hides_usage=outbound.hides_usage,
             translation=outbound.translation,
             name=outbound.entry.name,
+            document=outbound.document,
         )
     elif call.started:
         raise BadAnswer(answer.server.name, "its answer is no stream, and a stream has been begun")

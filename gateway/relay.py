@@ -244,7 +244,8 @@ class TranslatedRelay(BodyRelay):
 
 
 class EventRelay(Passing):
-    """A stream of server-sent events. ``model`` is the client's word for the model; ``name``: what the answer is to call it."""
+    """A stream of server-sent events. ``model`` is the client's word for the model; ``name``: what the answer is to call it;
+    ``document``: the body that the server got, by which its errors are explained."""
 
     def __init__(
         self,
@@ -256,9 +257,11 @@ class EventRelay(Passing):
         hides_usage: bool,
         translation: Translation | None = None,
         name: str | None = None,
+        document: Mapping[str, Any] | None = None,
     ) -> None:
         self._call = call
         self._answer = answer
+        self._document = document
         self._route: Route = call.target.route
         self._marks = MARKS[self._route.dialect]
         self._counts_others = False  # usages that are of one choice among several have come
@@ -367,7 +370,7 @@ class EventRelay(Passing):
 
     def _error(self, error: Mapping[str, Any], number: int) -> bytes:
         fault_of_server = fault(self._answer.server.name, event_status(error), str(error.get("message")))
-        return self._failed(from_event(error, self._model, self._input_field), fault_of_server, number)
+        return self._failed(from_event(error, self._model, self._input_field, self._document), fault_of_server, number)
 
     def _unreadable_error(self, number: int) -> bytes:
         """An error whose data is not of any known shape: it may be long, and say what no client is to know."""

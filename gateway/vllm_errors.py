@@ -49,11 +49,10 @@ def from_server(
     return refusal
 
 
-def from_event(error: Mapping[str, Any], model: str, input_field: str) -> Refusal:
-    """Map vLLM's in-band error object (``{"message", "type", "param", "code"}``) to the contract."""
-    return classify(
-        event_status(error), _text(error.get("message")), _text(error.get("type")), _name(error.get("param")), model, input_field
-    )
+def from_event(error: Mapping[str, Any], model: str, input_field: str, document: Mapping[str, Any] | None = None) -> Refusal:
+    """Map vLLM's in-band error object (``{"message", "type", "param", "code"}``) to the contract; ``document`` as in ``from_server``."""
+    status, message, kind = event_status(error), _text(error.get("message")), _text(error.get("type"))
+    return classify(status, message, kind, _name(error.get("param")), model, input_field, document)
 
 
 def event_status(error: Mapping[str, Any]) -> int:
@@ -248,6 +247,9 @@ _CONSTRAINTS = _first_of(
 )
 
 
+_SIZE = _first_of("dimensions", "output_dimension")
+
+
 class _Words(NamedTuple):
     """Words of vLLM's, the field that they mean, and what is said instead, where they do not help the client. ``{0}`` is the
     pattern's group."""
@@ -286,24 +288,24 @@ _KNOWN = (
     _words(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
     _words(r"'\w+' object is not iterable\Z", _no_list, "Input should be a valid list"),
     _words(_NOT_JSON.pattern, _bad_arguments, "The arguments are not valid JSON."),
-    _words(r"(?:Token id|token_id).*out.of.vocab", _text_field),
+    _words(r"\AToken id -?\d+ is out of vocabulary", _text_field),
     _words(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
     _words(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
-    _words(r"[Mm]atryoshka embeddings", _at("dimensions"), "This model's embeddings have one size only, so 'dimensions' can't be set."),
-    _words(
-        r"Model \S+ only supports (\[[\d, ]{1,200}\]) matryoshka",
-        _at("dimensions"),
-        "This model's embeddings have one of these sizes: {0}.",
-    ),
+    _words(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
+    _words(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
+    _words(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
     _words(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
     _words(r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"),
-    _words(r"of texts, images, or inputs must be provided", _at("texts")),
     _words(
         r"\A(?:Invalid value for `tool_choice`|tool_choice )",
         _at("tool_choice"),
         "Only named tools, 'none', 'auto' or 'required' are supported.",
     ),
-    _words(r"one kind of structured outputs constraint", _at("structured_outputs"), "Exactly one constraint must be set."),
+    _words(
+        r"one kind of (?:structured outputs constraint|constraints for structured outputs)",
+        _at("structured_outputs"),
+        "Exactly one constraint must be set.",
+    ),
     _words(
         r"[Gg]rammar|[Rr]egex|JSON [Ss]chema|json_schema|structural.tag|jsonschema|Invalid type: |choices into|structured outputs?\b",
         _CONSTRAINTS,

@@ -392,6 +392,7 @@ _NOUNS: Mapping[str, str] = MappingProxyType(
 )
 _PREFIXES = ("Value error, ", "Assertion failed, ")
 _NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
+_WORD = re.compile(r"[a-z_]\w+")
 _NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class of vLLM's Cohere API
 
 
@@ -406,7 +407,10 @@ def fault(report: Report, document: Any = None) -> Fault | None:
     said = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
     if not said:
         return None
-    return Fault("; ".join(dict.fromkeys(each.message for each in said)), said[0].param, said[0].missing)
+    message, param = "; ".join(dict.fromkeys(each.message for each in said)), said[0].param
+    if param is None and isinstance(document, dict):  # words about the body as a whole
+        param = next((word for word in _WORD.findall(message) if word in document), None)
+    return Fault(message, param, said[0].missing)
 
 
 def dotted(path: Path) -> str:

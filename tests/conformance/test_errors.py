@@ -47,8 +47,8 @@ TABLE = [
     Wrong("top_p above 1", {"top_p": 1.5}, param="top_p", said="top_p"),
     Wrong("no tokens at all", {"max_tokens": 0}, param="max_tokens", said="max_tokens"),
     Wrong("too many stops", {"stop": list("abcde")}, param="stop"),
-    Wrong("n is none", {"n": 0}, "invalid_request", said="n must be"),
-    Wrong("several greedy answers", {"n": 2}, code="invalid_request", said="greedy"),
+    Wrong("n is none", {"n": 0}, param="n", said="n must be"),
+    Wrong("several greedy answers", {"n": 2}, param="n", said="greedy"),
     Wrong("messages is a word", {"messages": "Hi"}, param="messages"),
     Wrong("no messages", {}, code="missing_required_parameter", param="messages", without=("messages",)),
     Wrong("stream is a word", {"stream": "yes"}, param="stream"),
@@ -62,7 +62,7 @@ TABLE = [
         param="tool_choice",
     ),
     Wrong("a tool with bad parameters", {"tools": [_BAD_TOOL]}, param="tools.0.function.parameters"),
-    Wrong("two constraints", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "invalid_request", said="one"),
+    Wrong("two constraints", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, param="structured_outputs", said="one"),
     Wrong("a chat template", {"chat_template": "{{ 1 }}"}, param="chat_template"),
     Wrong("extra_body is a word", {"extra_body": "top_k"}, param="extra_body"),
     Wrong("an unknown model", {"model": "no-such-model"}, "model_not_found", "model", "no-such-model", status=404),
@@ -80,9 +80,9 @@ TABLE = [
 ]
 # vLLM finds these when its stream has begun, with status 200 and an error as the first event.
 LATE = [
-    Wrong("logprobs above the limit", {"logprobs": True, "top_logprobs": 50}, param="logprobs", said="50"),
-    Wrong("a schema that is none", {"response_format": _BAD_SCHEMA}, code="invalid_request"),
-    Wrong("a bad regex", {"structured_outputs": {"regex": "("}}, code="invalid_request"),
+    Wrong("logprobs above the limit", {"logprobs": True, "top_logprobs": 50}, param="top_logprobs", said="50"),
+    Wrong("a schema that is none", {"response_format": _BAD_SCHEMA}, param="response_format.json_schema.schema"),
+    Wrong("a bad regex", {"structured_outputs": {"regex": "("}}, param="structured_outputs.regex"),
     Wrong("a bias for no token", {"logit_bias": {"999999": 1}}, param="logit_bias"),
 ]
 

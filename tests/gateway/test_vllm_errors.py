@@ -287,6 +287,20 @@ FLAGS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("Model 'inside' does not support Matryoshka embeddings; dimensions must be unset (received dimensions=3).",
+         "dimensions: This model's embeddings have one size only, so it can't be set."),
+        ("Model 'inside' only supports dimensions in range [1, 128], got 900.", "dimensions: The number must be in the range [1, 128]."),
+        ("Model 'inside' only supports Matryoshka dimensions [32, 64], got 9.", "dimensions: The number must be one of [32, 64]."),
+    ],
+)  # fmt: skip
+def test_the_servers_name_for_a_model_stays_inside(words: str, message: str) -> None:
+    refusal = from_server(400, orjson.dumps(own(words)), "m", "input", None, {"input": "Hi", "dimensions": 3})
+    assert (refusal.code, refusal.message, refusal.param) == ("invalid_value", message, "dimensions")
+
+
 @pytest.mark.parametrize("words", FLAGS)
 def test_settings_of_the_server_are_the_operators(words: str) -> None:
     not_enabled = "not enabled for this model; ask the operator."

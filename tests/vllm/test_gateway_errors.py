@@ -46,31 +46,35 @@ BAD: Mapping[str, Bad] = {
         CHAT, chat("Hi", max_completion_tokens=80000), "context_length_exceeded", "max_completion_tokens", "80000"
     ),
     "no tokens": Bad(CHAT, chat("Hi", max_tokens=0), "invalid_value", "max_tokens", "at least 1"),
-    "top_logprobs": Bad(CHAT, chat("Hi", logprobs=True, top_logprobs=50), "invalid_value", "logprobs", "greater than max allowed: 20"),
+    "top_logprobs": Bad(CHAT, chat("Hi", logprobs=True, top_logprobs=50), "invalid_value", "top_logprobs", "greater than max allowed: 20"),
     "logit_bias": Bad(CHAT, chat("Hi", logit_bias={"99999": 1}), "invalid_value", "logit_bias", "out-of-vocab"),
-    "a schema": Bad(CHAT, chat("Hi", response_format=STRANGE), "invalid_request", None, "Invalid type: strange"),
-    "a regex": Bad(CHAT, chat("Hi", guided_regex="((("), "invalid_request", None, "unclosed group"),
-    "greedy and several": Bad(CHAT, chat("Hi", n=2), "invalid_request", None, "greedy"),
+    "a schema": Bad(
+        CHAT, chat("Hi", response_format=STRANGE), "invalid_value", "response_format.json_schema.schema", "Invalid type: strange"
+    ),
+    "a regex": Bad(CHAT, chat("Hi", guided_regex="((("), "invalid_value", "structured_outputs.regex", "unclosed group"),
+    "greedy and several": Bad(CHAT, chat("Hi", n=2), "invalid_value", "n", "greedy"),
     "no tools": Bad(CHAT, chat("Hi", tools=[]), "invalid_value", "tools", "must not be an empty array"),
-    "a tool without a function": Bad(CHAT, chat("Hi", tools=[{"type": "function"}]), "invalid_value", "tools.0.function", "required"),
+    "a tool without a function": Bad(
+        CHAT, chat("Hi", tools=[{"type": "function"}]), "missing_required_parameter", "tools.0.function", "required"
+    ),
     "a choice without tools": Bad(CHAT, chat("Hi", tool_choice="required"), "invalid_value", "tool_choice", "`tools` must be set"),
     "temperature's type": Bad(CHAT, chat("Hi") | {"temperature": "hot"}, "invalid_value", "temperature", "valid number"),
     "temperature's range": Bad(CHAT, chat("Hi") | {"temperature": 9}, "invalid_value", "temperature", "[0, 2]"),
     "max_tokens' type": Bad(CHAT, chat("Hi", max_tokens="many"), "invalid_value", "max_tokens", "valid integer"),
     "messages' type": Bad(CHAT, {"messages": "Hi"}, "invalid_value", "messages", "valid list"),
-    "no messages": Bad(CHAT, {"messages": []}, "invalid_request", None, "empty conversation"),
+    "no messages": Bad(CHAT, {"messages": []}, "invalid_value", "messages", "at least one message"),
     "a template's own error": Bad(
         CHAT, {"messages": [user("a"), {"role": "system", "content": "b"}]}, "invalid_request", None, "beginning"
     ),
-    "a role": Bad(CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "invalid_request", None, "role"),
+    "a role": Bad(CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "invalid_value", "messages.0.role", "role"),
     "an image": Bad(
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]},
-        "invalid_request",
-        None,
-        "not a multimodal model",
+        "invalid_value",
+        "messages.0.content.0",
+        "takes text only",
     ),
-    "a token": Bad(COMPLETIONS, {"prompt": [99999999]}, "invalid_request", None, "out of vocabulary"),
+    "a token": Bad(COMPLETIONS, {"prompt": [99999999]}, "invalid_value", "prompt", "out of vocabulary"),
     "no prompt": Bad(COMPLETIONS, {"prompt": ""}, "invalid_value", "prompt", "non-empty"),
     "a response's input": Bad(RESPONSES, {"input": 5}, "invalid_value", "input", "valid string"),
     "an earlier response": Bad(
@@ -163,7 +167,7 @@ def test_the_keys_of_the_gateway_are_not_the_servers(real: Real) -> None:
     assert internal not in raised.value.message + real.gateway.said + real.gateway.log
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/load", "/version", "/docs", "/openapi.json", "/invocations", "/v1/chat/completions/batch"])
+@pytest.mark.parametrize("path", ["/metrics", "/load", "/docs", "/openapi.json", "/invocations"])
 def test_a_route_that_only_the_server_has(real: Real, path: str) -> None:
     assert real.post(path, chat("Hi")).status_code == 404
     assert not [each for each in real.folder.glob("*.in") if b" " + path.encode() + b" " in each.read_bytes()]

@@ -16,8 +16,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 EMBEDDINGS, RERANK, SCORE, CLASSIFY, POOLING = "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+BATCH, COHERE = "/v1/chat/completions/batch", "/v2/embed"
 
-GENERATING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE)
+GENERATING = (CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE)
 """Routes of a model that generates; the others need a model that pools."""
 
 
@@ -144,6 +145,26 @@ _CHAT = _rows(
     ("min_p", {"min_p": 5}),
     ("repetition_penalty", {"repetition_penalty": -1}),
     ("parallel_tool_calls", {"parallel_tool_calls": "rarely"}),
+)
+
+_BATCH = _rows(
+    BATCH,
+    {"messages": [_HI["messages"]], "max_tokens": 4},
+    ("messages", {"messages": "Hi"}),
+    ("messages.0", {"messages": ["Hi"]}),
+    ("messages.1", {"messages": [_HI["messages"], []]}),
+    ("messages.1.0", {"messages": [_HI["messages"], ["Hi"]]}),
+    ("messages.0.0.role", {"messages": [[{"content": "Hi"}]]}),
+    ("messages.0.0.content", {"messages": [[{"role": "user", "content": 5}]]}),
+    ("messages.1.0.role", {"messages": [_HI["messages"], [{"role": 5, "content": "Hi"}]]}),
+    ("messages.0.0.name", {"messages": [[{"role": "user", "content": "Hi", "name": 5}]]}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 9}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("n", {"n": 2}),
+    ("stop", {"stop": 5}),
+    ("seed", {"seed": "today"}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
 )
 
 _COMPLETIONS = _rows(
@@ -329,6 +350,29 @@ _EMBEDDINGS = _input(EMBEDDINGS) + _rows(
     ("input", {"input": [99999999]}),
 )
 
+_COHERE = _rows(
+    COHERE,
+    {"texts": ["Hi"]},
+    ("texts", {"texts": 5}),
+    ("texts", {"texts": []}),
+    ("texts", {"texts": None}),
+    ("texts.1", {"texts": ["Hi", 5]}),
+    ("images", {"images": 5}),
+    ("inputs", {"inputs": 5}),
+    ("embedding_types", {"embedding_types": "float"}),
+    ("embedding_types.0", {"embedding_types": ["hex"]}),
+    ("truncate", {"truncate": "MIDDLE"}),
+    ("output_dimension", {"output_dimension": "few"}),
+    ("output_dimension", {"output_dimension": 3}),
+    ("max_tokens", {"max_tokens": "few"}),
+) + _rows(
+    COHERE,
+    {},
+    ("inputs.0.content", {"inputs": [{}]}),
+    ("inputs.0.content.0.type", {"inputs": [{"content": [{"text": "Hi"}]}]}),
+    ("inputs.0.content.0.text", {"inputs": [{"content": [{"type": "text"}]}]}),
+)
+
 _RERANK = _rows(
     RERANK,
     {"query": "Hi", "documents": ["a", "b"]},
@@ -373,11 +417,13 @@ _POOLING = _input(POOLING) + _rows(
 
 WRONG_FIELDS: tuple[WrongField, ...] = (
     *_CHAT,
+    *_BATCH,
     *_COMPLETIONS,
     *_RESPONSES,
     *_MESSAGES,
     *_COUNT,
     *_EMBEDDINGS,
+    *_COHERE,
     *_RERANK,
     *_SCORE,
     *_input(CLASSIFY),
@@ -439,7 +485,7 @@ WRONG_REQUESTS: tuple[WrongRequest, ...] = (
     WrongRequest("a large integer", _request(_GOOD.replace(b"4}", b"1" * 30 + b"}")), 400, _JSON, "64 bits"),
     WrongRequest("plain text", _with(_HOST, _KEY, "content-type: text/plain"), 415, "unsupported_media_type", "application/json"),
     WrongRequest("a form for JSON", _with(_HOST, _KEY, _FORM), 415, "unsupported_media_type", "application/json"),
-    WrongRequest("brotli", _with(_HOST, _KEY, _TYPE, "content-encoding: br"), 415, "unsupported_media_type", "compressed"),
+    WrongRequest("brotli", _with(_HOST, _KEY, _TYPE, "content-encoding: br"), 415, "unsupported_media_type", "gzip, zstd"),
     WrongRequest("JSON for a form", _post(AUDIO, _GOOD), 415, "unsupported_media_type", "multipart/form-data"),
     WrongRequest(
         "a form without boundary", _post(AUDIO, b"x", _HOST, _KEY, "content-type: multipart/form-data"), 400, "invalid_value", "boundary"

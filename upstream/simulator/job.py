@@ -161,7 +161,7 @@ class Call:
         try:
             return plan(ask, self.behaviour, self.settings.seed), None
         except (Unmeetable, ValueError, TypeError, KeyError, IndexError) as error:
-            return nothing(ask.prompts), refusals.plain(str(error))
+            return nothing(ask.prompts), refusals.plain(f"Grammar error: {error}")
 
 
 def now() -> int:
