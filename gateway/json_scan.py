@@ -3,7 +3,7 @@
 The rule: a member counts only at its own place in the document. The same bytes inside a string, or in an object deeper down, are
 data. The scanner holds no part of the document but an unfinished key, and takes time in proportion to the bytes: what is not
 wanted is skipped in long steps, so that lists of numbers and long strings cost little. It does not validate: of text that is no
-JSON object it reports nothing, and of a malformed document what it found before.
+JSON object it reports nothing, and of a malformed document what it found before. How far that is may then depend on the pieces.
 """
 
 from __future__ import annotations
