@@ -301,9 +301,11 @@ def echo(data: bytes) -> None:
     echoed: list[Any] = [text]
     with suppress(ValueError):
         echoed.append(orjson.loads(data[1:]))
-    usage = {"prompt_tokens": 5, "completion_tokens": 7}
+    usage = {"input_tokens": 5, "output_tokens": 7}
     choice = {"index": 0, "message": {"content": text, "x": echoed}, "delta": {"content": text}, "finish_reason": "stop"}
     body = {"x": echoed, "metadata": {text: text}, "choices": [choice], "status": "completed", "usage": usage, "input_messages": echoed}
+    if dialect is Dialect.COHERE:
+        body["meta"] = {"x": {"billed_units": text}, "billed_units": usage}
     for wire in (orjson.dumps(body), orjson.dumps(body | {"y": "z" * HELD})):
         observer = Observer(dialect)
         for piece in _pieces(data[:1] + wire) if len(wire) < HELD else [wire[: len(text)], wire[len(text) :]]:
