@@ -34,6 +34,7 @@ from upstream.pool import NoServerError
 
 _ERROR_BODY_LIMIT = 64 * 1024
 _ERROR_PATIENCE = 5.0  # seconds for the body of an error
+_WRITTEN_AT_ONCE = 8 * 1024  # bytes of a body from which its document, which takes up to thirty times as much memory, is not kept
 
 
 async def exchange(call: Call, gate: Gate) -> None:
@@ -143,24 +144,26 @@ async def _prepared(
     pace: Pace | None,
 ) -> Outbound:
     """A merged body by the policy of the model that it goes to, and the limits of its key. ``body``: as it came."""
-    permit = call.permit
+    permit, size = call.permit, len(body)
     if pace is None:
-        prepared = prepare(document, entry.policy, call.target.route, len(body), key.fields)
+        prepared = prepare(document, entry.policy, call.target.route, size, key.fields)
         if permit is not None:
             permit.weigh(prepared.document, prepared.upstream, body, entry.model)
     else:
-        prepared = await pace.run(prepare_in_steps(document, entry.policy, call.target.route, len(body), key.fields))
+        prepared = await pace.run(prepare_in_steps(document, entry.policy, call.target.route, size, key.fields))
         if permit is not None:
             await pace.run(permit.weigh_in_steps(prepared.document, prepared.upstream, body, entry.model))
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
         outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
-    if pace is not None:
-        await pace.rest()
+    if size > _WRITTEN_AT_ONCE:
+        if pace is not None:
+            await pace.rest()
         written = outbound.encode_at_once(prepared)
-        call.hold(written + len(body) if entry.model.fallbacks else written)
-        await pace.rest()
+        call.hold(written + size if entry.model.fallbacks else written)
+        if pace is not None:
+            await pace.rest()
     return outbound
 
 
@@ -207,8 +210,8 @@ _MEDIA_TYPES = {Body.JSON: (b"application/json", b""), Body.FORM: (b"multipart/f
 
 def _check_media_type(call: Call) -> str | None:
     """The encoding of a body that has one. Raises Refusal unsupported_media_type for another type than the route's, or another encoding."""
-    body, headers = call.target.route.body, call.headers
-    allowed, given = _MEDIA_TYPES[body], headers.get(b"content-type", b"")
+    headers = call.headers
+    allowed, given = _MEDIA_TYPES[call.target.route.body], headers.get(b"content-type", b"")
     if given not in allowed and given.partition(b";")[0].strip().lower() not in allowed:
         raise Refusal("unsupported_media_type", f"The content type must be {allowed[0].decode()}.")
     if b"content-encoding" not in headers:
@@ -218,7 +221,7 @@ def _check_media_type(call: Call) -> str | None:
         return None
     if encoding not in ENCODINGS:
         raise Refusal("unsupported_media_type", f"The content encoding must be one of {', '.join(ENCODINGS)}.")
-    if body is Body.FORM:
+    if call.target.route.body is Body.FORM:
         raise Refusal("unsupported_media_type", "A form is accepted without a content encoding only.")
     return encoding
 

@@ -120,7 +120,7 @@ class ServerSection(Section):
         default=None, description="connections that one client address may have to each relay; those of trusted proxies do not count"
     )
     body_limit: Size = _quantity("20MiB", "largest request body")
-    body_values: Count = Field(
+    body_values: Annotated[int, Strict(), Field(ge=2048)] = Field(
         default=500_000, description="JSON values in a request body, counted by its commas, colons and opening brackets"
     )
     body_memory: Size = _quantity("256MiB", "bytes of request bodies that all relays together hold at once; more are refused")

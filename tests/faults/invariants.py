@@ -69,6 +69,16 @@ async def settled(served: Served) -> None:
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"
 
 
+async def longest_iteration(stop: asyncio.Event) -> float:
+    """The longest iteration of the loop until ``stop``, in seconds that it took of the processor: other programs are not its doing."""
+    longest, last = 0.0, time.thread_time()
+    while not stop.is_set():
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
 # A whole gateway
 
 

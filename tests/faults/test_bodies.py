@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from gateway.policy import FORBIDDEN, MOST, REFUSED, STRIPPED
 from gateway.routes import ROUTES, Body
 from gateway.state import BodyRules
 from tests.faults.conftest import FULL
-from tests.faults.invariants import unharmed
+from tests.faults.invariants import longest_iteration, unharmed
 from tests.gateway.test_form import BOUNDARY, FILE, MODEL, form
 from tests.support.running import Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -72,16 +71,6 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 }
 
 
-async def _longest_stall(stop: asyncio.Event) -> float:
-    """The longest turn of the loop, in what it took of the processor: other programs' turns are not its doing."""
-    longest, last = 0.0, time.thread_time()
-    while not stop.is_set():
-        await asyncio.sleep(0)
-        now = time.thread_time()
-        longest, last = max(longest, now - last), now
-    return longest
-
-
 @pytest.mark.row(14)
 async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
     async with _served() as (served, server):
@@ -109,7 +98,7 @@ async def test_no_body_holds_up_the_others(measured: Callable[[str], None]) -> N
 
 async def _stall(served: Served, data: bytes) -> float:
     stop = asyncio.Event()
-    watch = asyncio.create_task(_longest_stall(stop))
+    watch = asyncio.create_task(longest_iteration(stop))
     await ask(served.port, data)
     stop.set()
     return await watch

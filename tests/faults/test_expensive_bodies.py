@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +12,13 @@ from types import MappingProxyType
 
 import pytest
 
+from gateway.state import Allowance, Limits
 from tests.faults.conftest import FULL
-from tests.faults.invariants import nothing_left
+from tests.faults.invariants import longest_iteration, nothing_left, unharmed
 from tests.gateway.test_form import BOUNDARY, END, PATH, part
 from tests.support.bodies import LIMIT, UNITS, filled
 from tests.support.process import configuration, gateway, wait_for
-from tests.support.running import KEY, MODEL
+from tests.support.running import KEY, MODEL, key, model
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, request
 
@@ -107,3 +109,26 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
     measured(f"{name}: {sent[-1]} bodies from {CLIENTS} clients in {SECONDS:.0f} s; another client's "
              f"{len(times)} requests: 99 of 100 within {late * 1000:.0f} ms, none lost")  # fmt: skip
     assert late < BOUND * GENEROUS
+
+
+@pytest.mark.row(34)
+@pytest.mark.parametrize("name", [name for name in ATTACKS if "forms" not in name])
+async def test_no_iteration_of_the_event_loop_is_long(name: str, measured: Callable[[str], None]) -> None:
+    """In what it takes of the processor. The client has a thread of its own; the server of the test is in the same loop."""
+    data, longest = ATTACKS[name](), 1e9
+    limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_minute=10**12)),))
+    async with scripted(_answer) as server, unharmed([model(server.port)], [limited]) as served:
+        for _ in range(3):
+            stop = asyncio.Event()
+            watch = asyncio.create_task(longest_iteration(stop))
+            assert b" 200 " in await asyncio.to_thread(_posted, served.port, data)
+            stop.set()
+            longest = min(longest, await watch)
+    measured(f"{name}: the longest event-loop iteration took {longest * 1000:.0f} ms of CPU")
+    assert longest < 0.100 * GENEROUS
+
+
+def _posted(port: int, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port)) as one:
+        one.sendall(data)
+        return one.recv(65536)
