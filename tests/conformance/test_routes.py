@@ -130,7 +130,7 @@ def test_a_batch_has_the_rules_of_chat(stage: Stage) -> None:
         ({"messages": conversation}, 400, None),
         ({"messages": [conversation], "chat_template": "x"}, 400, "chat_template"),
         ({"messages": [conversation], "model": "other"}, 404, "model"),
-        ({"messages": [conversation, pictured]}, 400, "messages"),
+        ({"messages": [conversation, pictured]}, 400, "messages.1.0.content.0.image_url"),
     ):
         answer = stage.post(body, "/v1/chat/completions/batch")
         assert answer.status_code == status, answer.text
@@ -187,6 +187,21 @@ def test_responses_by_the_sdk(stage: Stage) -> None:
         plain = client.responses.create(model=stage.model, input="Who are you?", temperature=0)
         *_, last = client.responses.create(model=stage.model, input="Who are you?", temperature=0, stream=True)
     assert plain.output_text and last.type == "response.completed" and last.response.output_text == plain.output_text
+
+
+@GENERATING
+@pytest.mark.parametrize("store", [True, False, None])
+def test_responses_are_not_stored_whatever_is_requested(stage: Stage, store: bool | None) -> None:
+    """OpenAI's default value of ``store`` is true; vLLM's response does not have the field."""
+    body: Json = {"input": "Who are you?", "temperature": 0, "store": store}
+    made = held(stage, "/v1/responses", body, {"id": FilledText, "object": "response", "status": "completed"})
+    assert "store" not in made
+    again = stage.post({"input": "And?", "previous_response_id": made["id"]}, "/v1/responses")
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "previous_response_id")
+    with stage.client() as client:
+        gone = client.get(f"/v1/responses/{made['id']}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
+        assert "responses are not stored" in gone.json()["error"]["message"]
 
 
 @GENERATING
