@@ -34,7 +34,7 @@ READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.
 YAML = blocks("yaml")
 CONFIGURATIONS = [block for block in YAML if block.file == "gateway.yaml"]
 WHOLE = next(block for block in CONFIGURATIONS if block.page.name == "configuration.md")
-ALTERNATIVES = re.findall(r"`(launch: \{command.*?\}|servers: \[.*?\])`", README.read_text())
+ALTERNATIVES = re.findall(r"`(command: \[.*?\]|servers: \[.*?\])`", README.read_text())
 BASE: dict[str, Any] = {
     "models": [{"id": "Qwen/Qwen3-8B", "servers": [{"url": "http://10.0.0.5:8000"}]}],
     "keys": [{"id": "team-a", "hash": "sha256:" + "0" * 64}],
@@ -102,11 +102,17 @@ def test_shown_keys_are_fine(tmp_path: Path, block: Block) -> None:
     assert done.stdout == f"gateway.yaml is fine: 1 model, {len(yaml.safe_load(block.text)['keys'])} key, 0 notes\n", done
 
 
+def test_both_other_ways_to_servers_are_shown() -> None:
+    assert [written.partition(":")[0] for written in ALTERNATIVES] == ["servers", "command"]
+
+
 @pytest.mark.parametrize("written", ALTERNATIVES)
 def test_the_other_ways_to_servers_are_fine_too(tmp_path: Path, written: str) -> None:
     text = next(block.text for block in CONFIGURATIONS if block.page == README)
-    changed = re.sub(r"launch: \{\}.*", written, text)
-    assert changed != text
+    launch = re.search(r"    launch:.*\n(?:      .*\n)+", text)
+    assert launch is not None
+    below_launch = written.startswith("command:")
+    changed = text.replace(launch[0], f"{launch[0]}      {written}\n" if below_launch else f"    {written}\n")
     assert checked(tmp_path, whole(changed)).startswith("gateway.yaml is fine: ")
 
 
