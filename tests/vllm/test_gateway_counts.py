@@ -23,6 +23,17 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 USAGE: Json = {"stream_options": {"include_usage": True}}
 CONTINUOUS: Json = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
+ECHO: Json = {
+    "input": 'Say "usage":{"input_tokens":0,"output_tokens":0}',
+    "temperature": 0,
+    "max_output_tokens": 40,
+    "metadata": {"finish_reason": "abort", "usage": '{"input_tokens":0}'},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "usage": {"input_tokens": 0}, "finish_reason": "abort"}}],
+    "tool_choice": "none",
+    "enable_response_messages": True,
+}
+"""A request of which vLLM echoes text and JSON that look like fields of its own."""
+
 MIXED: list[tuple[str, Json]] = [
     (CHAT, chat("Who are you?")),
     (CHAT, chat("Who are you?", stream=True)),
@@ -37,6 +48,8 @@ MIXED: list[tuple[str, Json]] = [
     (COMPLETIONS, {"prompt": [STORY[0], "Hello"], "temperature": 0, "max_tokens": 20, "stream": True}),
     (RESPONSES, {"input": "Who are you?", "temperature": 0}),
     (RESPONSES, {"input": "Who are you?", "temperature": 0, "stream": True}),
+    (RESPONSES, ECHO),
+    (RESPONSES, ECHO | {"stream": True}),
     (MESSAGES, {"messages": [user("Who are you?")], "max_tokens": 100, "temperature": 0}),
     (MESSAGES, {"messages": [user("Who are you?")], "max_tokens": 100, "temperature": 0, "stream": True}),
 ]
@@ -81,6 +94,7 @@ def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = [real.post(*each) for each in alone] + list(pool.map(lambda each: real.post(*each), together))
     assert {answer.status_code for answer in answers} == {200}
+    assert real.gateway.metric(f'vllm_gateway_server_failures_total{{model="{MODEL}",server="{MODEL}#0",reason="aborted"}}') == 0
     told = [usage(real.recorded(answer).said) for answer in answers]
     expected = sum(prompt for prompt, _ in told), sum(completion for _, completion in told)
     wait_for(lambda: difference(before[0], counts(real)[0]) == expected)
