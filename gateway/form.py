@@ -267,6 +267,8 @@ class Form:
         if self._name != "model":
             return
         self._model += data[start:end]
+        if b"\r" in self._model:  # the parser hands over a supposed boundary apart from the form's bytes, so its place is not known
+            raise Refusal("invalid_value", "The field 'model' must be one line.", param="model")
         first = self._offset + start if self._span is None else self._span[0]
         self._span = (first, self._offset + end)
         if len(self._model) > _MODEL_LIMIT:

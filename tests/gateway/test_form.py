@@ -89,6 +89,7 @@ REFUSED = {
     "two models": (form(MODEL, part("model", b"secret"), FILE), 400, "invalid_value"),
     "a model in bytes": (form(part("model", b"\xff\xfe"), FILE), 400, "invalid_value"),
     "a long model": (form(part("model", b"m" * 600), FILE), 400, "invalid_value"),
+    "a model of two lines": (form(part("model", b"\r\ntiny"), FILE), 400, "invalid_value"),
     "a part without a name": (form(b"--" + BOUNDARY.encode() + b"\r\nx: y\r\n\r\nz\r\n", MODEL), 400, "invalid_value"),
     "an extended name": (form(part("x", b"secret", "; name*=utf-8''model"), MODEL), 400, "invalid_value"),
     "no boundary": (form(MODEL, content_type="multipart/form-data"), 400, "invalid_value"),
