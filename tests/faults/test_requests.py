@@ -62,7 +62,7 @@ PATHS = [
     b"/v1/chat/completion%73",
     b"//v1/chat/completions",
     b"/v1//chat/completions",
-    b"/v1/chat/completions/",
+    b"/v1/chat/completions//",
     b"/v1/chat/completions%00",
     b"/v1/chat/completions;x=1",
     b"/v1/chat/completions#x",
