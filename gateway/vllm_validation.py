@@ -311,7 +311,8 @@ def _branch(union: Path, branches: Mapping[str, list[_Placed]], value: Any, more
                 return branch
     if more and given in _KNOWN:
         return _unlisted(union, whole, marks, value, str(given))
-    return _discriminator(union, [each for each in found if each.path[:-1] == union and each.path[-1] in _DISCRIMINATORS], value, more)
+    places = {(*union, name) for name in _DISCRIMINATORS}
+    return _discriminator(union, [each for each in found if each.path in places], value, more)
 
 
 def _unlisted(union: Path, branches: Sequence[list[_Placed]], marks: set[Path], value: Any, given: str) -> list[_Placed]:

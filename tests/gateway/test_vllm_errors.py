@@ -349,6 +349,11 @@ def test_many_findings_about_a_large_request_take_time_in_proportion(unit: str) 
     assert seconds(60_000) < 60 * max(seconds(6_000), 0.002)
 
 
+def test_findings_about_the_whole_body_in_several_shapes() -> None:
+    error = listed(("missing", "Aaa", "Field required"), ("missing", "Aaa.type", "Field required"))
+    assert from_server(400, orjson.dumps(error), "m", "messages", None, {}).message == "type: Field required"
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_no_report_is_too_strange_for_any_request(data: st.DataObject) -> None:
