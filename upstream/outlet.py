@@ -51,8 +51,7 @@ class Turn:
 
     def end(self) -> None:
         """Send everything."""
-        outlets = self.outlets.copy()
-        self.outlets.clear()
+        outlets, self.outlets = self.outlets, []
         self._alone = self._alone + 1 if len(outlets) == 1 else 0
         self.gathers = self._alone < self._patience
         for outlet in outlets:
