@@ -125,7 +125,6 @@ class EdgeProtocol(HttpToolsProtocol):
         """The other end is a trusted proxy, which says who the client is."""
         self._counted: str | None = None
         self._line = b"\n"  # the request line of the request before, up to its version; before the first one what none is
-        self._version_at = 1  # the length of that
         self._line_so_far: bytes | None = None  # of a request line that is not whole, and perhaps what stands before it
         self._host = _NO_HOST  # the last one that was found good
         self._reading = _FIRST_BYTE  # what the parser is in
@@ -166,8 +165,8 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         self._head_size += len(data)
         try:
-            version = data.rfind(_VERSION)  # of the only request line in it, mostly that of the request before
-            if version != self._version_at or data[:version] != self._line or self._reading is _BODY:
+            # Most reads contain one request line, at their start, and it is the same as that of the request before.
+            if self._reading is _BODY or data.rpartition(_VERSION)[0] != self._line:
                 self._feed_by_lines(data)
             else:
                 self.parser.feed_data(data)
@@ -222,7 +221,7 @@ class EdgeProtocol(HttpToolsProtocol):
         start = b"%b %b" % (self.parser.get_method(), self.url)
         if not so_far.endswith(b"%b HTTP/%b\r\n" % (start, self.parser.get_http_version().encode())):
             raise Refusal("invalid_request", "The request line must have one space between its parts.")
-        self._line, self._version_at = start, len(start)
+        self._line = start
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport.lost()
@@ -280,15 +279,15 @@ class EdgeProtocol(HttpToolsProtocol):
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
-        parser, targets = self.parser, self.door.targets
+        parser, door = self.parser, self.door
         version = parser.get_http_version()
         http10 = version != "1.1"
         if http10 and version != "1.0":
             raise Refusal("invalid_request", "The version of HTTP is not 1.0 or 1.1.")
-        unique, limit = _unique(headers, http10), self.door.body_limit
+        unique, limit = _unique(headers, http10), door.body_limit
         if unique.get(b"host") != self._host:
             self._look_at_host(unique, http10)
-        target = targets.get(self.url) or targets.get(self.url.partition(b"?")[0])
+        target = door.targets.get(self.url) or door.targets.get(self.url.partition(b"?")[0])
         if target is None or parser.get_method() != b"POST":
             if not self.url.startswith((b"/", b"*")):
                 raise Refusal("invalid_request", "The target of a request is a path.")  # in absolute form two could read two hosts
@@ -300,12 +299,12 @@ class EdgeProtocol(HttpToolsProtocol):
             self,
             target,
             unique,
-            next(self.door.request_ids),
+            next(door.request_ids),
             limit,
-            self.door.body_allowance,
+            door.body_allowance,
             b"content-length" in unique and int(unique[b"content-length"]) > limit,
             http10,
-            parser.should_keep_alive() and not self.door.leaving,
+            parser.should_keep_alive() and not door.leaving,
         )
         if busy:
             self._let_wait(call)
