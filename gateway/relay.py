@@ -111,7 +111,8 @@ class BodyRelay(Passing):
     def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
         self._call = call
         self._answer = answer
-        self._is_json = _is_json(answer)
+        kind = answer.content_type
+        self._is_json = kind == _JSON or kind.lower().startswith(_JSON)  # else it may be text that contains the words of a document
         self._name = name if self._is_json else None
 
     async def run(self) -> None:
@@ -433,12 +434,12 @@ def break_off(call: Call, refusal: Refusal, passed: int) -> None:
 
 def content_type(answer: Answer) -> bytes:
     """The header line of the server's content type, without anything that could end the line early."""
-    return b"content-type: %b\r\n" % answer.headers.get(b"content-type", _JSON)
+    return b"content-type: %b\r\n" % answer.content_type
 
 
 def is_stream(answer: Answer) -> bool:
     """Is the body a stream of events? Raises BadAnswer for a content type that is too long to be one."""
-    kind = answer.headers.get(b"content-type", _JSON)
+    kind = answer.content_type
     if kind == _JSON:
         return False
     if len(kind) > _LONGEST_TYPE:
@@ -446,15 +447,9 @@ def is_stream(answer: Answer) -> bool:
     return kind.lower().startswith(EVENT_STREAM)
 
 
-def _is_json(answer: Answer) -> bool:
-    """Is the body a document, and not a text in which words of one may stand?"""
-    kind = answer.headers.get(b"content-type", _JSON)
-    return kind == _JSON or kind.lower().startswith(_JSON)
-
-
 def is_bytes(answer: Answer) -> bool:
     """Is the body no text?"""
-    return answer.headers.get(b"content-type", b"").startswith(_BYTES)
+    return answer.content_type.startswith(_BYTES)
 
 
 def _length(answer: Answer) -> int | None:

@@ -50,6 +50,8 @@ class Answer(msgspec.Struct, eq=False):
     """When the last byte of the body came; 0 before the first: a head alone is no sign of life."""
     status: int = 0
     headers: Headers = field(default_factory=dict)
+    content_type: bytes = b""
+    """As the server sent it; ``application/json`` where it sent none."""
     pending: list[bytes] = field(default_factory=list)
     paused: bool = False
     complete: bool = False
@@ -196,6 +198,7 @@ class Answer(msgspec.Struct, eq=False):
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
+        self.content_type = headers.get(b"content-type", b"application/json")
 
     def on_body(self, data: bytes) -> None:
         self.last_byte = monotonic()
