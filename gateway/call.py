@@ -18,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from gateway.catalog import Target
 from gateway.errors import Refusal
 from gateway.memory import FREE
-from gateway.routes import Body
 from gateway.tracing import Trace
 from upstream.story import Signal, Story
 
@@ -183,7 +182,7 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def _streamed(self) -> bool:
-        return self.target.route.body is Body.FORM
+        return self.target.route.takes_form
 
     def _check(self) -> None:
         if self._spoilt is not None:
@@ -214,7 +213,7 @@ class Call(msgspec.Struct, eq=False):
             buffer += data
         else:
             self._buffer = bytearray(buffer) + data
-        if self.target.route.body is Body.FORM:
+        if self.target.route.takes_form:
             if len(self._buffer) > _UPLOAD_AHEAD and self.task is not None and not self._ahead:
                 self.edge.flow.pause_reading()  # streamed on as fast as the server takes it
             self._wake()

@@ -54,7 +54,7 @@ async def exchange(call: Call, gate: Gate) -> None:
                 call.permit = gate.limits.permit(key, call.id)
                 await call.permit.arrive()
             encoding = _check_media_type(call)
-            if call.target.route.body is Body.FORM:
+            if call.target.route.takes_form:
                 outbound = await _form(call, gate, account, key)
             else:
                 body = call.whole_body() if encoding is None and not call.more_body else await _body(call, account, key, encoding)
@@ -221,7 +221,7 @@ def _check_media_type(call: Call) -> str | None:
         return None
     if encoding not in ENCODINGS:
         raise Refusal("unsupported_media_type", f"The content encoding must be one of {', '.join(ENCODINGS)}.")
-    if call.target.route.body is Body.FORM:
+    if call.target.route.takes_form:
         raise Refusal("unsupported_media_type", "A form is accepted without a content encoding only.")
     return encoding
 

@@ -47,6 +47,8 @@ class Route:
 
     anthropic: bool = field(init=False)
     """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
+    takes_form: bool = field(init=False)
+    """The body is a form."""
     streams: bool = field(init=False)
     """A JSON body may ask for a stream there; elsewhere vLLM ignores that it does."""
     guided: bool = field(init=False)
@@ -58,6 +60,7 @@ class Route:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
+        object.__setattr__(self, "takes_form", self.body is Body.FORM)
         generates = self.dialect not in (Dialect.PLAIN, Dialect.COHERE) and self.path not in _UNSCHEDULED
         object.__setattr__(self, "streams", generates and self.path != _BATCH)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
