@@ -82,12 +82,13 @@ def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxs
     """
     while pending and budget > 0:
         node = pending.pop()
-        budget -= len(node) + 1
+        size = len(node)
+        budget -= size + 1
         if type(node) is dict:
             name = _refused_of(node, hosts, pending)
             if name is not None:
                 return node, name
-        elif len(node) <= _SHORT or not SCALARS.issuperset(map(type, node)):  # else a prompt of tokens, a batch of texts
+        elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):  # else a prompt of tokens, a batch of texts
             for value in node:
                 kind = type(value)
                 if kind is dict:

@@ -302,7 +302,7 @@ def _prepared(document: Document, translated: Translated | None, policy: Policy,
         policy.check_images(document.get("images"))
     if policy.max_tokens is not None:
         _bound(document, policy.max_tokens, upstream)
-    stream = _flag(document, "stream")
+    stream = "stream" in document and _flag(document, "stream")
     hides_usage = stream and route.injects and _inject_usage(document)
     more_head = _set_own(document, own, route) if own else b""
     return Prepared(document, stream, hides_usage, upstream, input_field, translation, more_head)

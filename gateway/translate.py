@@ -38,7 +38,7 @@ def translate(document: Document) -> Translated:
     Raises Refusal when both or neither of ``messages`` and ``prompt`` are given, and for functions beside tools.
     """
     messages = document.get("messages")
-    if messages is not None and document.get("functions") is document.get("prompt") is None and not _has_old_words(messages):
+    if messages is not None and "functions" not in document and "prompt" not in document and not _has_old_words(messages):
         return document, None, None
     return finished(translate_in_steps(document))
 

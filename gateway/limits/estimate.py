@@ -51,15 +51,12 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
     if prompt is None:
         may_have_media = (size >= _FEW and _few_to_look_through(document, size)) or _MEDIA in body
         prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
-    completion = 0 if output is None else _completion(document, output)
-    choices = 1
-    if "n" in document or "prompt" in document:
-        choices = _choices(document)
-    if output is not None and output.batch is not None and isinstance(conversations := document.get(output.batch), list):
+    choices = _choices(document) if "n" in document or "prompt" in document else 1
+    if output is None:
+        return Tokens(prompt or 1, 0, choices)
+    if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
         choices *= len(conversations)
-    if choices != 1:
-        return Tokens(prompt or 1, completion * choices, choices)
-    return Tokens(prompt or 1, completion)
+    return Tokens(prompt or 1, _completion(document, output) * choices, choices)
 
 
 def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, Tokens]:
