@@ -62,10 +62,10 @@ class Count(NamedTuple):
 
 
 BOUNDS = {
-    "request": Count(147, 126, 3900),
-    "request with a ledger": Count(157, 146, 4300),
-    "request of a limited key": Count(183, 141, 5300),
-    "chunk": Count(7.8, 15.8, 274),
+    "request": Count(144, 112, 3900),
+    "request with a ledger": Count(154, 131, 4300),
+    "request of a limited key": Count(183, 136, 5300),
+    "chunk": Count(7.8, 14.4, 274),
 }
 """Set with CPython 3.11, of whose steps the third number is."""
 
