@@ -45,8 +45,8 @@ def duration(seconds: float) -> bytes:
     if whole < 1000:
         return b"%dms" % whole if whole > 0 else b"0s"
     minutes, rest = divmod(whole, 60_000)
-    hours, minutes = divmod(minutes, 60)
     shown = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
-    if hours:
-        return f"{hours}h{minutes}m{shown}".encode()
-    return (f"{minutes}m{shown}" if minutes else shown).encode()
+    if minutes == 0:
+        return shown.encode()
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h{minutes}m{shown}" if hours else f"{minutes}m{shown}").encode()
