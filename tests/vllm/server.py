@@ -47,7 +47,9 @@ PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
 POOLING: Mapping[str, Flag] = {
     "runner": "pooling",
     "convert": "embed",
-}  # instead of parsers: embeddings, score and rerank, meaningless ones
+    "dtype": "float32",  # in bfloat16 a short first request is the first to use AMX, which is not enabled yet: the worker dies of SIGILL
+}
+"""Instead of parsers, for embeddings, score and rerank; the numbers mean nothing."""
 
 
 class NotStarted(Exception):

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "vllm_errors.json"
 LEAST = 10
 """Mistakes for each route."""
-CLASSIFYING: dict[str, Flag] = {"runner": "pooling", "convert": "classify"}
+CLASSIFYING: dict[str, Flag] = {**POOLING, "convert": "classify"}
 OF_POOLING = [row for row in WRONG_FIELDS if row.route not in (*GENERATING, CLASSIFY)]
 OF_CLASSIFYING = [row for row in WRONG_FIELDS if row.route == CLASSIFY]
 INTERNALS = re.compile(r"Param\b|Message\b|Request\b|ValidatorIterator|input_value|pydantic|body\.|\[type=|'input'|--[a-z]{2}|VLLM_")
