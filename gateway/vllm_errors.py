@@ -156,12 +156,12 @@ _NOT_JSON = re.compile(r"[A-Z][a-zA-Z' \\:]{5,60}: line \d+ column \d+ \(char \d
 def _is_of_output(message: str, document: Mapping[str, Any] | None) -> bool:
     """Whether vLLM refused its own response: an exception's text names the class, or the model's JSON could not be read.
 
-    A request's JSON has been read before it was sent, so the only text of it that can be no JSON is that of earlier tool calls.
+    A request's JSON has been read before it was sent, so only a text in it that vLLM reads as JSON can be the client's fault.
     """
     report = validation.read(message) if " validation error" in message[:40] else None
     if report is not None:
         return report.title is not None and _OF_OUTPUT.search(report.title) is not None
-    return document is not None and _NOT_JSON.match(message) is not None and _bad_arguments(document, "") is None
+    return document is not None and _NOT_JSON.match(message) is not None and _bad_json(document, "") is None
 
 
 # Fields that vLLM's own words do not name
@@ -213,8 +213,15 @@ def _no_list(document: Mapping[str, Any], _: str) -> str | None:
     return None
 
 
-def _bad_arguments(document: Mapping[str, Any], _: str) -> str | None:
-    """The arguments of an earlier tool call that are no JSON."""
+_JSON_TEXTS = (("structured_outputs", "json"), ("structured_outputs", "structural_tag"))
+
+
+def _bad_json(document: Mapping[str, Any], _: str) -> str | None:
+    """A text that vLLM reads as JSON and that is not JSON: a constraint, or the arguments of an earlier tool call."""
+    for place in _JSON_TEXTS:
+        text = validation.value_at(document, place)
+        if isinstance(text, str) and not _is_json(text):
+            return validation.dotted(place)
     for path, message in validation.messages(document):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for at, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -287,7 +294,7 @@ _KNOWN = (
     _words(r"empty conversation", _at("messages"), "The list needs at least one message."),
     _words(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
     _words(r"'\w+' object is not iterable\Z", _no_list, "Input should be a valid list"),
-    _words(_NOT_JSON.pattern, _bad_arguments, "The arguments are not valid JSON."),
+    _words(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
     _words(r"\AToken id -?\d+ is out of vocabulary", _text_field),
     _words(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
     _words(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),

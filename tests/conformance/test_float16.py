@@ -24,7 +24,7 @@ WHO: Json = {"model": INSTANCED, "messages": [user("Who are you?")], "temperatur
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("key", [None, "not-needed", "no key", "of-another-service." * 100], ids=["none", "one", "words", "long"])
+@pytest.mark.parametrize("key", [None, "not-needed", "of-another-service." * 100], ids=["none", "one", "long"])
 def test_no_key_is_needed(stage: Stage, key: str | None) -> None:
     assert stage.post(WHO, INSTANCE, key).status_code == 200
 

@@ -227,7 +227,8 @@ def test_the_part_at_fault_is_found_among_others() -> None:
     ("document", "message"),
     [
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "messages.0.tool_calls.0.function.arguments: The arguments are not valid JSON."),
+         "messages.0.tool_calls.0.function.arguments: The text is not valid JSON."),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json: The text is not valid JSON."),
         ({"messages": [{"role": "user", "content": "Hi"}]}, None),
     ],
 )  # fmt: skip
