@@ -189,7 +189,12 @@ def test_both_files_build_the_environment_alike() -> None:
 
 
 def test_the_images_lock_has_all_that_the_gateway_needs() -> None:
-    locked = {name.lower() for name, _ in entries(FOLDER / "runtime.lock")}
+    locked = {_normalized(name) for name, _ in entries(FOLDER / "runtime.lock")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["otel"], *project["optional-dependencies"]["jwt"]]
-    assert {re.split(r"[\[<>=;~! ]", line)[0].lower() for line in wanted} <= locked
+    assert {_normalized(re.split(r"[\[<>=;~! ]", line)[0]) for line in wanted} <= locked
+
+
+def _normalized(name: str) -> str:
+    """A package's name in the one form that all spellings share (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -68,7 +68,7 @@ def answer_problems(path: str, status: int, media_type: str, text: str, method: 
 
 def data_of(text: str) -> list[Any]:
     """What the events of a stream carry, but for the end's mark."""
-    lines = (line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:"))
+    lines = (line.removeprefix("data:").strip() for line in text.split("\n") if line.startswith("data:"))
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
