@@ -443,7 +443,7 @@ def token(data: bytes) -> None:
 
 
 _SENT = b"\n--- sent\n"
-_CLASS_NAMES = re.compile(r"(?:\A|\.)\w*(Param|ValidatorIterator|Request)(?:\.|\Z)")
+_CLASS_NAMES = re.compile(r"(?:\A|\.)[A-Z]\w*(Param|ValidatorIterator|Request)(?:\.|\Z)")
 
 
 def _object(text: bytes) -> dict[str, Any] | None:

@@ -143,8 +143,8 @@ async def test_the_first_event_as_an_error_becomes_a_status() -> None:
         reply = await ask(served.port, request(chat(stream=True, top_logprobs=50)))
         assert reply.status == 400
         assert reply.error == {
-            "message": "Requested sample logprobs of 50, which is greater than max allowed: 20",
-            "type": "invalid_request_error", "param": "logprobs", "code": "invalid_value",
+            "message": "top_logprobs: Requested sample logprobs of 50, which is greater than max allowed: 20",
+            "type": "invalid_request_error", "param": "top_logprobs", "code": "invalid_value",
         }  # fmt: skip
 
 

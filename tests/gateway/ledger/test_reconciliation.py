@@ -191,7 +191,7 @@ def test_what_a_server_had_in_its_cache_is_part_of_the_prompt(tmp_path: Path, pa
                 assert one.ask(path, **asked, stream=stream).status_code == 200
             wait_for(lambda: len(rows(one)) == 3)
             found = sorted(rows(one), key=lambda row: row["time"])
-        entries = [entry for entry in server.requests() if entry["path"] == path]
+        entries = [entry for entry in server.requests() if (entry["method"], entry["path"]) == ("POST", path)]
     assert [row["prompt_tokens"] for row in found] == [entry["prompt_tokens"] for entry in entries]
     assert found[0]["cached_tokens"] == 0 < found[1]["cached_tokens"] == found[2]["cached_tokens"] < found[2]["prompt_tokens"]
 
