@@ -82,8 +82,8 @@ def _entries(lines: Iterable[str]) -> Iterator[Finding]:
         if found is None:
             continue
         kind, one, other, several, *words = found.groups()
-        dotted = one if one is not None else other
-        path = tuple(dotted.split(".", _MAX_SEGMENTS)) if dotted is not None else tuple("".join(pair) for pair in _QUOTED.findall(several))
+        place = one or other or ".".join("".join(pair) for pair in _QUOTED.findall(several or ""))
+        path = tuple(place.split(".", _MAX_SEGMENTS))
         reason = next((each for each in words if each is not None), "")
         path = path[1:_MAX_SEGMENTS] if path[:1] == ("body",) else path[:_MAX_SEGMENTS]
         yield Finding(kind, path, reason.replace("\\'", "'").replace('\\"', '"'))

@@ -55,7 +55,7 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
         ready = await case.reached(State.READY)
         key = launcher.api_key(ready.name)
         assert await models(ready, key) == ["org/m", "m"]
-        assert await models(ready, "another") == "GET /v1/models: status 401"
+        assert await models(ready, "another") == "the server refused the gateway's key (GET /v1/models: status 401)"
         assert ready.pid is not None
         words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, keeper_of(ready.pid))]
         assert b"launched_server.py" in words[1], "the keeper's command line carries the server's"
