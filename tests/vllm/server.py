@@ -39,7 +39,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every server's worker to the same core, beside whatever the test runs there
 }
-FLAGS: Mapping[str, Flag] = {"enforce-eager": True, "max-model-len": 2048, "dtype": "bfloat16"}
+FLAGS: Mapping[str, Flag] = {"enforce-eager": True, "max-model-len": 2048, "dtype": "float32"}
+"""In float32 a model says the same on every processor. In bfloat16, one with AMX chooses other words, and a pooling server dies of SIGILL
+if its first request is short: it uses AMX before anything has enabled it."""
 PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
     "qwen3": {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"},
     "llama": {"enable-auto-tool-choice": True, "tool-call-parser": "llama3_json"},
@@ -47,9 +49,7 @@ PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
 POOLING: Mapping[str, Flag] = {
     "runner": "pooling",
     "convert": "embed",
-    "dtype": "float32",  # in bfloat16 a short first request is the first to use AMX, which is not enabled yet: the worker dies of SIGILL
-}
-"""Instead of parsers, for embeddings, score and rerank; the numbers mean nothing."""
+}  # instead of parsers: embeddings, score and rerank, meaningless ones
 
 
 class NotStarted(Exception):

@@ -98,7 +98,8 @@ def test_the_id_is_the_requests_and_the_model_is_the_configured_one(real: Real) 
 
 def test_the_models(real: Real) -> None:
     with real.sdk() as client:
-        [listed], one = client.models.list().data, client.models.retrieve(MODEL)
+        [listed, *aliases], one = client.models.list().data, client.models.retrieve(MODEL)
+    assert {alias.model_dump()["root"] for alias in aliases} <= {MODEL}
     assert (listed.id, listed.object, one.id) == (MODEL, "model", MODEL)
     assert listed.model_dump()["max_model_len"] == 2048
 
