@@ -66,7 +66,7 @@ class Scanner:
 
     @property
     def finished(self) -> bool:
-        """The document is over, or is none: there is nothing more to find."""
+        """The document has ended, or it is not an object: there is nothing more to find."""
         return self._expects == _NOTHING
 
     def feed(self, data: bytes) -> list[Span]:

@@ -139,7 +139,7 @@ def of_body(body: bytes, dialect: Dialect) -> Fields:
         return _scanned(body, dialect)
     try:
         found = _decode_body(body).usage
-    except msgspec.ValidationError:  # its usage is none, or it is no object
+    except msgspec.ValidationError:  # its usage is not valid, or it is not an object
         found = None
     except msgspec.DecodeError:
         return _scanned(body, dialect)

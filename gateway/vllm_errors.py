@@ -1,4 +1,4 @@
-"""What a client is told of a server's error: from vLLM's status and words to a row of the errors' table.
+"""Maps a server's error to what the client reads: from vLLM's status and message to a row of the table of errors.
 
 The rule: the words that help the client stay, with the path of the field at fault. Internals are removed (addresses, paths, other
 models, class names, flags of the server), and so is what the client sent. It takes time in proportion to the lengths of the error and

@@ -44,7 +44,7 @@ class Report(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What the client is told: sentences, the path of the first, and whether that field is missing."""
+    """What the client reads: sentences, the path of the first, and whether that field is missing."""
 
     message: str
     param: str | None
@@ -398,7 +398,7 @@ _NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class 
 
 
 def fault(report: Report, document: Any = None) -> Fault | None:
-    """What is told of a report; None where no finding could be read. ``document``: the body that the server got."""
+    """What the client reads of a report; None where no finding could be read. ``document``: the body that the server got."""
     placed = [_place(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
     placed = _chosen(placed, document, report.more)
     placed = _without_prefixes(_without_mixtures(_without_other_bodies(placed, document), document))

@@ -71,7 +71,7 @@ def _few_to_look_through(document: Mapping[str, Any], size: int) -> bool:
 
 
 def _with_media(document: Mapping[str, Any], size: int) -> Generator[None, None, int]:
-    """Prompt tokens of a body of ``size`` bytes in which there may be media: what stands in an ordinary text is none."""
+    """Prompt tokens of a body of ``size`` bytes in which there may be media. Ordinary text is not searched for media."""
     pending = [value for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA]
     count = total = 0
     while pending:
