@@ -42,9 +42,9 @@ class Tree:
         """Of the first process alone."""
         return sum(_cpu(each, with_children=False) for each in self.processes()[:1])
 
-    def relays(self) -> list[psutil.Process]:
+    def workers(self) -> list[psutil.Process]:
         """Those of the gateway; no other proxy has any."""
-        return [each for each in self.processes() if "relay" in each.cmdline()]
+        return [each for each in self.processes() if "worker" in each.cmdline()]
 
     def rss(self) -> int:
         """Resident memory in bytes; what processes share is counted in each."""

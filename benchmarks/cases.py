@@ -167,20 +167,20 @@ async def models(stage: Stage) -> None:
                 await _started_and_loaded(stage, proxy, counted(count, "model"), Setting(ports, models=names))
 
 
-async def relays(stage: Stage) -> None:
-    """1 and 2 relays, on both cores, which they share with the load."""
+async def workers(stage: Stage) -> None:
+    """1 and 2 workers, on both cores, which they share with the load."""
     with standin.json_servers(stage.place("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 2):
-                setting = Setting(ports, relays=count, cores=(PROXY_CORE, LOAD_CORE))
-                await _alone(stage, proxy, setting, partial(_split, stage, counted(count, "relay")))
+                setting = Setting(ports, workers=count, cores=(PROXY_CORE, LOAD_CORE))
+                await _alone(stage, proxy, setting, partial(_split, stage, counted(count, "worker")))
 
 
 async def _split(stage: Stage, variant: str, proxy: Running) -> None:
-    """As `loaded`, and `most`, the share of the connections that the busiest relay has."""
+    """As `loaded`, and `most`, the share of the connections that the busiest worker has."""
     asking = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
     await asyncio.sleep(_WITHIN_LOAD)
-    counts = [connections(each, proxy.port) for each in proxy.tree.relays()]
+    counts = [connections(each, proxy.port) for each in proxy.tree.workers()]
     await asking
     stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
 
@@ -245,5 +245,5 @@ async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting:
 
 
 CASES: Mapping[str, Case] = {
-    each.__name__: each for each in (json, books, books_streams, streams, many, flood, prompts, ttfb, servers, keys, models, relays, rest)
+    each.__name__: each for each in (json, books, books_streams, streams, many, flood, prompts, ttfb, servers, keys, models, workers, rest)
 }

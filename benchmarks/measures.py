@@ -49,7 +49,7 @@ async def loaded(
         run = await load(proxy.port, body, length, connections, seconds * stage.scale.seconds, stage.workshop(), tokens)
         await asyncio.sleep(behind)
     values = latencies(run) | per_unit(proxy, spent.proxy, run.requests)
-    if behind and run.requests and proxy.tree.relays():
+    if behind and run.requests and proxy.tree.workers():
         values["control"] = spent.first / run.requests
     stage.add(proxy.name, variant, values, run.faults)
 

@@ -36,12 +36,12 @@ _MANY = 20_000  # connections, streams or requests: more than any case has
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a case asks of a proxy. `upstreams` are ports of the loopback interface; `keys` and `relays` concern the gateway alone."""
+    """What a case asks of a proxy. `upstreams` are ports of the loopback interface; `keys` and `workers` concern the gateway alone."""
 
     upstreams: tuple[int, ...]
     models: tuple[str, ...] = (MODEL,)
     keys: int = KEYS
-    relays: int = 1
+    workers: int = 1
     cores: tuple[int, ...] = (PROXY_CORE,)
 
     @property
@@ -152,7 +152,7 @@ def _gateway(setting: Setting, folder: Path, port: int, books: Books = Books()) 
     keys = [
         {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **books.of_key()} for n in setting.key_numbers
     ]
-    server = {"host": "127.0.0.1", "port": port, "relays": setting.relays, "admin": {"port": 0}, "drain": "1s"}
+    server = {"host": "127.0.0.1", "port": port, "workers": setting.workers, "admin": {"port": 0}, "drain": "1s"}
     models = [{"id": model, "servers": [{"url": url, "model": MODEL} for url in setting.urls()]} for model in setting.models]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
     whole = {"server": server, "models": models, "keys_file": "keys.yaml", **books.of_gateway()}

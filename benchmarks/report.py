@@ -77,7 +77,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
     "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
     "models": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
-    "relays": Layout((REQUEST, RATE, P50, P99, Column("most", "connections of the busiest relay, %", 100))),
+    "workers": Layout((REQUEST, RATE, P50, P99, Column("most", "connections of the busiest worker, %", 100))),
     "rest": Layout(
         (RSS, Column("processes", "processes"), IDLE, REQUEST, RATE, Column("growth", "growth, MB a minute", 1e-6, 2)), ratio="rss"
     ),

@@ -337,8 +337,8 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
         one.server.connection_lost(None)
         one.turn.end()
         said += one.client_wire.take()
-        (noted,) = one.relay.records
-        assert one.relay.metrics.cells("inflight_requests", "tiny")[0] == 0
+        (noted,) = one.worker.records
+        assert one.worker.metrics.cells("inflight_requests", "tiny")[0] == 0
         if noted.status >= 400:
             assert said.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ROWS
             return None
@@ -367,7 +367,7 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
     """The requests for inference that came of it: endpoint, status, code. There is no server, so none is answered with 200."""
     with way() as one:
         one.server.connection_lost(None)
-        one.relay.learn(Health({"tiny#0": Condition.DOWN}, {}))
+        one.worker.learn(Health({"tiny#0": Condition.DOWN}, {}))
         for piece in pieces:
             if not one.client_wire.is_closing():
                 one.client.data_received(piece)
@@ -377,7 +377,7 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
         one.turn.end()
         answers = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
         assert b"500" not in answers
-        return [(noted.endpoint, noted.status, noted.code) for noted in one.relay.records if noted.endpoint in ENDPOINTS]
+        return [(noted.endpoint, noted.status, noted.code) for noted in one.worker.records if noted.endpoint in ENDPOINTS]
 
 
 # URLs of media

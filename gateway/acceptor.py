@@ -1,8 +1,8 @@
-"""Who takes a connection, where several relays listen on one socket.
+"""Who takes a connection, where several workers listen on one socket.
 
-Left to themselves, the relay that wakes first takes all that have arrived, and keeps them: clients' connections live long. So
-each relay writes down how many it has, in memory that all see, and stands back for a moment when it is ahead of another. The
-rule: standing back delays a connection by ``PAUSE`` at most, whatever the others do; a relay that is gone holds up nobody.
+Left to themselves, the worker that wakes first takes all that have arrived, and keeps them: clients' connections live long. So
+each worker writes down how many it has, in memory that all see, and stands back for a moment when it is ahead of another. The
+rule: standing back delays a connection by ``PAUSE`` at most, whatever the others do; a worker that is gone holds up nobody.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 PAUSE = 0.001
-"""Seconds for which a relay that is ahead leaves connections to the others."""
+"""Seconds for which a worker that is ahead leaves connections to the others."""
 _EXHAUSTED = 0.1  # seconds without taking any when the system has no more descriptors
 _AT_ONCE = 16  # connections taken in one turn of the loop
 _CELL = struct.Struct("<Q")
@@ -26,7 +26,7 @@ _log = logging.getLogger("vllm_gateway")
 
 
 class Seats:
-    """How many connections each relay has. ``fd`` is what a child process inherits."""
+    """How many connections each worker has. ``fd`` is what a child process inherits."""
 
     def __init__(self, fd: int, number: int = 0) -> None:
         self.fd = fd
@@ -36,10 +36,10 @@ class Seats:
         self._others = [place for place in range(0, size, _CELL.size) if place != self._own]
 
     @classmethod
-    def create(cls, relays: int) -> Seats:
-        """For so many relays, none of which is there yet."""
+    def create(cls, workers: int) -> Seats:
+        """For so many workers, none of which is there yet."""
         fd = os.memfd_create("seats")
-        os.write(fd, _CELL.pack(_NOBODY) * relays)
+        os.write(fd, _CELL.pack(_NOBODY) * workers)
         return cls(fd)
 
     def close(self) -> None:
@@ -47,15 +47,15 @@ class Seats:
         os.close(self.fd)
 
     def vacate(self, number: int) -> None:
-        """This relay is gone."""
+        """This worker is gone."""
         _CELL.pack_into(self._map, number * _CELL.size, _NOBODY)
 
     def note(self, count: int) -> None:
-        """This relay has so many connections."""
+        """This worker has so many connections."""
         _CELL.pack_into(self._map, self._own, count)
 
     def is_ahead(self, count: int) -> bool:
-        """Whether that is clearly more than another relay has."""
+        """Whether that is clearly more than another worker has."""
         least = min((_CELL.unpack_from(self._map, place)[0] for place in self._others), default=_NOBODY)
         return bool(count > least + 2 + least // 16)
 
@@ -106,7 +106,7 @@ class Acceptor:
         self._waiting = self._loop.call_later(seconds, self._look_on)
 
     def _arrived(self) -> None:
-        """Somebody waits to be accepted; perhaps another relay has been quicker."""
+        """Somebody waits to be accepted; perhaps another worker has been quicker."""
         for _ in range(_AT_ONCE):
             if not self._stood_back and self._seats.is_ahead(self._count):
                 self._stood_back = True

@@ -24,7 +24,7 @@ _MAX_LINES = 10_000  # lines that one batch may have
 _PIPE_BUF = 4096
 _PATIENCE = 2.0  # seconds
 _encode = msgspec.json.Encoder().encode
-_log = logging.getLogger("vllm_gateway.relay")
+_log = logging.getLogger("vllm_gateway.worker")
 
 
 class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -161,7 +161,7 @@ def _made(batch: Iterable[Record]) -> Iterator[bytes]:
 
 
 def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Whole lines in pieces that a pipe takes at once, so that the lines of several relays never mix (pipe(7), PIPE_BUF)."""
+    """Whole lines in pieces that a pipe takes at once, so that the lines of several workers never mix (pipe(7), PIPE_BUF)."""
     piece = b""
     for each in lines:
         if piece and len(piece) + len(each) > _PIPE_BUF:

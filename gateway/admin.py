@@ -37,7 +37,7 @@ class Overview(Protocol):
     """What control shows."""
 
     def series(self) -> Mapping[Series, Sequence[float]]:
-        """Every series of this moment: the relays' boards added up, and control's own."""
+        """Every series of this moment: the workers' boards added up, and control's own."""
 
     def not_ready(self) -> str | None:
         """Why no traffic should come yet; None when it may."""

@@ -20,7 +20,7 @@ __all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
 _MISDIRECTED = "the Host is a name, where the port listens on the machine itself and asks for no token"
 _FORBIDDEN = "no token is configured, or a page in a browser asks"
-_BEGUN = "`stop` is done; the others have begun, and relays know of it: the model's entry of /status"
+_BEGUN = "`stop` is done; the others have begun, and workers know of it: the model's entry of /status"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
@@ -85,7 +85,7 @@ ROUTES = (
         },
         (JSON,),
     ),
-    Described("/status", "Models, servers and relays.", {200: "the whole picture; a page for who prefers HTML"}, (JSON, HTML)),
+    Described("/status", "Models, servers and workers.", {200: "the whole picture; a page for who prefers HTML"}, (JSON, HTML)),
     Described(
         "/usage",
         "What the ledger answers to a question; `vllm-gateway usage --help` explains its words.",

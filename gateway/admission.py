@@ -1,6 +1,6 @@
-"""How much is let in: each relay's part of the bounds that the configuration sets for the whole gateway.
+"""How much is let in: each worker's part of the bounds that the configuration sets for the whole gateway.
 
-The rule: the parts of all relays are exactly the whole, where it is enough for one each, so a bound holds without the relays' asking
+The rule: the parts of all workers are exactly the whole, where it is enough for one each, so a bound holds without the workers' asking
 each other. The bound on all requests together is judged before the body is read, and nobody waits for it; that on a server is kept by
 its pool (upstream/pool.py), and who finds all servers full waits in their model's room (waiting.py).
 """
@@ -18,13 +18,13 @@ _REMEMBERED = 60.0
 
 
 def part(whole: int, number: int, of: int) -> int:
-    """How much of a bound is relay ``number``'s, of so many relays; the first ones get what cannot be divided. It is never nothing:
-    a bound for fewer relays may be read while those before serve on, until the restart that their number needs."""
+    """How much of a bound is worker ``number``'s, of so many workers; the first ones get what cannot be divided. It is never nothing:
+    a bound for fewer workers may be read while those before serve on, until the restart that their number needs."""
     return max(whole // of + (number % of < whole % of), 1)
 
 
 class House:
-    """The bound on all requests of a relay.
+    """The bound on all requests of a worker.
 
     A key that is alone may have all of it. When it is full and somebody is turned away who has little, what is free is shared out by
     a threshold that moves with it (Choudhury and Hahne, 1998): who has much comes in no more until enough is free for others, and as
@@ -38,7 +38,7 @@ class House:
         self._shared_until = 0.0
 
     def admit(self, under_way: int, own: int, now: float) -> None:
-        """Let a request in, which is one of so many under way in this relay, and whose key has ``own`` of the others.
+        """Let a request in, which is one of so many under way in this worker, and whose key has ``own`` of the others.
 
         ``now`` is ``time.monotonic``. Raises Refusal overloaded.
         """

@@ -1,6 +1,6 @@
-"""A relay, composed: the routes, and what a request needs on its way, put together in one place.
+"""A worker, composed: the routes, and what a request needs on its way, put together in one place.
 
-``Relay`` can be made from a fixed ``State`` with no control process. The rule: it holds one generation at a time
+``Worker`` can be made from a fixed ``State`` with no control process. The rule: it holds one generation at a time
 and swaps to the next by assignment; live servers, tickets and counts stay.
 """
 
@@ -41,7 +41,7 @@ from gateway.limits import Admission, Limiter
 from gateway.limits.meters import Meters
 from gateway.link import Health
 from gateway.memory import FREE, BodyMemory
-from gateway.metrics import OTHER, RelayMetrics
+from gateway.metrics import OTHER, WorkerMetrics
 from gateway.model_list import Reported, card, cards, page
 from gateway.record import Record
 from gateway.state import Key, State
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
 
 _HEALTH, _MODELS, _VERSION = "/health", "/v1/models", "/version"
 _SWEEP_EVERY = 4  # ticks
-_log = logging.getLogger("vllm_gateway.relay")
+_log = logging.getLogger("vllm_gateway.worker")
 
 
-class Relay:
+class Worker:
     """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application.
 
-    ``number`` is the relay's among all of them.
+    ``number`` is the worker's among all of them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Relay:
         state: State,
         *,
         fleet: Fleet,
-        metrics: RelayMetrics,
+        metrics: WorkerMetrics,
         log: AccessLog,
         ask: Ask = nobody,
         want: Callable[[str], None] | None = None,
@@ -120,10 +120,10 @@ class Relay:
         for model in state.bases:
             for index, spec in enumerate(model.servers):
                 servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
-                servers[spec.name].limit = self._part(model.max_inflight, index, state.relays)
+                servers[spec.name].limit = self._part(model.max_inflight, index, state.workers)
                 servers[spec.name].ejected = self.metrics.cells("server_ejected", model.id, spec.name)
         self.state = state
-        self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.relays))
+        self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.workers))
         self.keyring = Keyring(state.keys, self._tokens_of(state))
         self.cors = Cors(state.cors_origins)
         self.catalog.retire()
@@ -155,9 +155,9 @@ class Relay:
         self._tokens.take(state)
         return self._tokens
 
-    def _part(self, whole: int | None, index: int, relays: int) -> float:
-        """What this relay may have in flight on a model's server; what cannot be divided is another relay's with each server."""
-        return math.inf if whole is None else part(whole, self.number + index, relays)
+    def _part(self, whole: int | None, index: int, workers: int) -> float:
+        """What this worker may have in flight on a model's server; what cannot be divided is another worker's with each server."""
+        return math.inf if whole is None else part(whole, self.number + index, workers)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
@@ -204,7 +204,7 @@ class Relay:
     # The data port
 
     def protocol(self) -> Callable[..., EdgeProtocol]:
-        """The protocol class of the data port's connections, bound to this relay."""
+        """The protocol class of the data port's connections, bound to this worker."""
         return functools.partial(EdgeProtocol, door=self)
 
     def server(self) -> uvicorn.Server:
@@ -322,14 +322,14 @@ def _told_nobody(_: str | None) -> None:
 class _Accounted:
     """Gives every answer its request id, its line in the log and its count."""
 
-    def __init__(self, application: Starlette, relay: Relay) -> None:
+    def __init__(self, application: Starlette, worker: Worker) -> None:
         self._application = application
-        self._relay = relay
+        self._worker = worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
-        cors = self._relay.cors.headers(None if origin is None else origin.decode("latin-1"))
-        identity, began, sent = next(self._relay.request_ids), time.perf_counter(), {"status": 500, "bytes": 0}
+        cors = self._worker.cors.headers(None if origin is None else origin.decode("latin-1"))
+        identity, began, sent = next(self._worker.request_ids), time.perf_counter(), {"status": 500, "bytes": 0}
         scope["state"]["request_id"] = identity
 
         async def stamped(message: Any) -> None:
@@ -344,7 +344,7 @@ class _Accounted:
         try:
             await self._application(scope, receive, stamped)
         finally:  # Starlette passes an error on when it has been answered
-            self._relay.settled(_record(scope, identity, time.perf_counter() - began, sent, self._relay.proxies))
+            self._worker.settled(_record(scope, identity, time.perf_counter() - began, sent, self._worker.proxies))
 
 
 def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:

@@ -18,7 +18,7 @@ from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.key_sets import key_sets
 from gateway.launch_check import LaunchCheck
-from gateway.relays import relays
+from gateway.relays import running_workers
 from gateway.reload import Reloader
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
 from upstream.health import Prober
@@ -47,7 +47,7 @@ class Surroundings:
 async def assembled(
     control: Control, path: Path, data: socket.socket, around: Surroundings, ledger: Ledger | None = None
 ) -> AsyncIterator[None]:
-    """Give control its parts for the length of the block; nothing is begun yet but the relays' processes.
+    """Give control its parts for the length of the block; nothing is begun yet but the workers' processes.
 
     ``path``: where its configuration is from; ``data``: the port for requests.
     """
@@ -63,9 +63,9 @@ async def assembled(
         control.discovery = Discovery(sources)
         control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
         control.ledger = ledger
-        served = relays(data, config.server.relays, control.nudged, control.key_sets.ask, ledger)
-        control.relays = await stack.enter_async_context(served)
-        control.fleet = Fleet(config, control.launcher, control.relays, control)
+        served = running_workers(data, config.server.workers, control.nudged, control.key_sets.ask, ledger)
+        control.workers = await stack.enter_async_context(served)
+        control.fleet = Fleet(config, control.launcher, control.workers, control)
         launches = LaunchCheck(around.environ, _log.info)
         control.reloader = Reloader(path, config, control, launches=launches)
         yield

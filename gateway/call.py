@@ -271,7 +271,7 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def under_way(self) -> int:
-        """How many requests the relay is working on, this one among them."""
+        """How many requests the worker is working on, this one among them."""
         return len(self.edge.tasks)
 
     # Writing

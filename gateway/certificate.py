@@ -54,7 +54,7 @@ class Pair:
 
 
 class Certificate:
-    """The TLS context of a relay. Raises CertificateError when there is no good pair to begin with."""
+    """The TLS context of a worker. Raises CertificateError when there is no good pair to begin with."""
 
     def __init__(self, files: Tls) -> None:
         self.context = _context()

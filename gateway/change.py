@@ -21,8 +21,8 @@ def _is_switched(before: object, after: object) -> bool:
 
 NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
     {
-        **dict.fromkeys(("server.host", "server.port", "server.relays"), ne),
-        "server.tls": _is_switched,  # other certificates are taken by the relays themselves
+        **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
+        "server.tls": _is_switched,  # other certificates are taken by the workers themselves
         **dict.fromkeys(("server.admin", "ledger"), ne),
     }
 )

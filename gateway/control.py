@@ -1,6 +1,6 @@
-"""What the control process knows, and whom it tells: launcher, prober and sources tell it of servers, and it tells the relays.
+"""What the control process knows, and whom it tells: launcher, prober and sources tell it of servers, and it tells the workers.
 
-It never touches a client's bytes. The rule: relays learn of servers, models and keys from here alone, so what they serve by is
+It never touches a client's bytes. The rule: workers learn of servers, models and keys from here alone, so what they serve by is
 what is known at one moment, under one number.
 """
 
@@ -28,7 +28,7 @@ from gateway.metrics import tokens_by_model
 from gateway.operations import RefusedOperation
 from gateway.picture import counted
 from gateway.rates import Rates
-from gateway.relays import LOOK, Relays
+from gateway.relays import LOOK, WorkerSupervisor
 from gateway.reload import History, Reading, Reloader
 from gateway.service_manager import ServiceManager
 from upstream.discovery import Standing
@@ -56,7 +56,7 @@ class Control:
 
     launcher: Launcher
     prober: Prober
-    relays: Relays
+    workers: WorkerSupervisor
     fleet: Fleet
     discovery: Discovery
     reloader: Reloader
@@ -77,12 +77,12 @@ class Control:
         self.started = time.time()
         self._awaited = {place.name for place in plan.places(config)} | {model.id for model, _ in discovered(config)}
         self._awaited |= {issuer.issuer for issuer in config.jwt}
-        self._opening: int | None = None  # the first word to the relays that tells of all of these
+        self._opening: int | None = None  # the first word to the workers that tells of all of these
         self._opened = False  # and all of them have heard it
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
-        self.generation = 0  # of what relays were told last
-        self._news = False  # the relays are about to be told of probes
+        self.generation = 0  # of what workers were told last
+        self._news = False  # the workers are about to be told of probes
         self.launches: dict[tuple[str, str], int] = {}
         self.launch_failures: Counter[tuple[str, str]] = Counter()
         """By model and by the code of the cause."""
@@ -97,7 +97,7 @@ class Control:
     # Starting and stopping
 
     def begin(self) -> None:
-        """Look for servers, launch, probe, and have the relays serve."""
+        """Look for servers, launch, probe, and have the workers serve."""
         self.discovery.look_for(self.config)
         self.key_sets.want(self.config)
         self.fleet.look()
@@ -107,13 +107,13 @@ class Control:
     def leave(self) -> None:
         """Say that no more requests should come."""
         self._leaving = True
-        self.relays.leave()
+        self.workers.leave()
         self.manager.stopping(self.config.server.linger + self.config.server.drain + STOP_GRACE + _ENDING)
 
     async def end(self) -> None:
         """Let clients finish, then end the servers."""
         self._leaving = self._draining = True
-        await self.relays.drain(self.config.server.drain)
+        await self.workers.drain(self.config.server.drain)
         names = [snapshot.name for snapshot in self.launcher.snapshots()]
         await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
 
@@ -139,7 +139,7 @@ class Control:
     async def watch_tokens(self) -> None:
         """Look at the counts of tokens and at dependencies, again and again."""
         while True:
-            self.rates.look(time.monotonic(), tokens_by_model(self.relays.boards))
+            self.rates.look(time.monotonic(), tokens_by_model(self.workers.boards))
             self.observe_dependencies()
             logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)
@@ -150,7 +150,7 @@ class Control:
         return self.dependencies
 
     def _observed_dependencies(self) -> Iterator[Observation]:
-        store = self.relays.store()
+        store = self.workers.store()
         if store is not None:
             yield Observation("limits_store", error=store.error)
         if self.ledger is not None:
@@ -158,10 +158,10 @@ class Control:
         yield from self.key_sets.dependencies()
         yield from self.discovery.dependencies(self.config)
 
-    async def watch_relays(self) -> None:
-        """See whether the relays answer, again and again."""
+    async def watch_workers(self) -> None:
+        """See whether the workers answer, again and again."""
         while True:
-            self.relays.look(time.monotonic())
+            self.workers.look(time.monotonic())
             await asyncio.sleep(LOOK)
 
     # What the service manager is told
@@ -169,7 +169,7 @@ class Control:
     def broken(self) -> str | None:
         """What has stopped working and will not work again by itself; None while all is well."""
         ended = next((task for task in self.lasting if task.done()), None)
-        return self.relays.broken(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
+        return self.workers.broken(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
 
     def headline(self) -> str:
         """How the gateway is, in a line."""
@@ -203,7 +203,7 @@ class Control:
                 await asyncio.sleep(0.01)
 
     def take(self, config: Config) -> int:
-        """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the relays."""
+        """Serve by another configuration; what it does not change is not touched. Returns the number of the word to the workers."""
         self._read = config
         self.discovery.look_for(config)
         self.key_sets.want(config)
@@ -242,8 +242,8 @@ class Control:
         self.configure()
 
     async def taken(self, number: int) -> None:
-        """Wait until every relay serves by what it was told under this number, within reason."""
-        await self.relays.taken(number)
+        """Wait until every worker serves by what it was told under this number, within reason."""
+        await self.workers.taken(number)
 
     def read(self, reading: Reading) -> None:
         """Tell the operator of a reading of the files."""
@@ -314,23 +314,23 @@ class Control:
             self.launcher.renew(probe.name, probe.reason, STOP_GRACE)
 
     def nudged(self) -> None:
-        """A relay has said something."""
+        """A worker has said something."""
         if not self._draining:
             self.fleet.nudge()
 
     def configure(self) -> int:
-        """Have the relays serve by the servers that there are now; returns the number of that word."""
+        """Have the workers serve by the servers that there are now; returns the number of that word."""
         self.generation += 1
         state = plan.state(self.config, self.known, self.generation, int(self.started))
-        return self._said(self.relays.configure(state, self._health()))
+        return self._said(self.workers.configure(state, self._health()))
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
         self.tell_health()
 
     def tell_health(self) -> int:
-        """Tell the relays what is known of servers and models; returns the number of that word."""
-        return self._said(self.relays.tell(self._health()))
+        """Tell the workers what is known of servers and models; returns the number of that word."""
+        return self._said(self.workers.tell(self._health()))
 
     def _said(self, number: int) -> int:
         if self._opening is None and not self._awaited:
@@ -345,7 +345,7 @@ class Control:
         return Health(conditions, plan.max_model_len(self.config, known), self.fleet.telling(), tasks=plan.tasks(self.config, known))
 
     def _date(self, conditions: Mapping[str, Condition]) -> None:
-        """Note when each server has come into its condition; relays are told of every change."""
+        """Note when each server has come into its condition; workers are told of every change."""
         now, before, self._conditions = time.time(), self._conditions, conditions
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in conditions.items()}
 
@@ -404,12 +404,12 @@ class Control:
         """Why no traffic should come yet; None when it may."""
         if self._leaving:
             return "draining"
-        if not any(status.up for status in self.relays.statuses):
-            return "no relay is up"
+        if not any(status.up for status in self.workers.statuses):
+            return "no worker is up"
         waiting = self._look_for_results()
         if waiting:
             return f"waiting for {', '.join(waiting)}"
-        return None if self._have_heard() else "waiting for the relays to hear of their servers"
+        return None if self._have_heard() else "waiting for the workers to hear of their servers"
 
     def degraded(self) -> list[str]:
         """Why not all requests can be served as configured, though traffic may come; empty while all is well. Without any name that the
@@ -425,8 +425,8 @@ class Control:
         return phase in _AT_REST or (phase is Phase.STARTING and plan.may_be_stopped(self.config, model))
 
     def _have_heard(self) -> bool:
-        """Whether every relay knows what the first looks found; once it is so, a relay that is replaced changes nothing."""
-        self._opened = self._opened or (self._opening is not None and self.relays.hold(self._opening))
+        """Whether every worker knows what the first looks found; once it is so, a worker that is replaced changes nothing."""
+        self._opened = self._opened or (self._opening is not None and self.workers.hold(self._opening))
         return self._opened
 
     def _look_for_results(self) -> list[str]:

@@ -111,7 +111,7 @@ class Discovery:
         return filled(read, self._sources.findings())
 
     def serve(self, config: Config) -> None:
-        """Remember how the servers of a filled configuration stand, by which relays are told from now on."""
+        """Remember how the servers of a filled configuration stand, by which workers are told from now on."""
         self._standings = standings(config, self._sources.findings())
         self._settled &= {model.id for model, _ in discovered(config)}
 

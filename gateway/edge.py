@@ -30,7 +30,7 @@ from gateway.catalog import Target
 from gateway.errors import Refusal, render
 from gateway.eviction import Unauthenticated
 from gateway.memory import BodyMemory
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.patience import Patience, Wait
 from gateway.state import Clients
 from gateway.steps import Steps
@@ -67,7 +67,7 @@ _FAULTS = {
 
 
 class Door(Protocol):
-    """What a connection needs of its relay."""
+    """What a connection needs of its worker."""
 
     request_ids: Iterator[str]
     body_limit: int
@@ -80,7 +80,7 @@ class Door(Protocol):
     proxies: Proxies
     addresses: Connections
     unauthenticated: Unauthenticated
-    metrics: RelayMetrics
+    metrics: WorkerMetrics
     leaving: bool
     """The gateway is about to end: each answer is the last one on its connection."""
     date_line: bytes

@@ -4,7 +4,7 @@ Owns the life of each model above that of its servers (``upstream/launcher``). W
 ``upstream/launcher/schedule.py``, from a picture of all; here the picture is drawn and the decision carried out. The
 rule: with a model one thing is done at a time (handling.py).
 
-Times are in seconds of the monotonic clock, which relays share; what operators see is wall clock.
+Times are in seconds of the monotonic clock, which workers share; what operators see is wall clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gateway.found import Found, comes, found_servers
 from gateway.handling import CLOSE_LOOK, Handling, Host, until
 from gateway.metrics import Tally
 from gateway.operations import RefusedOperation
-from gateway.relays import Relays
+from gateway.relays import WorkerSupervisor
 from gateway.reshape import Reshape, can_roll, reshape, shape
 from gateway.resident import Resident
 from upstream.launcher import Launcher, LaunchSpec, Snapshot
@@ -33,7 +33,7 @@ from upstream.launcher.schedule import PARKED, Do, Phase, View, compete, decide,
 
 _LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
-_SHIFT = 1.0  # seconds by which the time of a model's coming may shift before relays are told
+_SHIFT = 1.0  # seconds by which the time of a model's coming may shift before workers are told
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
 _USE = ("requests_total", "inflight_requests")
 _log = logging.getLogger("vllm_gateway.fleet")
@@ -52,12 +52,12 @@ class Standing:
 class Fleet:
     """Every model of the configuration; those that are launched here it brings up and down."""
 
-    def __init__(self, config: Config, launcher: Launcher, relays: Relays, host: Host) -> None:
+    def __init__(self, config: Config, launcher: Launcher, workers: WorkerSupervisor, host: Host) -> None:
         self._launcher = launcher
-        self._relays = relays
+        self._workers = workers
         self._host = host
-        self._tally = Tally(relays.boards, _COUNTED)
-        self._handling = Handling(launcher, relays, host, self._in_flight)
+        self._tally = Tally(workers.boards, _COUNTED)
+        self._handling = Handling(launcher, workers, host, self._in_flight)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
         self._found = {model.id: Found(servers, Phase.STARTING, now, comes(model)) for model, servers in found_servers(config)}
@@ -221,9 +221,9 @@ class Fleet:
 
     def _view(self, resident: Resident) -> View:
         return resident.view(
-            asked=self._relays.asked_since(resident.id),
+            asked=self._workers.asked_since(resident.id),
             in_flight=self._in_flight(resident.names),
-            acknowledged=self._relays.hold(resident.told),
+            acknowledged=self._workers.hold(resident.told),
         )
 
     def _in_flight(self, servers: Iterable[str]) -> int:
@@ -243,7 +243,7 @@ class Fleet:
         return launched | {model: when for model, found in self._found.items() if (when := found.expected) is not None}
 
     def telling(self) -> Mapping[str, float]:
-        """``expected``, for relays: from now on they are told again only when it has shifted."""
+        """``expected``, for workers: from now on they are told again only when it has shifted."""
         self._told = self.expected()
         return self._told
 
@@ -258,7 +258,7 @@ class Fleet:
         """A model as operators see it."""
         now = time.monotonic()
         one = self._found.get(model) or self._residents[model]
-        queued, asked = int(self._tally.sum("queued_requests", model)), self._relays.asked_since(model)
+        queued, asked = int(self._tally.sum("queued_requests", model)), self._workers.asked_since(model)
         waiting = now - asked if queued and asked is not None else None
         return Standing(one.phase, time.time() - (now - one.since), queued, waiting)
 
@@ -320,7 +320,7 @@ class Fleet:
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
         self.look()
-        await self._relays.taken(self._host.tell_health())
+        await self._workers.taken(self._host.tell_health())
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
@@ -352,7 +352,7 @@ class Fleet:
         specs = self._handling.in_turn(resident.specs)
         number = self._handling.set_aside(resident, [specs[0].name])
         self._spawn(resident, self._handling.roll(resident, specs))
-        await self._relays.taken(number)
+        await self._workers.taken(number)
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)

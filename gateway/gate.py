@@ -1,4 +1,4 @@
-"""What the story of a request needs of its relay."""
+"""What the story of a request needs of its worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.body_shape import Sample
 from gateway.catalog import Catalog
 from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.record import Record
 from gateway.state import State
 from gateway.steps import Steps
@@ -20,7 +20,7 @@ from upstream.deadlines import Deadlines
 
 
 class Gate(Protocol):
-    """What the story needs of its relay."""
+    """What the story needs of its worker."""
 
     keyring: Keyring
     catalog: Catalog
@@ -28,7 +28,7 @@ class Gate(Protocol):
     limits: Limiter
     deadlines: Deadlines
     lobby: Lobby
-    metrics: RelayMetrics
+    metrics: WorkerMetrics
     books: Books | None
     steps: Steps
     sampler: Sampler | None

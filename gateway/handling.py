@@ -1,6 +1,6 @@
 """What is done with the servers of one model, step by step: ended, put to sleep, woken, replaced one after the other.
 
-The rule: a server that may still have requests is ended only when every relay knows that it gets no new ones and nothing is in flight
+The rule: a server that may still have requests is ended only when every worker knows that it gets no new ones and nothing is in flight
 on it, or the model's patience is over. Who is cancelled on the way leaves things where they are: the fleet's next look goes on from there.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from gateway.operations import RefusedOperation
-from gateway.relays import Relays
+from gateway.relays import WorkerSupervisor
 from gateway.reshape import Reshape
 from gateway.resident import Resident
 from upstream.health import Target
@@ -32,13 +32,13 @@ _log = logging.getLogger("vllm_gateway.fleet")
 
 
 class Host(Protocol):
-    """What the fleet needs of control, beside launcher and relays."""
+    """What the fleet needs of control, beside launcher and workers."""
 
     def configure(self) -> int:
-        """Have the relays serve by the servers that there are now; returns the number of that word."""
+        """Have the workers serve by the servers that there are now; returns the number of that word."""
 
     def tell_health(self) -> int:
-        """Tell the relays what is known of servers and models; returns the number of that word."""
+        """Tell the workers what is known of servers and models; returns the number of that word."""
 
     def conditions(self) -> Mapping[str, Condition]:
         """What is known of every server."""
@@ -51,11 +51,11 @@ class Host(Protocol):
 
 
 class Handling:
-    """The steps. ``in_flight``: how many requests these servers have, in all relays."""
+    """The steps. ``in_flight``: how many requests these servers have, in all workers."""
 
-    def __init__(self, launcher: Launcher, relays: Relays, host: Host, in_flight: Callable[[Iterable[str]], int]) -> None:
+    def __init__(self, launcher: Launcher, workers: WorkerSupervisor, host: Host, in_flight: Callable[[Iterable[str]], int]) -> None:
         self._launcher = launcher
-        self._relays = relays
+        self._workers = workers
         self._host = host
         self._in_flight = in_flight
 
@@ -122,12 +122,12 @@ class Handling:
         await self.end(resident)
 
     async def _part_with(self, resident: Resident, name: str) -> None:
-        """End a server that relays no longer have, when its last request has ended."""
+        """End a server that workers no longer have, when its last request has ended."""
         await self._quiet(resident, [name], math.inf)
         await self._launcher.stop(name, STOP_GRACE)
 
     def set_aside(self, resident: Resident, names: Collection[str]) -> int:
-        """Take servers out of routing; returns the number of the word by which relays know."""
+        """Take servers out of routing; returns the number of the word by which workers know."""
         resident.away |= set(names)
         return self._host.tell_health()
 
@@ -136,7 +136,7 @@ class Handling:
         number = self.set_aside(resident, names)
         with suppress(TimeoutError):
             async with asyncio.timeout(None if patience == math.inf else patience):
-                await until(lambda: self._relays.hold(number) and not self._in_flight(names))
+                await until(lambda: self._workers.hold(number) and not self._in_flight(names))
 
     async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
         name = spec.name
@@ -149,7 +149,7 @@ class Handling:
         if self._host.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
         number = self._host.tell_health()
-        await until(lambda: self._relays.hold(number))
+        await until(lambda: self._workers.hold(number))
 
     def _targets(self, resident: Resident) -> list[Target]:
         return [

@@ -75,7 +75,7 @@ class KeySets:
             self._followed[place].every = issuer.refresh
 
     def ask(self, issuer: str) -> None:
-        """A relay has met a token of this issuer that is signed by a key that it does not know."""
+        """A worker has met a token of this issuer that is signed by a key that it does not know."""
         for place, followed in self._followed.items():
             if place.issuer == issuer:
                 followed.asked.set()

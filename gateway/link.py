@@ -1,4 +1,4 @@
-"""What control and a relay say to each other, and how it is framed on their socket pair.
+"""What control and a worker say to each other, and how it is framed on their socket pair.
 
 The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and
 of one of the kinds below; anything else ends the link, as does an end that leaves too much unread. The two processes are
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Health(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: what is known of servers by name, and of models' context lengths and tasks by id.
+    """control → worker: what is known of servers by name, and of models' context lengths and tasks by id.
 
     ``expected``: by id, when a model that is not up may be, in seconds of the monotonic clock; one that is neither up nor
     among these is not worth waiting for. ``number`` grows with each message.
@@ -37,53 +37,53 @@ class Health(msgspec.Struct, tag=True, frozen=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: serve by this generation from now on; ``health`` comes with it, so that no request finds its servers unknown."""
+    """control → worker: serve by this generation from now on; ``health`` comes with it, so that no request finds its servers unknown."""
 
     state: State
     health: Health
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: serve on, and tell clients to come again on other connections."""
+    """control → worker: serve on, and tell clients to come again on other connections."""
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: take no new connections, let what runs finish within ``seconds``, then exit."""
+    """control → worker: take no new connections, let what runs finish within ``seconds``, then exit."""
 
     seconds: float
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """control → relay: say that you are there. relay → control: the same word back."""
+    """control → worker: say that you are there. worker → control: the same word back."""
 
 
 class Taken(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: this generation is served by, and no request starts by an older one."""
+    """worker → control: this generation is served by, and no request starts by an older one."""
 
     generation: int
 
 
 class Learned(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: the ``Health`` of this number holds, and no request is sent by an older one."""
+    """worker → control: the ``Health`` of this number holds, and no request is sent by an older one."""
 
     number: int
 
 
 class Asked(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: since when requests wait for a model here, in seconds of the monotonic clock; None: none does any more."""
+    """worker → control: since when requests wait for a model here, in seconds of the monotonic clock; None: none does any more."""
 
     model: str
     since: float | None
 
 
 class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: a token of this issuer came that is signed by a key that is not known here."""
+    """worker → control: a token of this issuer came that is signed by a key that is not known here."""
 
     issuer: str
 
 
 class StoreState(msgspec.Struct, tag=True, frozen=True):
-    """relay → control: why the limits' store is away; None: it responds."""
+    """worker → control: why the limits' store is away; None: it responds."""
 
     error: str | None
 

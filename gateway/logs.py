@@ -30,7 +30,7 @@ _MEMBERS = ("request_id", "model", "server", "cause")
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "control": "vllm_gateway.control",
-        "relay": "vllm_gateway.relay",
+        "worker": "vllm_gateway.worker",
         "exchange": "vllm_gateway.exchange",
         "fleet": "vllm_gateway.fleet",
         "tracing": "vllm_gateway.tracing",
@@ -210,7 +210,7 @@ def tell(now: float) -> None:
 
 
 def configure(settings: LogSettings, process: str) -> None:
-    """Have everything said from now on by these settings; may be called again. ``process`` is as in ``relay 0``."""
+    """Have everything said from now on by these settings; may be called again. ``process`` is as in ``worker 0``."""
     root, handler = logging.getLogger(), _handler()
     if handler is None:
         handler = Handler(sys.stderr)

@@ -1,6 +1,6 @@
 """The API reference as clients read it on the data port, where the configuration has ``server.docs``.
 
-The rule: it is made when somebody first asks, in a thread, and kept; a relay that nobody asks loads and holds nothing of it.
+The rule: it is made when somebody first asks, in a thread, and kept; a worker that nobody asks loads and holds nothing of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PATHS = frozenset({"/docs", "/openapi.json"})
 
 
 class Manual:
-    """The two pages of one relay."""
+    """The two pages of one worker."""
 
     async def page(self, path: str) -> Response:
         """That of one of ``PATHS``."""

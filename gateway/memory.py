@@ -1,4 +1,4 @@
-"""How much of requests' bodies a relay holds in memory at once, and how much of that may be one key's.
+"""How much of requests' bodies a worker holds in memory at once, and how much of that may be one key's.
 
 The rules: a body above ``FREE`` bytes takes what it needs before it is kept, and gives it back when its request is over, however
 it ended; small ones are not counted, since there are no more of them than connections. A key's first body may have all that is

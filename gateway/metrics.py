@@ -1,10 +1,10 @@
 """What is counted, under which names, and how it becomes Prometheus text.
 
-``FAMILIES`` is the list of every metric: name, kind, labels, help. Relays count through ``RelayMetrics`` into
+``FAMILIES`` is the list of every metric: name, kind, labels, help. Workers count through ``WorkerMetrics`` into
 their scoreboard; control sums the boards, adds what it knows itself, and prometheus_client writes the text.
 
 The rules: a label's value comes from the configuration, the route table or a constant, never from a request;
-a series, once shown, is shown for ever (counters never go backwards when a relay dies, because its board
+a series, once shown, is shown for ever (counters never go backwards when a worker dies, because its board
 outlives it).
 """
 
@@ -29,7 +29,7 @@ PREFIX = "vllm_gateway_"
 OTHER = "other"
 """The ``model`` label of requests whose model is not configured."""
 
-_log = logging.getLogger("vllm_gateway.relay")
+_log = logging.getLogger("vllm_gateway.worker")
 _INF = float("inf")
 _DURATION = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600, _INF)
 # vLLM's own boundaries (vllm/v1/metrics/loggers.py), so that panels can subtract the one from the other
@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
         "server_ejected": Family(
-            "gauge", "Relays that pass the server over for its failures, where another can serve.", ("model", "server")
+            "gauge", "Workers that pass the server over for its failures, where another can serve.", ("model", "server")
         ),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
         "discovery_up": Family("gauge", "1 when what the model's servers are found by answers as it should.", ("model",)),
@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "incomplete_total": Family("counter", "Answers that broke off, by who ended them.", ("model", "reason")),
         "config_reloads_total": Family("counter", "Readings of the configuration.", ("outcome",)),
         "config_last_reload_successful": Family("gauge", "1 when the last reading of the configuration was taken."),
-        "series_dropped_total": Family("counter", "Series that a relay's board had no room for."),
+        "series_dropped_total": Family("counter", "Series that a worker's board had no room for."),
         "ledger_rows_total": Family("counter", "Rows of the ledger, by what became of them.", ("outcome",)),
         "ledger_spool_rows": Family("gauge", "Rows on disk that the ledger's database has not got yet."),
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
@@ -106,7 +106,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "key_expires_timestamp_seconds": Family(
             "gauge", "When the last good key of an entry ends; one that does not, or is revoked, has no such series.", ("key",)
         ),
-        "relay_restarts_total": Family("counter", "Relay processes that ended unexpectedly and were replaced."),
+        "worker_restarts_total": Family("counter", "Worker processes that ended unexpectedly and were replaced."),
         "worker_cpu_seconds_total": Family("counter", "CPU time, user and system, of the worker's present process.", ("worker",)),
         "worker_resident_memory_bytes": Family("gauge", "Resident memory of the worker's process.", ("worker",)),
         "worker_open_fds": Family("gauge", "Open file descriptors of the worker's process.", ("worker",)),
@@ -144,7 +144,7 @@ def observe(cells: Cells, buckets: Sequence[float], value: float) -> None:
     cells[-1] += value
 
 
-class RelayMetrics:
+class WorkerMetrics:
     """The counting side. Cells are looked up once per set of labels and kept."""
 
     def __init__(self, board: Board) -> None:
@@ -177,7 +177,7 @@ class RelayMetrics:
             return self._board.cells(name, count)
         except BoardFullError:
             if not self._dropped[0]:
-                _log.error("there is no room for more series: what is new to this relay is not in its metrics")
+                _log.error("there is no room for more series: what is new to this worker is not in its metrics")
             self._dropped[0] += 1
             return memoryview(bytearray(8 * count)).cast("d")
 

@@ -19,7 +19,7 @@ class RefusedOperation(Exception):
 class Operations(Protocol):
     """Those of ``OPERATIONS`` take a model's id. Each raises RefusedOperation.
 
-    They return when the relays know of it and what /status says of the model is the answer; how long servers take to come up nobody
+    They return when the workers know of it and what /status says of the model is the answer; how long servers take to come up nobody
     waits for.
     """
 

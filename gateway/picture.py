@@ -85,11 +85,11 @@ def picture(status: Mapping[str, Any]) -> Picture:
     """What /status says, for people."""
     models = tuple(_model(model, status["time"]) for model in status["models"])
     up = sum(any(server.state == "ready" for server in model.servers) for model in models)
-    relays = status["relays"]
+    workers = status["workers"]
     facts = (
         f"{up} of {counted(len(models), 'model')} ready",
         f"{sum(model.in_flight + sum(each.in_flight for each in model.adapters) for model in models)} in flight",
-        f"{sum(relay['up'] for relay in relays)} of {counted(len(relays), 'relay')} up",
+        f"{sum(worker['up'] for worker in workers)} of {counted(len(workers), 'worker')} up",
         f"running for {duration(status['time'] - status['started'])}",
         f"version {status['version']}",
     )

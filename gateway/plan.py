@@ -1,4 +1,4 @@
-"""From the configuration, and what is known of servers, to what relays, launcher and prober are told. Pure.
+"""From the configuration, and what is known of servers, to what workers, launcher and prober are told. Pure.
 
 The rule: every server has one name, made here, by which all parts speak of it: ``MODEL#N`` for a launched one, its
 URL for one that was found.
@@ -150,7 +150,7 @@ class Knowledge:
 
 
 def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
-    """What the relays serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
+    """What the workers serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for place in places(config):
         if place.server is not None or place.name in known.snapshots:
@@ -168,7 +168,7 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
         max_inflight=config.server.max_inflight,
-        relays=config.server.relays,
+        workers=config.server.workers,
         log=log_settings(config),
         tracing=_tracing(config),
         clients=clients(config.server),
@@ -181,12 +181,12 @@ def state(config: Config, known: Knowledge, generation: int, created: int) -> St
 
 
 def clients(server: conf.ServerSection) -> Clients:
-    """What is asked of connections. Memory is each relay's share of the whole, but never less than one body needs."""
+    """What is asked of connections. Memory is each worker's share of the whole, but never less than one body needs."""
     return Clients(
         headers_timeout=server.headers_timeout,
         body_timeout=server.body_timeout,
         write_timeout=server.write_timeout,
-        body_memory=max(server.body_memory // server.relays, server.body_limit),
+        body_memory=max(server.body_memory // server.workers, server.body_limit),
         max_per_address=server.max_connections_per_address,
         trusted_proxies=tuple(map(str, server.trusted_proxies)),
     )
@@ -215,10 +215,10 @@ def _secret(server: conf.Server) -> str | None:
 
 
 def _queue(config: Config, model: conf.Model) -> Queue | None:
-    """What one relay lets wait: its share of the whole, since a client's connection may end up in any of them."""
+    """What one worker lets wait: its share of the whole, since a client's connection may end up in any of them."""
     waits = model.max_inflight is not None or may_be_stopped(config, model)
     queue = model.queue or (conf.Queue() if waits else None)
-    return None if queue is None else Queue(math.ceil(queue.size / config.server.relays), queue.wait)
+    return None if queue is None else Queue(math.ceil(queue.size / config.server.workers), queue.wait)
 
 
 def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
@@ -323,7 +323,7 @@ def _digest(text: str) -> bytes:
 
 
 def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[str, Any]:
-    """What each request of a key is sent with. The salt is the same in all relays and after a restart, and tells nothing of the secret."""
+    """What each request of a key is sent with. The salt is the same in all workers and after a restart, and tells nothing of the secret."""
     fields: dict[str, Any] = {} if key.priority is None else {"priority": key.priority}
     if isolation is not None:
         secret = isolation.secret.get_secret_value().encode()
@@ -355,7 +355,7 @@ _LAUNCHED = {Stage.STARTING: Condition.LOADING, Stage.READY: Condition.UP}
 
 
 def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
-    """What relays are told of each server."""
+    """What workers are told of each server."""
     return {place.name: condition(place.name, known) for place in places(config)}
 
 

@@ -1,4 +1,4 @@
-"""A relay process: the data port's connections, served by the ``State`` that control sends.
+"""A worker process: the data port's connections, served by the ``State`` that control sends.
 
 Started by control with its number and inherited descriptors: the listening socket, the socket to control, the
 scoreboard, the limits' meters and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
@@ -26,7 +26,7 @@ import uvloop
 from gateway import logs
 from gateway.acceptor import Acceptor, Seats
 from gateway.access_log import AccessLog, access_log
-from gateway.app import Relay
+from gateway.app import Worker
 from gateway.descriptors import raise_limit
 from gateway.edge import LINGER, EdgeProtocol
 from gateway.heap import keep_what_is_freed
@@ -35,7 +35,7 @@ from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
 from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, StoreState, Taken, Unknown
 from gateway.logs import LogSettings
-from gateway.metrics import FAMILIES, RelayMetrics, observe
+from gateway.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.parting import HANDSHAKE, is_awaited
 from gateway.scoreboard import Board
 from gateway.state import State
@@ -59,7 +59,7 @@ def main() -> None:
     arguments = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logs.configure(LogSettings(), f"relay {arguments.number}")  # until control says how
+    logs.configure(LogSettings(), f"worker {arguments.number}")  # until control says how
     sys.setswitchinterval(_SWITCH_INTERVAL)
     keep_what_is_freed()
     raise_limit()
@@ -71,14 +71,14 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="relay", description="A relay process; control starts it.")
-    parser.add_argument("word", choices=["relay"])
+    parser = argparse.ArgumentParser(prog="worker", description="A worker process; control starts it.")
+    parser.add_argument("word", choices=["worker"])
     parser.add_argument("number", type=int)
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
     parser.add_argument("--meters-fd", type=int, required=True)
-    parser.add_argument("--seats-fd", type=int, help="where several relays share the listening socket")
+    parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
@@ -90,13 +90,13 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
     control = socket.socket(fileno=arguments.control_fd)
     link = Link(*await asyncio.open_connection(sock=control, limit=AHEAD))
     with fleet() as servers:
-        process = _Process(arguments.number, link, RelayMetrics(Board(arguments.board_fd)))
+        process = _Process(arguments.number, link, WorkerMetrics(Board(arguments.board_fd)))
         messages = link.messages()
         first = await anext(messages, None)
         if not isinstance(first, Configure):
             return True
         process.speak_by(first.state)
-        process.relay = Relay(
+        process.worker = Worker(
             first.state,
             fleet=servers,
             metrics=process.metrics,
@@ -118,11 +118,11 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
 
 
 class _Process:
-    """The parts of a running relay process."""
+    """The parts of a running worker process."""
 
-    relay: Relay
+    worker: Worker
 
-    def __init__(self, number: int, link: Link, metrics: RelayMetrics) -> None:
+    def __init__(self, number: int, link: Link, metrics: WorkerMetrics) -> None:
         self.link = link
         self.metrics = metrics
         self._number = number
@@ -131,11 +131,11 @@ class _Process:
 
     def speak_by(self, state: State) -> None:
         """Say what is to be said in the way that this generation wants."""
-        logs.configure(state.log, f"relay {self._number}")
+        logs.configure(state.log, f"worker {self._number}")
 
     def learn(self, health: Health) -> None:
         """Take over what control found out, and say so."""
-        self.relay.learn(health)
+        self.worker.learn(health)
         self.link.send(Learned(health.number))
 
     def ask(self, model: str, since: float | None) -> None:
@@ -151,9 +151,9 @@ class _Process:
         self.link.send(StoreState(error))
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
-        """Serve until control is gone or has had this relay drained."""
+        """Serve until control is gone or has had this worker drained."""
         self._listener = listener
-        self._server = await started(self.relay, listener, seats)
+        self._server = await started(self.worker, listener, seats)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
@@ -164,18 +164,18 @@ class _Process:
 
     async def _listen(self, messages: AsyncIterator[Message]) -> None:
         """What control says; returns when it is gone or the drain is over."""
-        self.link.send(Taken(self.relay.state.generation))
+        self.link.send(Taken(self.worker.state.generation))
         async for message in messages:
             match message:
                 case Configure(state=state, health=health):
                     self.speak_by(state)
-                    self.relay.take(state)
+                    self.worker.take(state)
                     self.learn(health)
                     self.link.send(Taken(state.generation))
                 case Health():
                     self.learn(message)
                 case Leave():
-                    self.relay.leaving = True
+                    self.worker.leaving = True
                 case Ping():
                     self.link.send(message)
                 case Drain(seconds=seconds):
@@ -188,7 +188,7 @@ class _Process:
             due = monotonic() + TICK
             await asyncio.sleep(TICK)
             observe(lag, FAMILIES["worker_event_loop_lag_seconds"].buckets, max(monotonic() - due, 0.0))
-            self.relay.tick()
+            self.worker.tick()
             for listener in self._server.servers if self._server is not None else ():
                 if isinstance(listener, Acceptor):
                     listener.note()
@@ -203,11 +203,11 @@ class _Process:
     async def _drain(self, seconds: float) -> None:
         """No new connections; what runs may finish; the rest is told that it was cut."""
         assert self._server is not None
-        self.relay.lobby.close()
+        self.worker.lobby.close()
         await self._close_the_door()
         tasks = self._server.server_state.tasks
         await _settled(lambda: not tasks, seconds)
-        self.relay.draining = True
+        self.worker.draining = True
         for task in tuple(tasks):
             task.cancel()
         await _settled(lambda: not tasks, _BREAK_OFF)
@@ -216,8 +216,8 @@ class _Process:
     async def _close_the_door(self) -> None:
         """Control lets nobody in any more: serve who was let in and has not asked yet, each once; the others' connections end."""
         assert self._server is not None and self._listener is not None
-        listener, is_tls = self._listener, self.relay.certificate is not None
-        self.relay.leaving = True
+        listener, is_tls = self._listener, self.worker.certificate is not None
+        self.worker.leaving = True
         await asyncio.sleep(HANDSHAKE)
         await _settled(lambda: not is_awaited(listener), _FIRST_REQUEST)
         for each in self._server.servers:
@@ -236,21 +236,21 @@ async def _settled(done: Callable[[], bool], seconds: float) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def started(relay: Relay, listener: socket.socket, seats: Seats | None = None) -> uvicorn.Server:
-    """The data port's server, accepting connections. ``seats``: where several relays share the listener.
+async def started(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> uvicorn.Server:
+    """The data port's server, accepting connections. ``seats``: where several workers share the listener.
 
     These are the first steps of uvicorn's own ``serve``, with deadlines for TLS that it does not pass on; its signal handlers
     and its way of shutting down are left out, because this process ignores the signals and drains when control says so.
     """
-    server = relay.server()
+    server = worker.server()
     server.config.load()
     listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # what is accepted takes it over
     loop = asyncio.get_running_loop()
-    accept = functools.partial(relay.protocol(), server.config, server.server_state, {})
+    accept = functools.partial(worker.protocol(), server.config, server.server_state, {})
     if seats is None:
-        server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(relay))]
+        server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(worker))]
     else:
-        begin = functools.partial(loop.connect_accepted_socket, accept, **_tls(relay))
+        begin = functools.partial(loop.connect_accepted_socket, accept, **_tls(worker))
         acceptor = Acceptor(listener, begin, seats, lambda: len(server.server_state.connections))
         server.servers = [acceptor]  # type: ignore[list-item]  # it can be closed, which is all that is done to what is in there
     server.started = True
@@ -258,13 +258,13 @@ async def started(relay: Relay, listener: socket.socket, seats: Seats | None = N
     return server
 
 
-def _tls(relay: Relay) -> dict[str, Any]:
+def _tls(worker: Worker) -> dict[str, Any]:
     """What the loop is told where the data port speaks TLS. A handshake is a part of the head; it is not seen by the edge."""
-    if relay.certificate is None:
+    if worker.certificate is None:
         return {}
     return {
-        "ssl": relay.certificate.context,
-        "ssl_handshake_timeout": relay.clients.headers_timeout,
+        "ssl": worker.certificate.context,
+        "ssl_handshake_timeout": worker.clients.headers_timeout,
         "ssl_shutdown_timeout": LINGER,
     }
 

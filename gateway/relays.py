@@ -1,7 +1,7 @@
-"""The relay processes, as control keeps them: started, told, watched, replaced.
+"""The worker processes, as control keeps them: started, told, watched, replaced.
 
-The rules: a relay's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
-counts; what every relay must know is sent to a new one first; a relay that dies is replaced at once, and one that
+The rules: a worker's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
+counts; what every worker must know is sent to a new one first; a worker that dies is replaced at once, and one that
 dies young again and again, or cannot be started, is replaced more slowly; one that hangs is killed, so that it is replaced too.
 """
 
@@ -43,22 +43,25 @@ from gateway.state import State
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
-_EXIT_GRACE = 5.0  # seconds that a drained relay may take to exit
-_SHORT_LIFE = 5.0  # a relay that dies younger than this is replaced after a pause
+_EXIT_GRACE = 5.0  # seconds that a drained worker may take to exit
+_SHORT_LIFE = 5.0  # a worker that dies younger than this is replaced after a pause
 _PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds: doubled each time
 LOOK = 5.0
-"""Seconds between two looks at whether relays answer."""
-_PATIENCE = 6  # looks without an answer, after which a relay hangs: half a minute, and no matter what the clock does
+"""Seconds between two looks at whether workers answer."""
+_PATIENCE = 6  # looks without an answer, after which a worker hangs: half a minute, and no matter what the clock does
 _PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
-_TAKEN = 5.0  # seconds in which every relay should have taken a word
-_WITHOUT = 60.0  # seconds without any relay, after which none will come up by itself
+_TAKEN = 5.0  # seconds in which every worker should have taken a word
+_WITHOUT = 60.0  # seconds without any worker, after which none will come up by itself
 _log = logging.getLogger("vllm_gateway.control")
 
 
 @dataclass(frozen=True, slots=True)
-class RelayStatus:
-    """A relay as /status shows it. ``generation`` is the one it serves by; ``restarts`` how often it ended unexpectedly; ``unanswered`` how
-    many looks in a row."""
+class WorkerStatus:
+    """A worker as /status shows it.
+
+    ``generation`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
+    consecutive health checks without a reply.
+    """
 
     number: int
     pid: int | None
@@ -68,8 +71,8 @@ class RelayStatus:
     unanswered: int
 
 
-class _Relay:
-    """One relay: its place, and the process that fills it at the moment."""
+class _WorkerSlot:
+    """One worker: its place, and the process that fills it at the moment."""
 
     def __init__(
         self,
@@ -101,9 +104,9 @@ class _Relay:
         self._ending: Drain | None = None  # the word by which it ends, once that was said
 
     @property
-    def status(self) -> RelayStatus:
+    def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
-        return RelayStatus(
+        return WorkerStatus(
             self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts, self._unanswered
         )
 
@@ -116,12 +119,12 @@ class _Relay:
             self._link.send(message)
 
     def look(self) -> None:
-        """Ask a relay whether it is there, from its birth on; one that has not answered for too long is killed, and so replaced."""
+        """Ask a worker whether it is there, from its birth on; one that has not answered for too long is killed, and so replaced."""
         process = self._process
         if process is None or process.returncode is not None or self._link is None or self._ending:
             return
         if self._unanswered >= (_PATIENCE if self.status.up else _PATIENCE_AT_BIRTH):
-            _log.error("relay %d does not answer any more and is killed", self.number)
+            _log.error("worker %d does not answer any more and is killed", self.number)
             process.kill()
             return
         self._unanswered += 1
@@ -146,11 +149,11 @@ class _Relay:
         try:
             await self._one_life(greeting)
         except (OSError, RuntimeError) as error:  # no descriptor, no process, or (threading's RuntimeError) no thread to be had
-            _log.error("relay %d cannot be started; it is tried again: %s", self.number, error)
+            _log.error("worker %d cannot be started; it is tried again: %s", self.number, error)
             return
         if not self._ending:
             self.restarts += 1
-            _log.error("relay %d ended unexpectedly; starting it again", self.number)
+            _log.error("worker %d ended unexpectedly; starting it again", self.number)
 
     async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
         async with self._running() as link:
@@ -162,7 +165,7 @@ class _Relay:
                     link.send(self._ending)
                 await self._listen(link)
             except LinkBrokenError as error:
-                _log.error("relay %d: %s", self.number, error)
+                _log.error("worker %d: %s", self.number, error)
             finally:
                 self._link, self.generation, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
                 self.store = None
@@ -209,7 +212,7 @@ class _Relay:
             link = Link(*await asyncio.open_connection(sock=ours, limit=AHEAD))
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "gateway.relay_process", "relay", str(self.number), *words,
+                    sys.executable, "-P", "-m", "gateway.relay_process", "worker", str(self.number), *words,
                     stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
                 )  # fmt: skip
             except BaseException:
@@ -223,7 +226,7 @@ class _Relay:
             if self._seats is not None:
                 self._seats.vacate(self.number)
             if self._ledger is not None:
-                self._ledger.relay_gone(self.number)
+                self._ledger.worker_gone(self.number)
 
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
@@ -239,8 +242,8 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-class Relays:
-    """All relays. ``on_word`` is called when one has said something, or is gone, ``on_unknown`` with the issuer of a token that one
+class WorkerSupervisor:
+    """All workers. ``on_word`` is called when one has said something, or is gone, ``on_unknown`` with the issuer of a token that one
     has no key for."""
 
     def __init__(
@@ -248,8 +251,8 @@ class Relays:
     ) -> None:
         self._meters = Meters.create("meters", count)
         self._seats = Seats.create(count) if count > 1 else None
-        self._relays = tuple(
-            _Relay(number, listener, Board.create(f"relay-{number}"), self._meters, self._seats, on_word, on_unknown, ledger)
+        self._workers = tuple(
+            _WorkerSlot(number, listener, Board.create(f"worker-{number}"), self._meters, self._seats, on_word, on_unknown, ledger)
             for number in range(count)
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -261,49 +264,49 @@ class Relays:
     @property
     def boards(self) -> tuple[Board, ...]:
         """The scoreboards; they stay the same for the whole life of control."""
-        return tuple(relay.board for relay in self._relays)
+        return tuple(worker.board for worker in self._workers)
 
     @property
-    def statuses(self) -> tuple[RelayStatus, ...]:
-        return tuple(relay.status for relay in self._relays)
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        return tuple(worker.status for worker in self._workers)
 
     def configure(self, state: State, health: Health) -> int:
-        """Have every relay serve by this generation, with what is known of its servers; the first one starts them.
+        """Have every worker serve by this generation, with what is known of its servers; the first one starts them.
 
         Returns the number of that word, as ``tell`` does.
         """
         self._state = state
         self._send(health, lambda numbered: Configure(state, numbered))
         if not self._tasks:
-            self._tasks = [asyncio.create_task(relay.live(self._greeting)) for relay in self._relays]
+            self._tasks = [asyncio.create_task(worker.live(self._greeting)) for worker in self._workers]
         return self._health.number
 
     def tell(self, health: Health) -> int:
-        """Tell every relay what is known of the servers, under the number that is returned."""
+        """Tell every worker what is known of the servers, under the number that is returned."""
         self._send(health, lambda numbered: numbered)
         return self._health.number
 
     def _send(self, health: Health, message: Callable[[Health], Message]) -> None:
         self._health = msgspec.structs.replace(health, number=self._health.number + 1)
-        for relay in self._relays:
-            relay.send(message(self._health))
+        for worker in self._workers:
+            worker.send(message(self._health))
 
     def look(self, now: float) -> None:
-        """See whether relays answer, every ``LOOK`` seconds; ``now`` is the monotonic clock's."""
+        """See whether workers answer, every ``LOOK`` seconds; ``now`` is the monotonic clock's."""
         if any(status.up for status in self.statuses):
             self._seen = now
-        for relay in self._relays:
-            relay.look()
+        for worker in self._workers:
+            worker.look()
 
     def broken(self, now: float) -> str | None:
-        """Why no relay will come up again by itself; None while that may be."""
+        """Why no worker will come up again by itself; None while that may be."""
         if any(task.done() for task in self._tasks):
-            return "a relay is not looked after any more"
-        return "no relay comes up" if now - self._seen > _WITHOUT else None
+            return "a worker is not looked after any more"
+        return "no worker comes up" if now - self._seen > _WITHOUT else None
 
     def hold(self, number: int) -> bool:
-        """Whether no relay does anything by an older word than the one told under this number."""
-        return all(relay.holds(number) for relay in self._relays)
+        """Whether no worker does anything by an older word than the one told under this number."""
+        return all(worker.holds(number) for worker in self._workers)
 
     async def taken(self, number: int, within: float = _TAKEN) -> None:
         """Wait until they hold this word, or for so many seconds."""
@@ -314,13 +317,13 @@ class Relays:
 
     def asked_since(self, model: str) -> float | None:
         """Since when requests wait for a model, in seconds of the monotonic clock; None: none does."""
-        return min((relay.asked[model] for relay in self._relays if model in relay.asked), default=None)
+        return min((worker.asked[model] for worker in self._workers if model in worker.asked), default=None)
 
     def store(self) -> StoreState | None:
-        """How the limits' store is: away if it is away for any relay. None: no relay has reported it, or it is not used any more."""
+        """How the limits' store is: away if it is away for any worker. None: no worker has reported it, or it is not used any more."""
         if self._state is None or not self._state.uses_store:
             return None
-        known = [relay.store for relay in self._relays if relay.store is not None]
+        known = [worker.store for worker in self._workers if worker.store is not None]
         return next((state for state in known if state.error is not None), known[0] if known else None)
 
     def _greeting(self) -> Sequence[Message]:
@@ -331,39 +334,39 @@ class Relays:
     def leave(self) -> None:
         """Have clients told to come again on other connections."""
         self._leaving = True
-        for relay in self._relays:
-            relay.send(Leave())
+        for worker in self._workers:
+            worker.send(Leave())
 
     async def drain(self, seconds: float) -> None:
-        """Let what is in flight finish within ``seconds`` and the relays exit."""
-        for relay in self._relays:
-            relay.drain(seconds)
+        """Let what is in flight finish within ``seconds`` and the workers exit."""
+        for worker in self._workers:
+            worker.drain(seconds)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
 
     async def close(self) -> None:
-        """End every relay, drained or not."""
+        """End every worker, drained or not."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for relay in self._relays:
-            relay.board.close()
+        for worker in self._workers:
+            worker.board.close()
         self._meters.close()
         if self._seats is not None:
             self._seats.close()
 
 
 def pause_after(lived: float, before: float) -> float:
-    """Seconds until a relay that lived so long is replaced; ``before``: the pause before it."""
+    """Seconds until a worker that lived so long is replaced; ``before``: the pause before it."""
     return 0.0 if lived >= _SHORT_LIFE else min(max(2 * before, _PAUSE), _LONGEST_PAUSE)
 
 
 @asynccontextmanager
-async def relays(
+async def running_workers(
     listener: socket.socket, count: int, on_word: Callable[[], None], on_unknown: Callable[[str], None], ledger: Ledger | None = None
-) -> AsyncIterator[Relays]:
-    """The relays, all of which are gone when the block ends. ``ledger`` has a journal for each."""
-    kept = Relays(listener, count, on_word, on_unknown, ledger)
+) -> AsyncIterator[WorkerSupervisor]:
+    """The workers, all of which are gone when the block ends. ``ledger`` has a journal for each."""
+    kept = WorkerSupervisor(listener, count, on_word, on_unknown, ledger)
     try:
         yield kept
     finally:

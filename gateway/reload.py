@@ -87,7 +87,7 @@ class Taker(Protocol):
         """Serve by it from now on; returns the number by which ``taken`` knows it."""
 
     async def taken(self, number: int) -> None:
-        """Wait until every relay does, within reason."""
+        """Wait until every worker does, within reason."""
 
     def read(self, reading: Reading) -> None:
         """Tell the operator."""
@@ -139,7 +139,7 @@ class Reloader:
         return asked
 
     async def reload(self) -> Reading:
-        """Read the files now and serve by them if they are good; returns when every relay does, or has had time to."""
+        """Read the files now and serve by them if they are good; returns when every worker does, or has had time to."""
         async with self._turn:
             try:
                 with self._taker.reading():

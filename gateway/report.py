@@ -23,8 +23,8 @@ from gateway.metrics import Series, summed
 from gateway.worker_processes import process_series
 from upstream.server import Condition
 
-_HEARD = 0.5  # seconds a status waits for a relay that has not heard yet of what is shown
-_COUNTED_BY_RELAYS = ("server_inflight", "server_ejected")  # of a server that no relay has counted yet they are 0
+_HEARD = 0.5  # seconds a status waits for a worker that has not heard yet of what is shown
+_COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # of a server that no worker has counted yet they are 0
 
 
 class Report:
@@ -41,11 +41,11 @@ class Report:
 
     def series(self) -> Mapping[Series, Sequence[float]]:
         control = self._control
-        series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(control.relays.boards))
+        series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(control.workers.boards))
         for one, value in (*self._of_servers(), *self._of_control()):
             series[one] = (value,)
         for place in plan.places(control.config):
-            for family in _COUNTED_BY_RELAYS:
+            for family in _COUNTED_BY_WORKERS:
                 series.setdefault(Series(family, (place.model.id, place.name)), (0,))
         return series if control.ledger is None else series | control.ledger.series()
 
@@ -72,8 +72,8 @@ class Report:
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
         ends = ((key.id, end(key)) for key in control.config.keys)
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in ends if last is not None)
-        yield Series("relay_restarts_total", ()), sum(relay.restarts for relay in control.relays.statuses)
-        yield from process_series(control.relays.statuses)
+        yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
+        yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__,)), 1
 
     def _without_gone_ones(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
@@ -104,7 +104,7 @@ class Report:
 
     def status(self) -> dict[str, Any]:
         control = self._control
-        known, series, reason = control.known, summed(control.relays.boards), control.not_ready()
+        known, series, reason = control.known, summed(control.workers.boards), control.not_ready()
         places: dict[str, list[plan.Place]] = defaultdict(list)
         for place in plan.places(control.config):
             places[place.model.id].append(place)
@@ -120,16 +120,16 @@ class Report:
             "configuration": control.history.last.shown(),
             "ledger": None if control.ledger is None else control.ledger.status(),
             "issuers": control.key_sets.shown(control.config),
-            "relays": [
-                {"number": relay.number, "pid": relay.pid, "up": relay.up, "generation": relay.generation, "restarts": relay.restarts}
-                for relay in control.relays.statuses
+            "workers": [
+                {"number": worker.number, "pid": worker.pid, "up": worker.up, "generation": worker.generation, "restarts": worker.restarts}
+                for worker in control.workers.statuses
             ],
             "models": [self._model_status(model, places[model.id], known, series) for model in control.config.models],
         }
 
     async def status_with_logs(self) -> dict[str, Any]:
         shown, launcher = self.status(), self._control.launcher
-        await self._control.relays.taken(self._control.tell_health(), _HEARD)  # what is shown as ready is served
+        await self._control.workers.taken(self._control.tell_health(), _HEARD)  # what is shown as ready is served
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
         logs = [launcher.log(server["name"]) for server in launched]
         tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])

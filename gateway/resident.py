@@ -49,7 +49,7 @@ class Resident:
     ``step``: what the fleet is doing with it, None where its servers' states say it all. ``task``: the work of that, and
     ``ending`` that this work ends it. ``away``: its servers that are to take no requests although the model is up.
     ``ordered``: since when the operator wants it up; ``held``: he wants it down. ``told``: the number of the word by which
-    relays send it no new requests.
+    workers send it no new requests.
     """
 
     def __init__(self, config: Config, model: conf.Model, launch: conf.Launch, now: float) -> None:

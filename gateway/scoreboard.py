@@ -1,8 +1,8 @@
-"""Counts in shared memory: a relay writes, control reads, neither waits for the other.
+"""Counts in shared memory: a worker writes, control reads, neither waits for the other.
 
-A board is an anonymous memory file that control makes and a relay inherits. The relay appends a record per
+A board is an anonymous memory file that control makes and a worker inherits. The worker appends a record per
 series the first time it is used and from then on adds to its float64 cells in place. Control reads the cells
-when Prometheus asks: a scrape costs the relays nothing, and what a relay had counted when it was killed is
+when Prometheus asks: a scrape costs the workers nothing, and what a worker had counted when it was killed is
 still there for the process that takes over its board.
 
 The rule: one writer per board; a record is complete before the length that makes it visible is written.

@@ -96,7 +96,9 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin, control)))
         if commands is not None:
             control.lasting.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
-        control.lasting += [await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_relays())]
+        control.lasting += [
+            await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_workers())
+        ]
         announcer.summary(config, data, admin)
         if config.server.admin.token is None and not is_loopback(config.server.admin.host):
             _log.warning(OPEN_ADMIN_PORT)
@@ -111,7 +113,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         waiting.cancel()
         fleet.cancel()
         let_nobody_in(data)
-        data.close()  # the relays close theirs: who comes then is refused, and does not wait in the kernel's queue
+        data.close()  # the workers close theirs: who comes then is refused, and does not wait in the kernel's queue
         await _stop(control, asked)
     announcer.stopped()
     return 0
@@ -175,7 +177,7 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
 
     folder = spool_folder(state_folder(), path)
     try:
-        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.relays))
+        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.workers))
     except (SpoolTakenError, OSError) as error:
         raise StartError(f"the ledger has no place for its spool: {error}") from error
 

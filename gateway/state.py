@@ -1,6 +1,6 @@
-"""What a relay serves by: one immutable value, made by control from the configuration.
+"""What a worker serves by: one immutable value, made by control from the configuration.
 
-``State`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a relay reads one
+``State`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a worker reads one
 ``State`` for the whole of a request and swaps to the next by one reference; nobody changes one.
 """
 
@@ -105,7 +105,7 @@ class Claims:
 class Issuer:
     """Whose tokens are taken as keys. ``key_set`` holds its public keys, a JSON list of JWKs (RFC 7517), None while they are not
     known; ``keys`` are the ids of the principals as which its tokens may count; ``leeway`` is in seconds, ``limit`` in bytes of a token;
-    ``subjects`` is for how many of them each relay counts apart."""
+    ``subjects`` is for how many of them each worker counts apart."""
 
     name: str
     audiences: tuple[str, ...]
@@ -120,7 +120,7 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How many requests may wait in one relay for a model that is not up, or whose servers are full, and for how many seconds each."""
+    """How many requests may wait in one worker for a model that is not up, or whose servers are full, and for how many seconds each."""
 
     size: int
     wait: float
@@ -167,7 +167,7 @@ class LimitsStore:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
-    that is stopped is not among ``servers``; ``max_inflight`` is what all relays together may have in flight on each server;
+    that is stopped is not among ``servers``; ``max_inflight`` is what all workers together may have in flight on each server;
     ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
 
     ``fallbacks`` are the names of the models to try, in order, when none of its servers can take a request; ``rewrite``: its
@@ -223,8 +223,8 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """What a relay asks of its clients' connections. Timeouts are in seconds; ``body_memory`` is in bytes, those of all bodies
-    that this relay holds at once; ``trusted_proxies`` are networks, ``max_per_address`` connections."""
+    """What a worker asks of its clients' connections. Timeouts are in seconds; ``body_memory`` is in bytes, those of all bodies
+    that this worker holds at once; ``trusted_proxies`` are networks, ``max_per_address`` connections."""
 
     headers_timeout: float = 10.0
     body_timeout: float = 60.0
@@ -244,7 +244,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One generation of what the relays serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``relays`` together;
+    """One generation of what the workers serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``workers`` together;
     ``docs``: the API reference is served; ``log_sample`` is the share of requests
     whose body's shape is logged."""
 
@@ -260,7 +260,7 @@ class State:
     ledger_user: bool = False
     ledger_metadata: bool = False
     max_inflight: int | None = None
-    relays: int = 1
+    workers: int = 1
     log: LogSettings = field(default_factory=LogSettings)
     tracing: Tracing | None = None
     clients: Clients = field(default_factory=Clients)

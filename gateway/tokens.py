@@ -1,7 +1,7 @@
 """Tokens of an identity provider (JSON Web Tokens, RFC 7519) as keys: what one says, whether it is true, and which principal it is.
 
 The rules: a token is checked once and its verdict kept until it ends, so that an ordinary request costs two look-ups; whatever can be
-refused without a signature's mathematics is; everything that is kept is bounded, whoever sends what; no I/O: a relay asks control
+refused without a signature's mathematics is; everything that is kept is bounded, whoever sends what; no I/O: a worker asks control
 for keys that it does not know.
 """
 
@@ -49,7 +49,7 @@ class Verdict:
 
 
 class Tokens:
-    """The tokens that a relay has met. ``want`` is told of an issuer of which a key is not known."""
+    """The tokens that a worker has met. ``want`` is told of an issuer of which a key is not known."""
 
     def __init__(self, want: Callable[[str], None]) -> None:
         self._want = want

@@ -1,7 +1,7 @@
 """Where requests wait for a model: until one of its servers is up, or until one that is up has room again. One room per model, bounded.
 
 A room is open while control expects its model to come up, and knows when, and while servers that are up have all the requests
-that they may have. Those in it are looked at by the relay's one clock. The rules: whose turn it is is the fair queue's to say;
+that they may have. Those in it are looked at by the worker's one clock. The rules: whose turn it is is the fair queue's to say;
 he is called in the very moment in which there is room for him, and goes on inside that call, so nobody who comes later takes
 it; a place is given back by the ``with`` that took it, so a client that leaves frees it at once; control is told whenever it
 changes since when a model is asked for that is not up; who was sent away from such a one with a Retry-After is expected back,
@@ -33,11 +33,11 @@ RETURN = 2.0
 
 
 def nobody(_model: str, _since: float | None) -> None:
-    """Asks in vain: for a relay without a control process."""
+    """Asks in vain: for a worker without a control process."""
 
 
 class Lobby:
-    """The rooms of a relay. ``cells`` gives a model's gauge of waiting requests."""
+    """The rooms of a worker. ``cells`` gives a model's gauge of waiting requests."""
 
     def __init__(self, deadlines: Deadlines, cells: Callable[[str], Cells], ask: Ask) -> None:
         self._deadlines = deadlines
@@ -214,7 +214,7 @@ class Room:
 
 
 class Place:
-    """One request's place in a room. Watched by the relay's clock."""
+    """One request's place in a room. Watched by the worker's clock."""
 
     __slots__ = ("_called", "_refusal", "_room", "key", "since", "waits")
 

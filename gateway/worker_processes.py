@@ -12,7 +12,7 @@ from types import MappingProxyType
 from prometheus_client import ProcessCollector
 
 from gateway.metrics import Series
-from gateway.relays import RelayStatus
+from gateway.relays import WorkerStatus
 
 _FAMILIES: Mapping[str, str] = MappingProxyType(
     {
@@ -24,7 +24,7 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def process_series(workers: Iterable[RelayStatus]) -> Iterator[tuple[Series, float]]:
+def process_series(workers: Iterable[WorkerStatus]) -> Iterator[tuple[Series, float]]:
     """The series of every worker that has a process."""
     for worker in workers:
         if worker.pid is not None:

@@ -1,4 +1,4 @@
-"""The arrows between the packages: ``gateway`` imports ``upstream``, never the other way round; a relay stays light."""
+"""The arrows between the packages: ``gateway`` imports ``upstream``, never the other way round; a worker stays light."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nothing_imports_the_tests(path: Path) -> None:
     assert [name for name in imported(path) if name.split(".")[0] in ("tests", "benchmarks")] == []
 
 
-def test_a_relay_does_not_load_what_only_control_needs() -> None:
+def test_a_worker_does_not_load_what_only_control_needs() -> None:
     heavy = ["pydantic", "yaml", "prometheus_client", "httpx2", "typer", "rich"]
     code = f"import sys, gateway.relay_process; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

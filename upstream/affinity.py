@@ -5,7 +5,7 @@ Hints fall into ``SLOTS``; for each slot every server has a score, a hash of its
 one is asked first. The rules:
 
 * Stable: a score depends on nothing but name, weight and slot, so a server that goes away moves its own slots alone, one
-  that comes takes only those that are its own now, and all relays, and a relay that was restarted, agree.
+  that comes takes only those that are its own now, and all workers, and a worker that was restarted, agree.
 * Weighted: with ``-weight / ln(hash)`` as score a server is first in a share of the slots that is its share of the weights
   (weighted rendezvous hashing, Schindelhauer and Schomaker 2005). A ring needs points in proportion to the weights for that.
 * Bounded: a server with more than ``FACTOR`` times its share of what is in flight is passed over and the slot's next one asked
@@ -13,7 +13,7 @@ one is asked first. The rules:
   server sends on is spread over all others.
 
 An order is worked out when its slot is first asked for; after that a choice costs a look at one server, or few. In flight
-is what this relay sees: with several relays each keeps the bound for its own requests.
+is what this worker sees: with several workers each keeps the bound for its own requests.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ FLOOR, EVERY = 10.0, 1.0
 
 
 class RetryBudget:
-    """The retries of one model's servers in one relay."""
+    """The retries of one model's servers in one worker."""
 
     __slots__ = ("_left", "_seen", "_since")
 

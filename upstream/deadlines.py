@@ -1,4 +1,4 @@
-"""One coarse clock for all exchanges of a relay, instead of a timer for each.
+"""One coarse clock for all exchanges of a worker, instead of a timer for each.
 
 Setting and cancelling a timer for every request and chunk costs more than relaying it. Here an exchange
 only notes the time of its last byte; a single tick, a few times a second, looks at all of them. Deadlines are

@@ -1,9 +1,9 @@
 """What is written in one turn of a busy loop goes out at the turn's end, all of it together.
 
-A write to a process that sleeps wakes it, and under load the waking costs more than the writing: a relay that wrote at once
+A write to a process that sleeps wakes it, and under load the waking costs more than the writing: a worker that wrote at once
 woke its clients and its servers anew for each event and each request, and they were asleep again before the next. Written in
 one go, what the turn has for them costs one waking (docs/performance.md). Where turns have one thing to send there is nothing
-to gather, and a reader woken at once reads while the relay does its books: such a loop writes at once. Owns what waits.
+to gather, and a reader woken at once reads while the worker does its books: such a loop writes at once. Owns what waits.
 The rule: the order stays, and nothing waits for longer than the turn; who closes or aborts sends first what was written before.
 """
 

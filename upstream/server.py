@@ -1,4 +1,4 @@
-"""One vLLM server as a relay sees it: what the configuration says of it, and what is live.
+"""One vLLM server as a worker sees it: what the configuration says of it, and what is live.
 
 ``ServerSpec`` is a value and may be swapped with the next generation of the configuration. ``Server`` is the
 live side: what is in flight, the parked connections, whether it can take a request. It outlives a reload as

@@ -141,7 +141,7 @@ OVERVIEW = Dashboard(
             (
                 ("vllm_gateway_config_last_reload_successful", "configuration taken"),
                 ("increase(vllm_gateway_config_reloads_total[1h])", "reloads in an hour: {{outcome}}"),
-                ("increase(vllm_gateway_relay_restarts_total[1h])", "relays replaced in an hour"),
+                ("increase(vllm_gateway_worker_restarts_total[1h])", "workers replaced in an hour"),
                 ("increase(vllm_gateway_log_lines_dropped_total[1h])", "lines of the access log dropped in an hour"),
                 ("vllm_gateway_build_info", "version {{version}}"),
             ),
@@ -206,7 +206,7 @@ MODELS = Dashboard(
                 (f"vllm_gateway_server_ejected{_BOTH}", "{{server}} passed over"),
                 (_sum("model, fallback", _rate("vllm_gateway_fallbacks_total", _MODEL)), "{{model}} by {{fallback}}"),
             ),
-            "Relays that pass a server over because it keeps failing; requests a second that a fallback answered.",
+            "Workers that pass a server over because it keeps failing; requests a second that a fallback answered.",
         ),
         Panel(
             "Starts",

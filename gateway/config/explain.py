@@ -69,6 +69,9 @@ def _missing(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
 
 
 def _unknown(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
+    renamed = _RENAMED.get(path)
+    if renamed is not None:
+        return f"this setting was renamed; write `{renamed}`"
     known = list(_fields(path[:-1], model))
     return "unknown key" + (did_you_mean(str(path[-1]), known) or f"; known here: {', '.join(known)}")
 
@@ -85,6 +88,9 @@ _MESSAGES: dict[str, Callable[[ErrorDetails, Path, type[BaseModel]], str]] = {
     "extra_forbidden": _unknown,
     "literal_error": _no_choice,
 }
+_RENAMED: dict[Path, str] = {("server", "relays"): "workers"}
+"""Names of settings in earlier versions, by path, and the names that replace them."""
+
 _WANTED = {
     "int_type": "a whole number",
     "float_type": "a number",

@@ -110,20 +110,20 @@ class ServerSection(Section):
 
     host: Text = Field(default="0.0.0.0", description="address that the data port listens on; `::` is every address, IPv6 and IPv4")  # noqa: S104  clients are elsewhere
     port: Port = Field(default=8000, description="data port; 0 takes a free one")
-    relays: Annotated[int, Strict(), Field(ge=1, le=256)] = Field(default=1, description="relay processes on the data port")
+    workers: Annotated[int, Strict(), Field(ge=1, le=256)] = Field(default=1, description="worker processes on the data port")
     admin: Admin = Field(default=Admin(), description="the admin port")
     tls: Tls | None = Field(default=None, description="TLS on the data port")
     cors: Cors = Field(default=Cors(), description="browsers that may call the gateway")
     docs: Flag = Field(default=False, description="serve the API reference on the data port, to everybody: /docs and /openapi.json")
     trusted_proxies: tuple[Network, ...] = Field(default=(), description="networks of the proxies whose X-Forwarded-For is believed")
     max_connections_per_address: Count | None = Field(
-        default=None, description="connections that one client address may have to each relay; those of trusted proxies do not count"
+        default=None, description="connections that one client address may have to each worker; those of trusted proxies do not count"
     )
     body_limit: Size = _quantity("20MiB", "largest request body")
     body_values: Annotated[int, Strict(), Field(ge=2048)] = Field(
         default=500_000, description="JSON values in a request body, counted by its commas, colons and opening brackets"
     )
-    body_memory: Size = _quantity("256MiB", "bytes of request bodies that all relays together hold at once; more are refused")
+    body_memory: Size = _quantity("256MiB", "bytes of request bodies that all workers together hold at once; more are refused")
     headers_timeout: Duration = _quantity("10s", "time a client has to send the head of a request")
     body_timeout: Duration = _quantity("60s", "time for which a client may send nothing of its body, or less than 1 KiB/s of it")
     write_timeout: Duration = _quantity("60s", "time for which a client may read nothing of its answer")
@@ -416,7 +416,7 @@ class Jwt(Section):
     leeway: DurationOrZero = _quantity("30s", "how far the clocks of issuer and gateway may differ")
     token_limit: Size = _quantity("8KiB", "largest token")
     subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = Field(
-        default=10_000, description="subjects that each relay counts apart; further ones share the limits of their entry"
+        default=10_000, description="subjects that each worker counts apart; further ones share the limits of their entry"
     )
 
     @field_validator("issuer")

@@ -492,13 +492,13 @@ def _priced(draft: Draft) -> Iterator[Problem]:
 
 
 def _divided_bounds(draft: Draft) -> Iterator[Problem]:
-    """A relay whose part of a bound is nothing would serve nobody."""
-    relays = draft.top.get("server", "relays").value
-    if not isinstance(relays, int):
+    """A worker whose part of a bound is nothing would serve nobody."""
+    workers = draft.top.get("server", "workers").value
+    if not isinstance(workers, int):
         return
     for most in (draft.top.get("server", "max_inflight"), *(model.get("max_inflight") for model in draft.models)):
-        if isinstance(most.value, int) and 0 < most.value < relays:
-            yield most.problem(f"{relays} relays cannot share {most.value} requests: each needs at least one, or server.relays is less")
+        if isinstance(most.value, int) and 0 < most.value < workers:
+            yield most.problem(f"{workers} workers cannot share {most.value} requests: each needs at least one, or server.workers is less")
 
 
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (

@@ -40,6 +40,9 @@ _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
 _VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _PORT_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$"
+_RENAMED_PARTS = {"relay": "worker"}
+"""Parts of the log that had another name in earlier versions, and their present names."""
+
 _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -150,6 +153,8 @@ def _iso(text: str) -> datetime | None:
 
 
 def _log_part(value: str) -> str:
+    if value in _RENAMED_PARTS:
+        raise ValueError(f"this part was renamed; write `{_RENAMED_PARTS[value]}`")
     if value not in PARTS:
         raise ValueError(f"names no part of the gateway{did_you_mean(value, PARTS)}; the parts are {', '.join(PARTS)}")
     return value

@@ -1,4 +1,4 @@
-"""A relay's side of the ledger: what a request's row says, kept from its start to its end.
+"""A worker's side of the ledger: what a request's row says, kept from its start to its end.
 
 The rule: a request never waits for the ledger. A row is a few hundred bytes that are put into shared memory; when control does
 not take them, they are dropped and counted there.
@@ -38,7 +38,7 @@ class _Under(msgspec.Struct, frozen=True, gc=False):
 
 
 class Books:
-    """The rows of one relay."""
+    """The rows of one worker."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -1,9 +1,9 @@
-"""Rows in shared memory: a relay appends, control reads, neither waits for the other.
+"""Rows in shared memory: a worker appends, control reads, neither waits for the other.
 
-A journal is an anonymous memory file that control makes and a relay inherits; it belongs to the relay's number and not to its
-process, so what a relay had written when it was killed is read as if nothing had happened. It has two parts. The ring
+A journal is an anonymous memory file that control makes and a worker inherits; it belongs to the worker's number and not to its
+process, so what a worker had written when it was killed is read as if nothing had happened. It has two parts. The ring
 holds the rows of requests that are over, until control has them on disk. The slots hold one row for each request that
-is under way, as it is to be kept if its relay dies.
+is under way, as it is to be kept if its worker dies.
 
 The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved, or shows by its checksum that
 it is not; a row leaves the ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and
@@ -69,7 +69,7 @@ class Journal:
         self._map.close()
         os.close(self.fd)
 
-    # The relay's side
+    # The worker's side
 
     def append(self, payload: bytes) -> None:
         """Keep a row; without room it is dropped and counted."""

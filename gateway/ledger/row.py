@@ -1,4 +1,4 @@
-"""A row of the ledger on its way from a relay to the database, and how rows are framed in memory and on disk.
+"""A row of the ledger on its way from a worker to the database, and how rows are framed in memory and on disk.
 
 The rules: a row says everything that the database will hold, so whoever has it needs no configuration; fields are only ever
 added at the end, with a default, because a spool may have been written by an older version; a frame carries a checksum,
@@ -20,7 +20,7 @@ HEAD = struct.Struct("<II")
 _MOST = 2**63 - 1  # what a column of whole numbers holds
 
 LOST = "lost"
-"""``incomplete`` of a request whose relay died under it."""
+"""``incomplete`` of a request whose worker died under it."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -1,4 +1,4 @@
-"""Rows on disk, between the relays' journals and the database: what makes an outage of the database harmless.
+"""Rows on disk, between the workers' journals and the database: what makes an outage of the database harmless.
 
 Every row comes by here. A batch is a file or a part of one, synced before the journals let go of it; files are read in
 their order, each when it is closed, and deleted when the database has its rows. The rules: one process at a time has the
@@ -130,7 +130,7 @@ class Spool:
         self._count()
 
     def _adopt(self, found: Sequence[Path]) -> None:
-        """What an earlier gateway has left, and what its relays saved when it died. A torn end is not counted as rows."""
+        """What an earlier gateway has left, and what its workers saved when it died. A torn end is not counted as rows."""
         for path in found:
             try:
                 data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""From the relays' journals to the spool, and from the spool to the database: two threads of control.
+"""From the workers' journals to the spool, and from the spool to the database: two threads of control.
 
 The rules: neither thread ever waits for the other, so a database that hangs keeps no journal from being read; rows are let go of in
 a journal when they are synced to the spool, and in the spool when the database has committed them.
@@ -37,7 +37,7 @@ from gateway.metrics import Series
 _LOOK_EVERY = 0.25  # seconds between two looks at the journals
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
-_REST = 1.0  # seconds between two looks for what the relays of a dead gateway have saved
+_REST = 1.0  # seconds between two looks for what the workers of a dead gateway have saved
 _PROBE_EVERY = 1.0  # seconds between two looks at a disk that took nothing
 _TELL_EVERY = 60.0
 _ANSWERS_WITHIN = 60.0
@@ -53,7 +53,7 @@ class Ledger:
         self._spool = kept
         self._store = store
         self._retention = retention
-        self._bereaved: deque[list[bytes]] = deque()  # what relays had under way when they died
+        self._bereaved: deque[list[bytes]] = deque()  # what workers had under way when they died
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._news = threading.Event()
@@ -130,8 +130,8 @@ class Ledger:
         except AwayError as error:
             return LastUse(unknown=f"the ledger's database does not answer: {error}")
 
-    def relay_gone(self, number: int) -> None:
-        """A relay's process has ended, on whatever way: what it had under way is lost with it, and is told so."""
+    def worker_gone(self, number: int) -> None:
+        """A worker's process has ended, on whatever way: what it had under way is lost with it, and is told so."""
         journal = self.journals[number]
         held = journal.held()
         journal.forget()
@@ -157,7 +157,7 @@ class Ledger:
         try:
             self._collect_once()
         except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
-            _log.exception("the ledger could not take the relays' rows; it tries again")
+            _log.exception("the ledger could not take the workers' rows; it tries again")
 
     def _collect_once(self) -> None:
         bereaved = tuple(self._bereaved)  # before the rings: a row that is in both is whole in those
@@ -323,15 +323,15 @@ def spool_folder(state: Path, config: Path) -> Path:
 
 
 @contextmanager
-def running(settings: conf.Ledger, beside: Path, folder: Path, relays: int) -> Iterator[Ledger]:
-    """A ledger that runs for the length of a ``with``, with a journal for each relay; at its end what they held is on disk.
+def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> Iterator[Ledger]:
+    """A ledger that runs for the length of a ``with``, with a journal for each worker; at its end what they held is on disk.
 
     ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolTakenError, and OSError where there can be no spool.
     """
     url = database(settings.url.get_secret_value(), beside)
     with spool(folder) as kept, ExitStack() as stack:
         store = stack.enter_context(closing(Store(url)))
-        journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(relays)]
+        journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(workers)]
         ledger = Ledger(journals, kept, store, settings.retention)
         threads = [threading.Thread(target=work, name=f"ledger-{work.__name__}", daemon=True) for work in (ledger.collect, ledger.deliver)]
         for thread in threads:

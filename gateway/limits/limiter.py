@@ -1,4 +1,4 @@
-"""The limits of a relay's keys: who counts for which holders, and where the counts are.
+"""The limits of a worker's keys: who counts for which holders, and where the counts are.
 
 The rule: what a request of a key without limits pays is one look at the key.
 """
@@ -14,7 +14,7 @@ from gateway.limits.meters import Holder, Meters, MetersFullError
 from gateway.limits.permit import ARRIVAL, Permit
 from gateway.limits.rules import moment
 from gateway.limits.store import REASONS, Store
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.state import Allowance, Key, Limits, Model, State
 
 Holders = tuple[Holder, ...]
@@ -64,10 +64,10 @@ def _covers(allowance: Allowance, model: Model) -> bool:
 
 
 class Limiter:
-    """What a relay asks about limits. ``meters`` outlive it; the store is opened and closed with the configuration. ``on_store`` is called
+    """What a worker asks about limits. ``meters`` outlive it; the store is opened and closed with the configuration. ``on_store`` is called
     as ``Store`` has it."""
 
-    def __init__(self, metrics: RelayMetrics, meters: Meters, on_store: Callable[[str | None], None]) -> None:
+    def __init__(self, metrics: WorkerMetrics, meters: Meters, on_store: Callable[[str | None], None]) -> None:
         self.meters = meters
         self._on_store = on_store
         self.store: Store | None = None

@@ -1,12 +1,12 @@
-"""The meters of a gateway: what each holder of limits has used, in memory that all its relays share.
+"""The meters of a gateway: what each holder of limits has used, in memory that all its workers share.
 
-An anonymous memory file that control makes and relays inherit, as with the scoreboards; here all of them write. The rules:
+An anonymous memory file that control makes and workers inherit, as with the scoreboards; here all of them write. The rules:
 whoever reads in order to write holds the file's lock, which the system takes back from a process that dies; requests in
-flight are counted apart for each relay, so that the successor of one that died begins with none; a meter is found by
-what its holder is called, so counts outlive a reload and a relay.
+flight are counted apart for each worker, so that the successor of one that died begins with none; a meter is found by
+what its holder is called, so counts outlive a reload and a worker.
 
-Layout, little-endian: u64 relays, u64 meters, then for each meter 32 bytes of the name's SHA-256, its numbers as float64
-(``rules``), and for each relay a float64 of what it has in flight.
+Layout, little-endian: u64 workers, u64 meters, then for each meter 32 bytes of the name's SHA-256, its numbers as float64
+(``rules``), and for each worker a float64 of what it has in flight.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class MetersFullError(Exception):
 
 
 class Meters:
-    """The memory as one relay sees it. ``fd`` is what a child process inherits; -1 where it is this process's alone."""
+    """The memory as one worker sees it. ``fd`` is what a child process inherits; -1 where it is this process's alone."""
 
-    def __init__(self, memory: mmap.mmap, fd: int = -1, relay: int = 0) -> None:
+    def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int = 0) -> None:
         self.fd = fd
         self._map = memory
         self.cells = memoryview(memory).cast("d")
-        self._relays: int = _HEAD.unpack_from(self._map)[0]
-        self._is_alone = self._relays == 1
-        self._own = SIZE + relay
-        self._size: int = _DIGEST + _CELL * (SIZE + self._relays)
+        self._workers: int = _HEAD.unpack_from(self._map)[0]
+        self._is_alone = self._workers == 1
+        self._own = SIZE + worker
+        self._size: int = _DIGEST + _CELL * (SIZE + self._workers)
         self._places: dict[bytes, int] = {}
-        self._lock = Lock() if self._is_alone else _Lock(fd)  # of one relay there is one thread: the cheapest that can be held
+        self._lock = Lock() if self._is_alone else _Lock(fd)  # of one worker there is one thread: the cheapest that can be held
         with self._lock:
             self._look()
             for place in self._places.values():
@@ -62,23 +62,23 @@ class Meters:
 
     @classmethod
     def private(cls) -> Meters:
-        """Meters for a relay that shares them with no other."""
+        """Meters for a worker that shares them with no other."""
         memory = mmap.mmap(-1, _ROOM)
         _HEAD.pack_into(memory, 0, 1, 0)
         return cls(memory)
 
     @classmethod
-    def create(cls, name: str, relays: int) -> Meters:
-        """A new file without any meter, for so many relays."""
+    def create(cls, name: str, workers: int) -> Meters:
+        """A new file without any meter, for so many workers."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, _ROOM)
-        os.pwrite(fd, _HEAD.pack(relays, 0), 0)
+        os.pwrite(fd, _HEAD.pack(workers, 0), 0)
         return cls(mmap.mmap(fd, _ROOM), fd)
 
     @classmethod
-    def inherited(cls, fd: int, relay: int) -> Meters:
-        """A file that another process has made, for the relay of this number, which has nothing in flight yet."""
-        return cls(mmap.mmap(fd, _ROOM), fd, relay)
+    def inherited(cls, fd: int, worker: int) -> Meters:
+        """A file that another process has made, for the worker of this number, which has nothing in flight yet."""
+        return cls(mmap.mmap(fd, _ROOM), fd, worker)
 
     def close(self) -> None:
         self.cells.release()
@@ -96,7 +96,7 @@ class Meters:
             return Holder(name, limits, self._places.get(digest) or self._append(digest, part))
 
     def _look(self) -> None:
-        """Learn of meters that other relays have made."""
+        """Learn of meters that other workers have made."""
         _, count = _HEAD.unpack_from(self._map)
         for number in range(len(self._places), count):
             start = _HEAD.size + number * self._size
@@ -108,16 +108,16 @@ class Meters:
         if start + self._size > len(self._map) * part:
             raise MetersFullError(f"there are {count} holders of limits")
         self._map[start : start + self._size] = digest + bytes(self._size - _DIGEST)
-        _HEAD.pack_into(self._map, 0, self._relays, count + 1)
+        _HEAD.pack_into(self._map, 0, self._workers, count + 1)
         self._places[digest] = (start + _DIGEST) // _CELL
         return self._places[digest]
 
     # Counts
 
     def in_flight(self, meter: int) -> float:
-        """Requests of a holder that are under way, in all relays."""
+        """Requests of a holder that are under way, in all workers."""
         slots = meter + SIZE
-        return self.cells[slots] if self._is_alone else sum(self.cells[slots : slots + self._relays])
+        return self.cells[slots] if self._is_alone else sum(self.cells[slots : slots + self._workers])
 
     def buckets(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """When each holder's buckets of requests and of tokens are full again."""

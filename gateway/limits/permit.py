@@ -2,7 +2,7 @@
 
 The rules: what needs only the head is asked before the body is read, the rest when the model and the size are known;
 whatever was taken, in this gateway's memory or in the store, is settled once, before the client has the end of its answer: whoever
-asks one request after the other is never in its own way, whichever relay takes the next.
+asks one request after the other is never in its own way, whichever worker takes the next.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ it, or earlier by as much as others have given back since. So a bucket also coun
 both as one sum, the ``end`` of what it has reserved. All that was given back since may have lain behind it in the order: then less
 is given back than could be, never more.
 
-A meter is ``SIZE`` numbers among others, from a first one on: so relays share them, and so a request makes no values of what it
+A meter is ``SIZE`` numbers among others, from a first one on: so workers share them, and so a request makes no values of what it
 only looks at or adds to (docs/performance.md).
 """
 

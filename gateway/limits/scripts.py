@@ -4,7 +4,7 @@ A script runs whole or not at all, and by the store's own clock, so that the clo
 hash of the numbers of a meter and, for what is in flight, a sorted set of leases by when they end. Both go away by
 themselves when they mean nothing any more. A lease that is not renewed ends, so the places of a gateway that died come back.
 
-What a request has reserved is written down in a hash of its relay's when it is taken, and crossed out when it is settled. Only what is
+What a request has reserved is written down in a hash of its worker's when it is taken, and crossed out when it is settled. Only what is
 found there is settled: so a settlement may be told twice, or of a request of which nobody knows whether it was let in. What comes
 so late that nobody waits for it any more takes nothing.
 """
@@ -75,7 +75,7 @@ ADMIT = (
     _COMMON
     + CALENDAR
     + """
--- KEYS: of each holder its meter and its leases, and last what the relay has reserved. ARGV: the request's id, the seconds of
+-- KEYS: of each holder its meter and its leases, and last what the worker has reserved. ARGV: the request's id, the seconds of
 -- a lease, the second after which it is too late, then of each holder its limits (requests, tokens per minute, tokens a day, a
 -- month, cost a day, a month, at once; 0 for none) and what is asked (requests, slots, tokens, cost).
 local id, lease = ARGV[1], tonumber(ARGV[2])

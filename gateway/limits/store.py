@@ -168,17 +168,17 @@ class Line(asyncio.Protocol):
 
 
 class Store:
-    """The store as a relay knows it, which has a name that no other has. It is opened by the first request that needs it.
+    """The store as a worker knows it, which has a name that no other has. It is opened by the first request that needs it.
 
     ``place`` may become another way to the same counts. ``on_change`` is called with the error when the store is away or away for
     another reason, and with None when it is back.
     """
 
-    def __init__(self, place: LimitsStore, relay: str, on_change: Callable[[str | None], None]) -> None:
+    def __init__(self, place: LimitsStore, worker: str, on_change: Callable[[str | None], None]) -> None:
         self.place = place
         self._on_change = on_change
         self._reason: str | None = None
-        self._reserved = f"{_PREFIX}reserved {relay}"
+        self._reserved = f"{_PREFIX}reserved {worker}"
         self._clock = Clock()
         self._line: Line | None = None
         self._opening: asyncio.Task[None] | None = None

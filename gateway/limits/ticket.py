@@ -9,7 +9,7 @@ from gateway.state import Key
 
 
 class Admission:
-    """Requests in flight by key. A key has its ticket from its first request on, for as long as the relay lives."""
+    """Requests in flight by key. A key has its ticket from its first request on, for as long as the worker lives."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}

@@ -460,7 +460,7 @@ def test_only_a_change_of_what_needs_a_restart_rolls_the_pods() -> None:
     changes: dict[str, Any] = {
         "server.host": "::",
         "server.port": 9000,
-        "server.relays": 2,
+        "server.workers": 2,
         "server.tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"},
         "server.admin": {"host": "::"},
         "ledger": {"url": "sqlite:////tmp/usage.db", "retention": "90d"},

@@ -37,7 +37,7 @@ TOKENS, RATE = (40, 5.0) if FULL else (30, 10.0)
 """Of a stream, and those of a second."""
 LINGER = 4
 SITE = re.search(r"^```nginx\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-_RELAYS = (1, 2, 1)  # both ways of accepting connections
+_WORKERS = (1, 2, 1)  # both ways of accepting connections
 _HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
@@ -68,9 +68,9 @@ class Replica:
 @asynccontextmanager
 async def replicas(folder: Path, ports: Sequence[int], config: dict[str, Any]) -> AsyncIterator[list[Replica]]:
     made = []
-    for host, port, relays in zip(_HOSTS, ports, _RELAYS, strict=True):
+    for host, port, workers in zip(_HOSTS, ports, _WORKERS, strict=True):
         (place := folder / host).mkdir()
-        made.append(Replica(place, {**config, "server": {**config["server"], "host": host, "port": port, "relays": relays}}))
+        made.append(Replica(place, {**config, "server": {**config["server"], "host": host, "port": port, "workers": workers}}))
     async with AsyncExitStack() as stack:
         for each in made:
             stack.push_async_callback(asyncio.to_thread, each.end)

@@ -4,8 +4,8 @@
 2. Nothing is in flight: no ticket, gauge, server's slot, place in a queue or watched deadline.
 3. Nothing is left: no task, connection, or file descriptor more than before.
 
-``unharmed`` serves a relay in the test's own loop and sees all of it. ``whole`` looks at a gateway of several processes from
-outside: what its metrics and its access log say, and what the system says of its processes. A relay's tasks are not to be seen
+``unharmed`` serves a worker in the test's own loop and sees all of it. ``whole`` looks at a gateway of several processes from
+outside: what its metrics and its access log say, and what the system says of its processes. A worker's tasks are not to be seen
 from there; what a task would hold, a request in flight or a connection, is.
 """
 
@@ -64,8 +64,8 @@ async def settled(served: Served) -> None:
     The other routes (``/health``, the model lists) have records too, and are not begun as stories.
     """
     await until(lambda: served.in_flight == 0 and served.total("queued_requests") == 0 and not served.stories, _SETTLES_WITHIN)
-    records = [record for record in served.relay.records if record.endpoint in ENDPOINTS]
-    assert served.relay.started == len(records), f"{served.relay.started} requests were begun and {len(records)} recorded"
+    records = [record for record in served.worker.records if record.endpoint in ENDPOINTS]
+    assert served.worker.started == len(records), f"{served.worker.started} requests were begun and {len(records)} recorded"
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"
 
 
@@ -90,7 +90,7 @@ def soon_idle(model: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A gateway from outside. ``processes``: control and its relays by name; ``starting``: how many of these are not up yet; ``samples``:
+    """A gateway from outside. ``processes``: control and its workers by name; ``starting``: how many of these are not up yet; ``samples``:
     family, labels and value of each series; ``log``: the access log, None where there is none to be read."""
 
     processes: Callable[[], Mapping[str, int]]
@@ -106,10 +106,10 @@ def _of_processes(one: Gateway) -> View:
                 yield sample.name.removeprefix(PREFIX), tuple(sample.labels.values()), sample.value
 
     def processes() -> Mapping[str, int]:
-        return {"control": one.process.pid, **{f"relay {number}": pid for number, pid in one.relays().items()}}
+        return {"control": one.process.pid, **{f"worker {number}": pid for number, pid in one.workers().items()}}
 
     def starting() -> int:
-        return sum(not relay["up"] for relay in one.get("/status").json()["relays"])
+        return sum(not worker["up"] for worker in one.get("/status").json()["workers"])
 
     return View(processes, starting, samples, lambda: one.log)
 
@@ -120,16 +120,16 @@ def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
             yield series.family, series.labels, values[0]
 
     def processes() -> Mapping[str, int]:
-        relays = {f"relay {number}": relay.pid for number, relay in enumerate(one.control.relays.statuses)}
-        return {"control": os.getpid(), **{name: pid for name, pid in relays.items() if pid}}
+        workers = {f"worker {number}": worker.pid for number, worker in enumerate(one.control.workers.statuses)}
+        return {"control": os.getpid(), **{name: pid for name, pid in workers.items() if pid}}
 
-    return View(processes, lambda: sum(not relay.up for relay in one.control.relays.statuses), samples, log)
+    return View(processes, lambda: sum(not worker.up for worker in one.control.workers.statuses), samples, log)
 
 
 class Whole:
     """A gateway as a row found it, to be compared with what the row leaves.
 
-    ``lost``: lines of the access log that a killed relay had gathered and not written, at most. ``written``: whether the log can be
+    ``lost``: lines of the access log that a killed worker had gathered and not written, at most. ``written``: whether the log can be
     written at all; ``within``: seconds.
     """
 
@@ -164,8 +164,8 @@ class Whole:
                 await asyncio.sleep(_LOOK)
 
     def _beginning(self) -> Iterator[None]:
-        """Note what there is once every relay is up and nothing is being opened any more; come back for each look."""
-        yield from self._until("relays that are not up", self._view.starting)
+        """Note what there is once every worker is up and nothing is being opened any more; come back for each look."""
+        yield from self._until("workers that are not up", self._view.starting)
         while self._descriptors != (held := self._held()):
             self._descriptors = held
             yield
@@ -238,7 +238,7 @@ def ended(one: Gateway, within: float = _SETTLES_WITHIN) -> Iterator[None]:
 
 @contextmanager
 def logged(file: Path) -> Iterator[Callable[[], str]]:
-    """The access log of relays that are started in the block, where control is in the test's own process: its standard output."""
+    """The access log of workers that are started in the block, where control is in the test's own process: its standard output."""
     before = os.dup(1)
     try:
         with open(file, "ab") as output:

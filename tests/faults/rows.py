@@ -49,7 +49,7 @@ ROWS: dict[int, Row] = {
         "the old one serves, and metrics say so; no stream is harmed",
     ),
     23: Row("SIGTERM under 500 streams", "none is cut within the grace; the rest are told"),
-    24: Row("The gateway, or a relay, is killed (kill -9)", "no server is orphaned; other relays' streams live on; back within 2 s"),
+    24: Row("The gateway, or a worker, is killed (kill -9)", "no server is orphaned; other workers' streams live on; back within 2 s"),
     25: Row(
         "A server that crashes in a loop, has its port taken, floods its log, ignores SIGTERM",
         "growing pauses, a clear reason, bounded logs, SIGKILL at the deadline",

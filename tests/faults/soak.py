@@ -33,7 +33,7 @@ LONG = 600.0
 """Seconds from which on a soak is long enough to have filled every cache and pool in its first half."""
 GROWTH, SHORT_GROWTH = 5.0, 30.0
 """MiB by which a process may grow over the second half, as the line through its looks says: of a long soak (1 MiB in a minute, which is
-about 150 bytes for each request that a relay has had), and of a shorter one, which still fills caches and pools."""
+about 150 bytes for each request that a worker has had), and of a shorter one, which still fills caches and pools."""
 TIMEOUTS = {"connect": "1s", "first_byte": "2s", "idle": "1s", "total": "20s"}
 FAULTS: tuple[dict[str, Any], ...] = (
     {}, {}, {}, {},
@@ -168,7 +168,7 @@ class Soak:
     def look(self) -> None:
         """Note what each process holds now."""
         at = time.monotonic() - self._began
-        watched = {"control": self._one.process.pid, **{f"relay {number}": pid for number, pid in self._one.relays().items()}}
+        watched = {"control": self._one.process.pid, **{f"worker {number}": pid for number, pid in self._one.workers().items()}}
         for name, pid in watched.items():
             process = psutil.Process(pid)
             self.findings.looks.setdefault(name, []).append(Look(at, process.memory_info().rss, process.num_fds()))
@@ -202,7 +202,7 @@ def soak(seconds: float, folder: Path, seed: int = 33) -> Findings:
             {**soon_idle(launched("sim/launched")), "timeouts": TIMEOUTS, "fallbacks": ["sim/found"]},
             {"id": "sim/down", "servers": [{"url": "http://127.0.0.1:9"}], "timeouts": TIMEOUTS, "fallbacks": ["sim/found"]},
         ]
-        one = stack.enter_context(gateway(folder, configuration(*models, relays=2)))
+        one = stack.enter_context(gateway(folder, configuration(*models, workers=2)))
         held = stack.enter_context(ExitStack())
         held.enter_context(whole(one))
         running_one = Soak(one, servers, seconds, seed)
@@ -222,7 +222,7 @@ def rendered(findings: Findings) -> str:
     lines = [
         "# A soak of mixed faults",
         "",
-        f"`make soak`: {findings.seconds:g} seconds of {CLIENTS} clients against the whole gateway with two relays, whose servers",
+        f"`make soak`: {findings.seconds:g} seconds of {CLIENTS} clients against the whole gateway with two workers, whose servers",
         "answer, refuse, fall silent, break off, abort, freeze and are killed, while clients leave at any moment and send what they",
         "should not. Every answer was one that a client understands.",
         "",

@@ -51,7 +51,7 @@ async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -
     (tmp_path / "pod").mkdir()
     async with kubernetes_api(tmp_path / "pod") as api, scripted(farm, *HOSTS[1:]) as server:
         await api.put(*slices([endpoint(host) for host in HOSTS[:100]], server.port))
-        async with controlled(tmp_path, FOUND, cluster=api.cluster, relays=2) as one:
+        async with controlled(tmp_path, FOUND, cluster=api.cluster, workers=2) as one:
             async with streaming(one, farm, STREAMS) as streams:
                 async with asking(one, [KEY]) as seen:
                     began, before = time.monotonic(), one.control.generation

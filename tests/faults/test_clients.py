@@ -61,8 +61,8 @@ def started(folder: Path, **server: Any) -> AbstractContextManager[Gateway]:
     return serving(folder, QUICK, **server)
 
 
-def relay(running: Gateway) -> psutil.Process:
-    return psutil.Process(running.relays()[0])
+def worker(running: Gateway) -> psutil.Process:
+    return psutil.Process(running.workers()[0])
 
 
 def connected(
@@ -448,7 +448,7 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
     count = 1000 if FULL else 60
     with serving_beside(_flood(count)) as flood, ExitStack() as stack:
         running = stack.enter_context(serving(tmp_path, QUICK, flood))
-        alone, process = healthy_alone(running), relay(running)
+        alone, process = healthy_alone(running), worker(running)
         before = process.memory_info().rss
         readers = connected(stack, running, count, receive=16384)
         for one in readers:
@@ -508,7 +508,7 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
         data = b"\r\n".join([*lines, b"transfer-encoding: chunked", b"", b""]) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with serving_beside(_Lasting()) as beside, ExitStack() as stack:
         running = stack.enter_context(serving(tmp_path, beside, body_limit=f"{limit}B", body_memory=f"{budget}B"))
-        process = relay(running)
+        process = worker(running)
         before = most = process.memory_info().rss
         with _at_once(running, [data] * count) as answers:
             while len(answers) < count:
@@ -546,7 +546,7 @@ def test_a_body_beyond_the_limit(tmp_path: Path, measured: Callable[[str], None]
 @pytest.mark.timeout(400)
 def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path, headers_timeout="600s") as running:
-        process = relay(running)
+        process = worker(running)
         before = process.num_fds()
         assert running.ask().status_code == 200
         wait_for(lambda: process.num_fds() <= before)  # the client has gone, and the idle connection to the server
@@ -563,7 +563,7 @@ def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) 
             assert faults(running, "evicted") >= 100 and process.num_fds() < most
         wait_for(lambda: process.num_fds() < most, 120)
         wait_for(lambda: _answered(running), 120)
-        assert running.relays() == {0: process.pid}, "the relay has not been replaced"
+        assert running.workers() == {0: process.pid}, "the worker has not been replaced"
     measured("descriptors used up by idle connections without a key: the oldest are closed, and every request is served")
 
 
@@ -583,9 +583,9 @@ def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[
             for _ in range(50):
                 assert running.ask().status_code == 200
             wait_for(lambda: in_flight(running) == 0)
-            pids = running.relays()
+            pids = running.workers()
             time.sleep(1)  # a few ticks, in which lines are written
-            assert running.ask().status_code == 200 and running.relays() == pids
+            assert running.ask().status_code == 200 and running.workers() == pids
             wait_for(lambda: running.metric(SERVED) == 51)
         assert running.stop() == 0
         assert "Traceback" not in running.said
@@ -625,7 +625,7 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
         told = ended(streams, 60)
         assert sorted(each.count(HELLO) for each in told) == sorted(source.sent) and len(told) == len(source.sent)
         assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
-        assert in_flight(running, "beside") == 0 and running.relays() and "ended unexpectedly" not in running.said
+        assert in_flight(running, "beside") == 0 and running.workers() and "ended unexpectedly" not in running.said
     measured("two days forth and back: 10 of 10 streams whole, every request served")
 
 

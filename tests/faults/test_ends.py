@@ -61,7 +61,7 @@ def told(reply: Reply) -> bool:
 @pytest.mark.row(23)
 @pytest.mark.timeout(300)
 async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    config = configuration(launched(), relays=2, drain="2m")
+    config = configuration(launched(), workers=2, drain="2m")
     with gateway(tmp_path, config) as one, ended(one):
         async with started(one, STREAMS, 4.0) as streams:
             one.process.send_signal(signal.SIGTERM)
@@ -74,7 +74,7 @@ async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Call
 @pytest.mark.row(23)
 @pytest.mark.timeout(300)
 async def test_streams_beyond_the_grace_get_the_error_frame(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=2, drain="500ms")) as one, ended(one):
+    with gateway(tmp_path, configuration(launched(), workers=2, drain="500ms")) as one, ended(one):
         async with started(one, STREAMS, 120.0) as streams:
             one.process.send_signal(signal.SIGTERM)
             replies = await asyncio.gather(*streams)
@@ -106,8 +106,8 @@ async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_p
 
 
 @pytest.mark.row(23)
-@pytest.mark.parametrize("relays", [1, 2])
-async def test_whoever_is_let_in_is_served(tmp_path: Path, relays: int, measured: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_whoever_is_let_in_is_served(tmp_path: Path, workers: int, measured: Callable[[str], None]) -> None:
     """A load balancer sends a request again that met a closed port, but not one on a connection that was made and then reset."""
     data, seen, over = request({"model": "sim/one", "messages": HELLO}), Counter[str](), asyncio.Event()
 
@@ -115,7 +115,7 @@ async def test_whoever_is_let_in_is_served(tmp_path: Path, relays: int, measured
         while not over.is_set():
             seen[await outcome(port, data)] += 1
 
-    config = configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), relays=relays, drain="1m")
+    config = configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), workers=workers, drain="1m")
     with gateway(tmp_path, config) as one, ended(one):
         async with asyncio.TaskGroup() as group:
             for _ in range(30):
@@ -126,7 +126,7 @@ async def test_whoever_is_let_in_is_served(tmp_path: Path, relays: int, measured
             over.set()
     assert seen.keys() <= {"200", "refused"}, seen
     assert len(request_ids(one.log)) == seen["200"]
-    measured(f"SIGTERM while clients connect all the time, {relays} relays: every one of {seen['200']} that was let in was served")
+    measured(f"SIGTERM while clients connect all the time, {workers} workers: every one of {seen['200']} that was let in was served")
 
 
 async def outcome(port: int, data: bytes) -> str:
@@ -156,21 +156,21 @@ async def test_who_has_connected_and_says_nothing_does_not_hold_it_up(tmp_path: 
     measured("SIGTERM with a client that has connected and says nothing: it is waited for for a second")
 
 
-def ports_of_clients(relay: int, port: int) -> set[int]:
-    """The other ends of a relay's connections on the data port."""
+def ports_of_clients(worker: int, port: int) -> set[int]:
+    """The other ends of a worker's connections on the data port."""
     return {
         each.raddr.port
-        for each in psutil.Process(relay).net_connections(kind="tcp")
+        for each in psutil.Process(worker).net_connections(kind="tcp")
         if each.status == "ESTABLISHED" and each.laddr.port == port
     }
 
 
 @pytest.mark.row(24)
 @pytest.mark.timeout(180)
-async def test_streams_of_other_relays_live_when_one_is_killed(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with gateway(tmp_path, configuration(soon_idle(launched()), relays=2)) as one:
-        async with whole(one):  # what the dead relay had under way has no record but the ledger's
-            before, servers = one.relays(), {each.pid for each in one.named("upstream.simulator")}
+async def test_streams_of_other_workers_live_when_one_is_killed(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    with gateway(tmp_path, configuration(soon_idle(launched()), workers=2)) as one:
+        async with whole(one):  # what the dead worker had under way has no record but the ledger's
+            before, servers = one.workers(), {each.pid for each in one.named("upstream.simulator")}
             async with AsyncExitStack() as stack:
                 replies = {}
                 while min(len(ports_of_clients(before[number], one.data)) for number in (0, 1)) < 4:  # who accepts is the kernel's choice
@@ -182,23 +182,23 @@ async def test_streams_of_other_relays_live_when_one_is_killed(tmp_path: Path, m
                 over = {port for port, reply in replies.items() if reply.done()}  # already, on a machine that had no time for us
                 began = time.monotonic()
                 os.kill(before[0], signal.SIGKILL)
-                await asyncio.to_thread(wait_for, lambda: one.relays().get(0) not in (None, before[0]))
-                await asyncio.to_thread(wait_for, lambda: one.get("/status").json()["relays"][0]["up"])
+                await asyncio.to_thread(wait_for, lambda: one.workers().get(0) not in (None, before[0]))
+                await asyncio.to_thread(wait_for, lambda: one.get("/status").json()["workers"][0]["up"])
                 restarted = time.monotonic() - began
                 await asyncio.wait(replies.values())
             assert all(complete(replies[port].result()) for port in others)
             cut = [reply for port, reply in replies.items() if port not in others | over]
             assert not any(reply.exception() is None and reply.result().whole for reply in cut)
             assert {each.pid for each in one.named("upstream.simulator")} == servers
-            assert one.relays()[1] == before[1]
-    measured(f"a relay killed: all {len(others)} streams of the other one are whole; the next one is up after {restarted:.2f} s")
+            assert one.workers()[1] == before[1]
+    measured(f"a worker killed: all {len(others)} streams of the other one are whole; the next one is up after {restarted:.2f} s")
     assert restarted < BACK
 
 
 @pytest.mark.row(24)
 @pytest.mark.timeout(180)
 async def test_a_killed_gateway_leaves_nothing_and_is_soon_back(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    with reserved() as port, gateway(tmp_path, configuration(launched(), relays=2, port=port)) as one, ended(one):
+    with reserved() as port, gateway(tmp_path, configuration(launched(), workers=2, port=port)) as one, ended(one):
         async with started(one, 10, 60.0) as streams:
             tree = one.tree()
             os.kill(one.process.pid, signal.SIGKILL)

@@ -92,10 +92,10 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
     data = tmp_path / "body"
     data.write_bytes(ATTACKS[name]())
     async with nothing_left(), scripted(_answer) as server:
-        config = configuration({"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}, relays=1)
+        config = configuration({"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}, workers=1)
         with gateway(tmp_path, config, ready=False) as served:
             await asyncio.to_thread(wait_for, lambda: served.get("/readyz").status_code == 200)
-            before = served.relays()
+            before = served.workers()
             words = (sys.executable, "-c", ATTACK, str(served.data), str(data), str(CLIENTS), str(SECONDS))
             attack = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
             told, times = asyncio.create_task(attack.communicate()), list[float]()
@@ -104,7 +104,7 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
                 assert (await ask(served.data, request())).status == 200
                 times.append(monotonic() - began)
             sent = (await told)[0].decode().split()
-            assert served.relays() == before, "the worker was replaced"
+            assert served.workers() == before, "the worker was replaced"
     late = sorted(times)[int(0.99 * (len(times) - 1))]
     measured(f"{name}: {sent[-1]} bodies from {CLIENTS} clients in {SECONDS:.0f} s; another client's "
              f"{len(times)} requests: 99 of 100 within {late * 1000:.0f} ms, none lost")  # fmt: skip

@@ -17,11 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.access_log import AccessLog
-from gateway.app import Relay
+from gateway.app import Worker
 from gateway.call import Call
 from gateway.edge import MAX_HEAD, EdgeProtocol
 from gateway.errors import Refusal
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.state import State
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
@@ -345,7 +345,7 @@ async def test_a_request_line_is_read_alike_wherever_it_is_cut() -> None:
 # Beside another parser
 
 
-class Taking(Relay):
+class Taking(Worker):
     """Takes every request that has a body, and answers."""
 
     taken: list[bytes]
@@ -375,14 +375,14 @@ def runner() -> Iterator[asyncio.Runner]:
 def taking() -> Iterator[Taking]:
     with board() as counts, fleet() as servers:
         state = State(1, (key(),), (model(1),))
-        yield Taking(state, fleet=servers, metrics=RelayMetrics(counts), log=AccessLog(-1))
+        yield Taking(state, fleet=servers, metrics=WorkerMetrics(counts), log=AccessLog(-1))
 
 
-async def taken_by_the_gateway(relay: Taking, data: bytes, pieces: list[int]) -> list[bytes]:
-    relay.taken = []
-    uvicorn = relay.server()
+async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -> list[bytes]:
+    worker.taken = []
+    uvicorn = worker.server()
     uvicorn.config.load()
-    connection: EdgeProtocol = relay.protocol()(uvicorn.config, uvicorn.server_state, {})
+    connection: EdgeProtocol = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
     connection.connection_made(Wire())
     at = 0
     for size in [*pieces, len(data)]:
@@ -392,7 +392,7 @@ async def taken_by_the_gateway(relay: Taking, data: bytes, pieces: list[int]) ->
     for _ in range(4):
         await asyncio.sleep(0)
     connection.connection_lost(None)
-    return relay.taken
+    return worker.taken
 
 
 def taken_by_h11(data: bytes) -> list[bytes]:

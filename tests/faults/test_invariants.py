@@ -42,7 +42,7 @@ def _stream(one: Gateway, stack: ExitStack) -> None:
 
 
 def _line_twice(one: Gateway, _: ExitStack) -> None:
-    """As a relay would write it that settles a request again."""
+    """As a worker would write it that settles a request again."""
     assert one.ask().status_code == 200
     wait_for(lambda: one.log.endswith("\n"))
     with open(one.folder / "stdout", "a") as log:

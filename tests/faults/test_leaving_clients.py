@@ -113,11 +113,11 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             ) as served,
             client(served.port) as holder,
         ):
-            served.relay.learn(Health({"down#0": Condition.DOWN}, {}))
+            served.worker.learn(Health({"down#0": Condition.DOWN}, {}))
             server.asked[HOLDER] = asyncio.Event()
             holder.send(request(chat(seed=HOLDER, top_k="before the head", model="busy")))
             await server.asked[HOLDER].wait()
-            baseline = sum(len(each._parking) for each in served.relay.fleet)
+            baseline = sum(len(each._parking) for each in served.worker.fleet)
 
             async def leave(number: int) -> None:
                 state = dice.choice(EVERY)
@@ -173,16 +173,16 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             await until(lambda: len(server.ended) == len(server.asked), 30)
             await until(lambda: served.in_flight == 0, 30)
             assert set(seen) == set(EVERY)
-            assert sum(record.queued > 0 for record in served.relay.records) > seen["in the queue"] / 2
-            assert sum(record.asked == "down" for record in served.relay.records) > seen["while a fallback is tried"] / 2
-            assert {record.status for record in served.relay.records} == {499}
+            assert sum(record.queued > 0 for record in served.worker.records) > seen["in the queue"] / 2
+            assert sum(record.asked == "down" for record in served.worker.records) > seen["while a fallback is tried"] / 2
+            assert {record.status for record in served.worker.records} == {499}
             assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
             assert served.total("server_ejected") == 0
             took = sorted(server.ended[number] - left[number] for number in server.ended)
             p99 = took[int(0.99 * len(took))]
             assert p99 < (0.2 if FULL else 20.0)
             await until(lambda: upstream.open == 0)
-            assert sum(len(each._parking) for each in served.relay.fleet) == baseline
+            assert sum(len(each._parking) for each in served.worker.fleet) == baseline
             async with client(served.port) as one:
                 reply = await one.ask(request(chat(seed=-1, top_k="none")))
                 assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")

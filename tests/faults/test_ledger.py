@@ -1,4 +1,4 @@
-"""The ledger through deaths: of its database, of a relay, of control. Every request that was over is there once, to the token."""
+"""The ledger through deaths: of its database, of a worker, of control. Every request that was over is there once, to the token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIENTS = 8 if FULL else 4
 STREAMS = 20 if FULL else 5
 TOKENS = 7
 GATHERED = 2_000
-"""Lines of the access log, at most, that a relay gathers in a tick and that die with it; their rows of the ledger do not."""
+"""Lines of the access log, at most, that a worker gathers in a tick and that die with it; their rows of the ledger do not."""
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ async def test_a_database_that_is_away_costs_no_request_and_no_row(
     server: postgres.Postgres, tmp_path: Path, harm: Callable[[postgres.Postgres], Callable[[], None]], measured: Callable[[str], None]
 ) -> None:
     url = server.database()
-    with gateway(tmp_path, settings(url, relays=2)) as one:
+    with gateway(tmp_path, settings(url, workers=2)) as one:
         first = await warm(one)
         async with whole(one), load(one.data) as seen:
             await until(lambda: rows(one, "written") > 1, 60)
@@ -224,13 +224,15 @@ def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(ser
 
 
 @pytest.mark.row(24)
-async def test_a_relay_that_is_killed_loses_no_row_and_names_what_it_had_under_way(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_a_worker_that_is_killed_loses_no_row_and_names_what_it_had_under_way(
+    tmp_path: Path, measured: Callable[[str], None]
+) -> None:
     url = "sqlite:///usage.db"
     with gateway(tmp_path, settings(url)) as one:
         await warm(one)
         async with whole(one, lost=GATHERED), long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
             before = len(seen.answered)
-            os.kill(one.relays()[0], signal.SIGKILL)
+            os.kill(one.workers()[0], signal.SIGKILL)
             await until(lambda: len(seen.answered) > before + 50, 60)
         wait_for(lambda: rows(one, "lost") >= STREAMS)
         assert one.stop() == 0
@@ -238,20 +240,20 @@ async def test_a_relay_that_is_killed_loses_no_row_and_names_what_it_had_under_w
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
-    told = 1 + len(seen.answered) + len(seen.refused)  # a relay that has just begun may know of no server yet
+    told = 1 + len(seen.answered) + len(seen.refused)  # a worker that has just begun may know of no server yet
     assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - told - STREAMS <= CLIENTS
-    measured(f"kill -9 of a relay: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
+    measured(f"kill -9 of a worker: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
 
 
 @pytest.mark.row(24)
 async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Callable[[str], None]) -> None:
     url = "sqlite:///usage.db"
-    with gateway(tmp_path, settings(url, relays=2)) as one, ended(one):
-        relays = [psutil.Process(pid) for pid in one.relays().values()]
+    with gateway(tmp_path, settings(url, workers=2)) as one, ended(one):
+        workers = [psutil.Process(pid) for pid in one.workers().values()]
         async with long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
             one.process.kill()
             await asyncio.to_thread(one.process.wait)
-            await until(lambda: not alive(relays), 60)
+            await until(lambda: not alive(workers), 60)
     with gateway(tmp_path, settings(url)) as again:
         await asyncio.to_thread(wait_for, lambda: spooled(again) == 0 and len(kept(url, tmp_path)) >= len(seen.answered) + STREAMS, 60)
     found = kept(url, tmp_path)

@@ -132,7 +132,7 @@ async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[s
 
 def variants(server: Scripted) -> list[tuple[bool, dict[str, Any] | str]]:
     """Configurations in turn, each with whether it is good."""
-    good = configuration(far(server), relays=2)
+    good = configuration(far(server), workers=2)
     changes: list[dict[str, Any]] = [{"aliases": ["other"]}, {"timeouts": {"idle": "50s"}}, {"keepalive": "30s"}, {"defaults": {"seed": 1}}]
     more = {"keys": [*good["keys"], {"id": "team-b", "hash": keys.hash_of("sk-b")}]}
     weighted = far(server)
@@ -153,16 +153,16 @@ def variants(server: Scripted) -> list[tuple[bool, dict[str, Any] | str]]:
     ]
 
 
-def relays_memory(one: Controlled) -> float:
-    return sum(psutil.Process(relay.pid).memory_info().rss for relay in one.control.relays.statuses if relay.pid) / MIB
+def workers_memory(one: Controlled) -> float:
+    return sum(psutil.Process(worker.pid).memory_info().rss for worker in one.control.workers.statuses if worker.pid) / MIB
 
 
 @pytest.mark.row(22)
 @pytest.mark.timeout(1200 if FULL else 120)
 async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
-    async with scripted(source) as server, harmless(tmp_path, server, relays=2) as one:
-        pids = [relay.pid for relay in one.control.relays.statuses]
+    async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one:
+        pids = [worker.pid for worker in one.control.workers.statuses]
         async with asking(one, [KEY]) as seen, streaming(one, source, STREAMS) as streams:
             outcomes, grown = {True: 0, False: 0}, 0.0
             for number, (good, text) in zip(range(RELOADS), itertools.cycle(variants(server)), strict=False):
@@ -175,8 +175,8 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
                 assert reading.successful is good, reading
                 assert one.value("config_last_reload_successful") == good
                 if number == RELOADS // 2:
-                    grown = relays_memory(one)
-            grown = relays_memory(one) - grown
+                    grown = workers_memory(one)
+            grown = workers_memory(one) - grown
             assert not any(stream.done() for stream in streams)
         assert one.value("config_reloads_total", "success") == outcomes[True] > 0
         assert one.value("config_reloads_total", "failure") == outcomes[False] > 0
@@ -185,12 +185,12 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
             assert reply.status == 200 and reply.whole
             assert reply.body == source.sent[f"s{number}"]
         assert set(seen[KEY].statuses) == {200}
-        assert [relay.pid for relay in one.control.relays.statuses] == pids, "no relay was replaced"
+        assert [worker.pid for worker in one.control.workers.statuses] == pids, "no worker was replaced"
     measured(
         f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {seen[KEY].statuses[200]} requests: "
-        f"0 dropped, bytes equal; the relays grew by {grown:.1f} MiB in the second half"
+        f"0 dropped, bytes equal; the workers grew by {grown:.1f} MiB in the second half"
     )
-    assert not FULL or grown < 32, f"the relays have grown by {grown:.0f} MiB"
+    assert not FULL or grown < 32, f"the workers have grown by {grown:.0f} MiB"
 
 
 @asynccontextmanager
@@ -207,7 +207,7 @@ async def watched(one: Controlled) -> AsyncIterator[None]:
 @pytest.mark.row(21)
 async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[str], None]) -> None:
     rounds, source, times = (20 if FULL else 4), Source(), list[float]()
-    async with scripted(source) as server, harmless(tmp_path, server, relays=2) as one, watched(one):
+    async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one, watched(one):
         for number in range(rounds):
             former, latter = f"sk-former-{number}", f"sk-latter-{number}"
             book = Keybook(one.file)
@@ -236,12 +236,12 @@ async def _taken_away(one: Controlled, identity: str, name: str, value: Any, tok
 
 
 async def _until_all(one: Controlled, token: str, status: int) -> None:
-    """Wait until a key gets this answer, on many connections in a row, and every relay serves by the same generation."""
+    """Wait until a key gets this answer, on many connections in a row, and every worker serves by the same generation."""
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            same = {relay.generation for relay in one.control.relays.statuses} == {one.control.generation}
+            same = {worker.generation for worker in one.control.workers.statuses} == {one.control.generation}
             streak = streak + 1 if reply.status == status and same else 0
 
 
@@ -267,7 +267,7 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
 async def test_what_is_open_at_a_reload_is_not_kept_for_ever(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count, rounds = 400, 12
     async with controlled(tmp_path, launched()) as one:
-        (status,) = one.control.relays.statuses
+        (status,) = one.control.workers.statuses
         assert status.pid is not None
         process, sizes = psutil.Process(status.pid), list[int]()
         for number in range(rounds):

@@ -48,18 +48,18 @@ def test_a_soak(tmp_path: Path, measured: Callable[[str], None]) -> None:
     measured(f"{seconds} s, {findings.sent:,} requests, {findings.recorded:,} records, in the end nothing in flight and no descriptor "
              f"more; memory {slopes}")  # fmt: skip
     assert findings.unmet == []
-    assert set(findings.looks) == {"control", "relay 0", "relay 1"}
+    assert set(findings.looks) == {"control", "worker 0", "worker 1"}
     assert findings.outcomes["200"] and findings.outcomes["stream"] and findings.outcomes["left"]
     page = soak.rendered(findings)
-    assert f"{findings.sent:,} requests sent" in page and "| relay 1 |" in page
+    assert f"{findings.sent:,} requests sent" in page and "| worker 1 |" in page
 
 
 def test_a_soak_that_misses_a_bar_says_so() -> None:
     """Each bar missed by itself, and none by a soak as it should be."""
     assert _found().unmet == []
     for said, findings in {
-        "a relay grew by 2.0 MiB/min, and 1.0 may be": _found(grows=2 << 20),
-        "a relay has 23 descriptors, and had 22 at first": _found(fds=23),
+        "a worker grew by 2.0 MiB/min, and 1.0 may be": _found(grows=2 << 20),
+        "a worker has 23 descriptors, and had 22 at first": _found(fds=23),
         "94 requests are recorded, of 100 that were sent and 5 whose clients left": _found(recorded=94),
         "101 requests are recorded, of 100 that were sent and 5 whose clients left": _found(recorded=101),
         "in flight: 1": _found(left="in flight: 1"),
@@ -70,4 +70,4 @@ def test_a_soak_that_misses_a_bar_says_so() -> None:
 def _found(*, grows: int = 0, fds: int = 22, recorded: int = 95, left: str = "") -> soak.Findings:
     """A soak of ten minutes with a process that grows by so many bytes a minute and ends with so many descriptors."""
     looks = [soak.Look(60.0 * minute, grows * minute, 22) for minute in range(11)] + [soak.Look(601.0, 0, fds)]
-    return soak.Findings(600.0, Counter({"left": 5}), {"a relay": looks}, left, 100, recorded)
+    return soak.Findings(600.0, Counter({"left": 5}), {"a worker": looks}, left, 100, recorded)

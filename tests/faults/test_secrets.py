@@ -114,7 +114,7 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
         errors = _asked(one)
         wait_for(lambda: len(one.log.splitlines()) > 50)
         _servers_know_their_own_secrets_only(one)
-        os.kill(one.relays()[0], signal.SIGKILL)
+        os.kill(one.workers()[0], signal.SIGKILL)
         one.named("upstream.simulator")[-1].kill()
         wait_for(lambda: httpx2.get(one.url + "/health", timeout=10, verify=False).status_code == 200)
         places = {f"an error's body: {body[:60]!r}": body for body in errors}
@@ -153,12 +153,12 @@ class _Broken(Catalog):
 async def test_no_canary_in_a_trace(formatter: Callable[[str], logging.Formatter], measured: Callable[[str], None]) -> None:
     written = io.StringIO()
     handler = logs.Handler(written)
-    handler.setFormatter(formatter("relay 0"))
+    handler.setFormatter(formatter("worker 0"))
     logger = logging.getLogger("vllm_gateway")
     logger.addHandler(handler)
     try:
         async with unharmed([model(1)], [key(token=GOOD)]) as served:
-            served.relay.catalog = _Broken((), {})
+            served.worker.catalog = _Broken((), {})
             for path, body in _bodies():
                 reply = await ask(served.port, request(body | {"model": f"{CANARY}-model"}, path, token=GOOD))
                 assert reply.status in (400, 404, 500) and CANARY.encode() not in reply.body

@@ -125,20 +125,20 @@ async def test_three_gateways_on_one_redis_admit_what_the_limit_says(
     load.assert_admitted(limit, each)
 
 
-async def test_the_relays_of_one_gateway_need_no_store(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 1, {"requests_per_minute": 600}, server={"relays": 3}) as (one,):
+async def test_the_workers_of_one_gateway_need_no_store(tmp_path: Path) -> None:
+    async with gateways(tmp_path, 1, {"requests_per_minute": 600}, server={"workers": 3}) as (one,):
         load = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1))
         assert set(load.seen) == {200, 429}
         load.assert_admitted(600)
 
 
-async def test_counts_outlive_a_relay_and_its_places_do_not(tmp_path: Path) -> None:
+async def test_counts_outlive_a_worker_and_its_places_do_not(tmp_path: Path) -> None:
     async with gateways(tmp_path, 1, {"tokens_per_day": 1000, "concurrent": 1}) as (one,):
         async with client(one.data) as visitor:
             await begin(visitor)
             assert await status(one) == 429
-            os.kill(one.relays()[0], signal.SIGKILL)
-        await until(lambda: one.get("/status").json()["relays"][0]["restarts"] == 1 and one.get("/readyz").status_code == 200, 30)
+            os.kill(one.workers()[0], signal.SIGKILL)
+        await until(lambda: one.get("/status").json()["workers"][0]["restarts"] == 1 and one.get("/readyz").status_code == 200, 30)
         assert await status(one, max_tokens=900) == 429, "what the dead one had reserved stays counted"
         assert await status(one, max_tokens=1) == 200, "and its place is free"
 
@@ -179,9 +179,9 @@ async def status(one: Gateway, max_tokens: int = 1) -> int:
 
 
 def kill(one: Gateway) -> None:
-    """The gateway and its relays at once, so that nobody tidies up."""
-    relays = [psutil.Process(pid) for pid in one.relays().values()]
-    for each in relays:
+    """The gateway and its workers at once, so that nobody tidies up."""
+    workers = [psutil.Process(pid) for pid in one.workers().values()]
+    for each in workers:
         each.kill()
     one.process.kill()
     one.process.wait()

@@ -38,10 +38,10 @@ async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> 
                 asks = dice.random() < 0.5
                 wanted = b"".join(event for event in events if asks or event is not COUNT)
                 assert unchunked(one.streamed(reads, asks)) == wanted
-                assert one.relay.records.pop().incomplete is None and not one.relay.records, "each is recorded once"
-            assert one.relay.started == STREAMS
-            assert one.relay.admission.in_flight == 0 and not one.relay.deadlines
-            assert [server.in_flight for server in one.relay.fleet] == [0]
+                assert one.worker.records.pop().incomplete is None and not one.worker.records, "each is recorded once"
+            assert one.worker.started == STREAMS
+            assert one.worker.admission.in_flight == 0 and not one.worker.deadlines
+            assert [server.in_flight for server in one.worker.fleet] == [0]
     measured(f"{STREAMS:,} streams, cut at random by server and network: equal, and never half an event")
 
 

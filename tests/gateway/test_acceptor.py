@@ -1,4 +1,4 @@
-"""Relays that share a listening socket share its connections, too."""
+"""Workers that share a listening socket share its connections, too."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gateway.acceptor import Acceptor, Seats
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import until
 
-RELAYS = 2
+WORKERS = 2
 MANY = 100
 MOST = 4 * MANY
-"""Connections within which two relays are even, however long one of them gets no time."""
+"""Connections within which two workers are even, however long one of them gets no time."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_who_is_clearly_ahead_stands_back(seats: Seats) -> None:
     assert not seats.is_ahead(1000), "it is gone"
 
 
-async def test_nobody_waits_for_a_relay_that_takes_none(seats: Seats) -> None:
+async def test_nobody_waits_for_a_worker_that_takes_none(seats: Seats) -> None:
     Seats(seats.fd, 1).note(0)  # and that is all it does
     taken: list[socket.socket] = []
 
@@ -68,7 +68,7 @@ async def test_a_connection_that_cannot_be_begun_is_closed(seats: Seats) -> None
 
 
 class Sharing:
-    """Two that take connections from one socket, as two relays do, in one loop: a machine that stands still holds up both."""
+    """Two that take connections from one socket, as two workers do, in one loop: a machine that stands still holds up both."""
 
     def __init__(self, seats: Seats, stack: ExitStack) -> None:
         self.held: list[list[socket.socket]] = [[], []]
@@ -114,22 +114,22 @@ async def test_one_that_came_later_takes_what_the_other_has_too_much(seats: Seat
 
 
 def _held(running: Gateway) -> list[int]:
-    """How many clients each relay has."""
+    """How many clients each worker has."""
     found = []
-    for pid in running.relays().values():
+    for pid in running.workers().values():
         links = psutil.Process(pid).net_connections("tcp")
         found.append(sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == running.data for link in links))
     return found
 
 
 def _all_up(running: Gateway) -> bool:
-    return all(each["up"] for each in running.get("/status").json()["relays"])
+    return all(each["up"] for each in running.get("/status").json()["workers"])
 
 
 def _share(running: Gateway, clients: ExitStack, count: int) -> None:
-    """Connect so many more, and on until no relay has clearly more than the other.
+    """Connect so many more, and on until no worker has clearly more than the other.
 
-    A relay that gets no time for some milliseconds is not waited for, and the other takes its part; they are even again once both run.
+    A worker that gets no time for some milliseconds is not waited for, and the other takes its part; they are even again once both run.
     """
     there = sum(_held(running))
 
@@ -146,11 +146,11 @@ def _share(running: Gateway, clients: ExitStack, count: int) -> None:
         connect(5)
 
 
-def test_connections_are_shared_also_with_a_relay_that_came_later(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=RELAYS, headers_timeout="10m")) as running, ExitStack() as clients:
+def test_connections_are_shared_also_with_a_worker_that_came_later(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), workers=WORKERS, headers_timeout="10m")) as running, ExitStack() as clients:
         wait_for(lambda: _all_up(running))
         _share(running, clients, MANY)
-        os.kill(running.relays()[0], signal.SIGKILL)
-        wait_for(lambda: running.get("/status").json()["relays"][0]["restarts"] and _all_up(running))
+        os.kill(running.workers()[0], signal.SIGKILL)
+        wait_for(lambda: running.get("/status").json()["workers"][0]["restarts"] and _all_up(running))
         _share(running, clients, sum(_held(running)))
         assert running.ask().status_code == 200

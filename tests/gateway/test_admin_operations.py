@@ -107,7 +107,7 @@ def test_with_the_token_it_is_done_and_noted(one: Gateway) -> None:
     assert "stop of sim/one is asked for by the token, from 127.0.0.1" in one.said
     assert asked(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
     wait_for(lambda: state(one) == "ready", why=lambda: one.said)
-    wait_for(lambda: answers(one))  # once the relays have heard, too
+    wait_for(lambda: answers(one))  # once the workers have heard, too
     assert asked(one, "/reload", SHOWN).json()["successful"]
     assert asked(one, "/models/none/stop", SHOWN).status_code == 404
     assert asked(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404

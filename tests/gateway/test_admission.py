@@ -109,9 +109,9 @@ async def come(served: Served, who: str, first: int = 0, **fields: Any) -> list[
     """A request for each letter, of the key of that name, one after the other; the tasks give the statuses."""
     tasks = []
     for seed, letter in enumerate(who, first):
-        before = served.relay.started
+        before = served.worker.started
         tasks.append(asyncio.create_task(_status(served, asking(letter, seed, **fields))))
-        await until(lambda before=before: served.relay.started == before + 1)
+        await until(lambda before=before: served.worker.started == before + 1)
         await asyncio.sleep(0)
     return tasks
 
@@ -135,9 +135,9 @@ async def test_a_server_has_no_more_than_it_may_and_the_rest_goes_on_one_by_one(
         assert await asyncio.gather(*tasks) == [200] * 6
         assert {0, 1} == set(slow.seeds[:2]) and slow.seeds[2:] == [2, 3, 4, 5] and slow.most == 2
         assert slow.server.accepted == 2, "who goes on takes the connection that has become free"
-        waited = [record.queued > 0 for record in served.relay.records]
+        waited = [record.queued > 0 for record in served.worker.records]
         assert waited == [False, False, True, True, True, True]
-        assert all(record.overhead <= record.duration - record.queued for record in served.relay.records)
+        assert all(record.overhead <= record.duration - record.queued for record in served.worker.records)
 
 
 async def test_keys_take_turns_by_their_weights() -> None:
@@ -214,13 +214,13 @@ async def test_who_has_waited_long_enough_is_told_when_to_come_back() -> None:
         reply = await ask(served.port, asking("b", 1))
         assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
         await settled_but(served, 1)
-        assert served.relay.records[-1].queued >= 0.3
+        assert served.worker.records[-1].queued >= 0.3
         await slow.let_go()
         assert await tasks[0] == 200
 
 
 async def settled_but(served: Served, left: int) -> None:
-    await until(lambda: served.relay.started - len(served.relay.records) == left)
+    await until(lambda: served.worker.started - len(served.worker.records) == left)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,13 +260,13 @@ async def test_who_had_a_turn_to_no_avail_waits_before_those_who_came_later() ->
         with silent() as nobody:
             servers = (slow.server.port, nobody)
             async with unharmed([bounded(*servers, timeouts=Timeouts(connect=0.5))], KEYS) as served:
-                served.relay.learn(Health({"tiny#1": Condition.DOWN}, {}))
+                served.worker.learn(Health({"tiny#1": Condition.DOWN}, {}))
                 tasks = await come(served, "aaa")
                 await until(lambda: queued(served) == 2)
-                served.relay.learn(Health({"tiny#1": Condition.UP}, {}))
+                served.worker.learn(Health({"tiny#1": Condition.UP}, {}))
                 assert queued(served) == 1, "the first of them is sent to where nobody accepts it"
                 await until(lambda: queued(served) == 2)
-                served.relay.learn(Health({"tiny#1": Condition.DOWN}, {}))  # or it would be tried once more where the rest takes seconds
+                served.worker.learn(Health({"tiny#1": Condition.DOWN}, {}))  # or it would be tried once more where the rest takes seconds
                 await slow.let_go(3)
                 assert await asyncio.gather(*tasks) == [200] * 3
                 assert slow.seeds == [0, 1, 2]
@@ -293,16 +293,16 @@ async def test_a_reload_may_change_the_bound_at_any_time_and_cuts_nobody() -> No
 
 
 def _reload(served: Served, **more: Any) -> None:
-    state = served.relay.state
-    served.relay.take(replace(state, generation=state.generation + 1, models=(replace(state.models[0], **more),)))
+    state = served.worker.state
+    served.worker.take(replace(state, generation=state.generation + 1, models=(replace(state.models[0], **more),)))
 
 
 async def test_servers_that_go_while_others_wait() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
         tasks = await come(served, "aa")
         await until(lambda: queued(served) == 1)
-        served.relay.learn(Health({"tiny#0": Condition.DOWN}, {}))
-        assert await tasks[1] == 503 and served.relay.records[-1].code == "no_healthy_server"
+        served.worker.learn(Health({"tiny#0": Condition.DOWN}, {}))
+        assert await tasks[1] == 503 and served.worker.records[-1].code == "no_healthy_server"
         await slow.let_go()
         assert await tasks[0] == 200
 
@@ -311,7 +311,7 @@ async def test_while_the_gateway_stops_those_who_wait_for_a_turn_may_have_it() -
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
         tasks = await come(served, "aa")
         await until(lambda: queued(served) == 1)
-        served.relay.lobby.close()
+        served.worker.lobby.close()
         await slow.let_go(2)
         assert await asyncio.gather(*tasks) == [200, 200]
 
@@ -384,19 +384,19 @@ def test_a_house_is_never_over_full_and_who_has_nothing_gets_what_is_free(most: 
         assert guests.under_way.total() <= most
 
 
-# The relays' parts
+# The workers' parts
 
 
-@pytest.mark.parametrize(("whole", "relays"), [(1, 1), (7, 1), (7, 2), (8, 3), (256, 5), (3, 3)])
-def test_the_parts_are_the_whole_on_every_server(whole: int, relays: int) -> None:
+@pytest.mark.parametrize(("whole", "workers"), [(1, 1), (7, 1), (7, 2), (8, 3), (256, 5), (3, 3)])
+def test_the_parts_are_the_whole_on_every_server(whole: int, workers: int) -> None:
     for index in range(4):
-        parts = [part(whole, number + index, relays) for number in range(relays)]
+        parts = [part(whole, number + index, workers) for number in range(workers)]
         assert sum(parts) == whole and max(parts) - min(parts) <= 1 and min(parts) >= 1
-    if relays > 1 and whole % relays:
-        assert len({part(whole, index, relays) for index in range(relays)}) == 2, "another relay's with each server"
+    if workers > 1 and whole % workers:
+        assert len({part(whole, index, workers) for index in range(workers)}) == 2, "another worker's with each server"
 
 
-def test_no_relay_is_left_with_nothing_when_there_are_more_than_the_file_says() -> None:
+def test_no_worker_is_left_with_nothing_when_there_are_more_than_the_file_says() -> None:
     assert [part(2, number, 4) for number in range(4)] == [1, 1, 1, 1]
 
 
@@ -410,9 +410,9 @@ def test_a_pace_is_the_mean_of_the_latest_turns_and_no_better_than_the_present_o
     assert pace.time_for(1, 120.0) == 1
 
 
-async def test_several_relays_together_keep_a_servers_bound(tmp_path: Path) -> None:
+async def test_several_workers_together_keep_a_servers_bound(tmp_path: Path) -> None:
     bounded = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 3}
-    async with controlled(tmp_path, bounded, relays=2) as gateway:
+    async with controlled(tmp_path, bounded, workers=2) as gateway:
         tasks = await gateway.streams("m", seconds=5.0)
         tasks += [asyncio.create_task(gateway.ask("m", stream=True)) for _ in range(24)]
         most = gateway.in_flight("m")

@@ -35,7 +35,7 @@ def test_the_addresses_are_such_as_a_client_takes(tmp_path: Path, host: str, sho
         assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in said.getvalue()
 
 
-TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|relay \d+): "
+TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|worker \d+): "
 KNOWN = Cause("kv_cache_too_small", "no memory is left", "Raise it.", "ValueError: No available memory")
 FAILED = Snapshot(
     "m#0",

@@ -14,7 +14,7 @@ from tests.support.scripted import Conversation, scripted
 
 
 @pytest.fixture
-async def relay() -> AsyncIterator[Served]:
+async def worker() -> AsyncIterator[Served]:
     """Three servers, each of which answers with its number."""
 
     def numbered(number: int) -> Any:
@@ -28,34 +28,34 @@ async def relay() -> AsyncIterator[Served]:
         yield await stack.enter_async_context(serving([model(*ports, balance="prefix")]))
 
 
-async def asked(relay: Served, session: str = "", path: str = "/v1/chat/completions", **body: Any) -> int:
+async def asked(worker: Served, session: str = "", path: str = "/v1/chat/completions", **body: Any) -> int:
     headers = {"authorization": f"Bearer {KEY}"} | ({"x-session-id": session} if session else {})
     async with httpx2.AsyncClient() as client:
-        answer = await client.post(relay.url + path, json={"model": "tiny", **body}, headers=headers)
+        answer = await client.post(worker.url + path, json={"model": "tiny", **body}, headers=headers)
     number: int = answer.json()["number"]
     return number
 
 
-async def test_the_turns_of_a_conversation_reach_one_server(relay: Served) -> None:
+async def test_the_turns_of_a_conversation_reach_one_server(worker: Served) -> None:
     used = set()
     for number in range(12):
         turn = [{"role": "system", "content": "s"}, {"role": "user", "content": f"conversation {number}"}]
         more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-        servers = {await asked(relay, messages=turn + more * length) for length in range(3)}
+        servers = {await asked(worker, messages=turn + more * length) for length in range(3)}
         assert len(servers) == 1
         used |= servers
     assert len(used) > 1
-    assert relay.in_flight == 0
+    assert worker.in_flight == 0
 
 
-async def test_what_belongs_together_can_be_said_in_a_header(relay: Served) -> None:
+async def test_what_belongs_together_can_be_said_in_a_header(worker: Served) -> None:
     def said(number: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": f"{number}"}]}
 
-    assert len({await asked(relay, f"session {number}", **said(1)) for number in range(12)}) > 1
-    assert len({await asked(relay, "one", **said(number)) for number in range(12)}) == 1
+    assert len({await asked(worker, f"session {number}", **said(1)) for number in range(12)}) > 1
+    assert len({await asked(worker, "one", **said(number)) for number in range(12)}) == 1
 
 
-async def test_extra_body_counts_as_what_is_sent(relay: Served) -> None:
-    servers = {await asked(relay, path="/v1/completions", prompt=f"{n}", extra_body={"prompt": "the same"}) for n in range(8)}
+async def test_extra_body_counts_as_what_is_sent(worker: Served) -> None:
+    servers = {await asked(worker, path="/v1/completions", prompt=f"{n}", extra_body={"prompt": "the same"}) for n in range(8)}
     assert len(servers) == 1

@@ -65,18 +65,18 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
     running = read(tmp_path)
     admin = {"port": 1, "token": {"env": "KEY"}}
     fresh = read(
-        tmp_path, server={"port": 1234, "relays": 3, "drain": "1s", "admin": admin}, ledger="sqlite:///x.db", log={"level": "error"}
+        tmp_path, server={"port": 1234, "workers": 3, "drain": "1s", "admin": admin}, ledger="sqlite:///x.db", log={"level": "error"}
     )
     waiting = change.waiting(running, fresh)
     assert waiting == (
         "server.port needs a restart (1234 in the file, 8000 in use)",
-        "server.relays needs a restart (3 in the file, 1 in use)",
+        "server.workers needs a restart (3 in the file, 1 in use)",
         "server.admin needs a restart",
         "ledger needs a restart",
     )
     assert SECRET not in str(waiting)
     served = change.pinned(running, fresh)
-    assert (served.server.port, served.server.relays, served.server.admin, served.ledger) == (8000, 1, running.server.admin, None)
+    assert (served.server.port, served.server.workers, served.server.admin, served.ledger) == (8000, 1, running.server.admin, None)
     assert (served.server.drain, served.log.level, served.files) == (1.0, "error", fresh.files)
     assert change.waiting(served, fresh) == waiting, "it is told until the file says otherwise"
     assert change.waiting(served, running) == ()

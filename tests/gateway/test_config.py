@@ -26,7 +26,7 @@ SAMPLE = f"""\
 server:
   host: 0.0.0.0            # data port
   port: 8000
-  relays: 1
+  workers: 1
   admin: {{host: 127.0.0.1, port: 9090}}      # /metrics /livez /readyz /status
   body_limit: 20MiB
   drain: 30s
@@ -158,7 +158,7 @@ def test_a_scope_is_a_pattern_and_a_date_is_its_first_moment(sample: Config) -> 
 def test_defaults(write: Any) -> None:
     config = load(write(f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: k, hash: '{HASH.upper().replace('SHA', 'sha')}'}}]\n"), {})
     server, model = config.server, config.models[0]
-    assert (server.host, server.port, server.relays, server.admin.host, server.admin.port) == ("0.0.0.0", 8000, 1, "127.0.0.1", 9090)
+    assert (server.host, server.port, server.workers, server.admin.host, server.admin.port) == ("0.0.0.0", 8000, 1, "127.0.0.1", 9090)
     assert (server.body_limit, server.drain) == (20971520, 30.0)
     assert model.launch is not None
     assert (model.launch.command, model.launch.replicas, model.launch.start, model.launch.startup_timeout) == (

@@ -52,7 +52,7 @@ MANY = f"""\
 server:
   prot: 8000
   port: "abc"
-  relays: 1.5
+  workers: 1.5
   drain: 30
   body_limit: 20 MiB
   drain: 10s
@@ -88,7 +88,7 @@ default_model: Qwen/Qwen4
 EXPECTED = """\
 g.yaml:2: server.prot: unknown key; did you mean `port`?
 g.yaml:3: server.port: expected a whole number, found 'abc'
-g.yaml:4: server.relays: expected a whole number, found 1.5
+g.yaml:4: server.workers: expected a whole number, found 1.5
 g.yaml:5: server.drain: expected a duration with its unit, e.g. 30s (ms, s, m, h, d)
 g.yaml:6: server.body_limit: expected a size with its unit, e.g. 20MiB (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)
 g.yaml:7: server.drain: this key is already on line 5
@@ -361,7 +361,7 @@ def about_limits(folder: Path, key: str, *, price: str = "", rest: str = "") -> 
 
 
 def test_limits(tmp_path: Path) -> None:
-    assert about_limits(tmp_path, "concurrent: 1", rest="server: {relays: 4}") == []
+    assert about_limits(tmp_path, "concurrent: 1", rest="server: {workers: 4}") == []
     assert about_limits(tmp_path, "models: [{models: [m], max_tokens: 5}]") == []
     assert about_limits(tmp_path, "models: [{models: [n], max_tokens: 5}]") == ["keys[0].limits.models[0].models[0]: matches no model"]
     assert about_limits(tmp_path, "models: [{models: [m]}]") == ["keys[0].limits.models[0]: limits nothing; write e.g. requests_per_minute"]
@@ -508,12 +508,22 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
     check()
 
 
-def test_a_bound_that_the_relays_cannot_share(tmp_path: Path) -> None:
-    text = (
-        "server: {{relays: 4, max_inflight: {}}}\nmodels: [{{id: m, launch: {{}}, max_inflight: {}}}]\nkeys: [{{id: k, anonymous: true}}]\n"
-    )
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server:\n  relays: 2\n", "g.yaml:2: server.relays: this setting was renamed; write `workers`"),
+        ("log:\n  levels: {relay: debug}\n", "g.yaml:2: log.levels.relay: this part was renamed; write `worker`"),
+    ],
+)
+def test_a_renamed_setting_is_refused_with_its_new_name(tmp_path: Path, text: str, message: str) -> None:
+    assert message in problems(tmp_path, f"{text}models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: k, anonymous: true}}]\n")
+
+
+def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
+    keys = "keys: [{{id: k, anonymous: true}}]\n"
+    text = "server: {{workers: 4, max_inflight: {}}}\nmodels: [{{id: m, launch: {{}}, max_inflight: {}}}]\n" + keys
     assert problems(tmp_path, text.format(4, 4)) == []
-    words = "4 relays cannot share 3 requests: each needs at least one, or server.relays is less"
+    words = "4 workers cannot share 3 requests: each needs at least one, or server.workers is less"
     assert problems(tmp_path, text.format(3, 3)) == [
         f"g.yaml:1: server.max_inflight: {words}",
         f"g.yaml:2: models[0].max_inflight: {words}",

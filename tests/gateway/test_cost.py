@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway.access_log import AccessLog, access_log
-from gateway.app import Relay
+from gateway.app import Worker
 from gateway.edge import EdgeProtocol
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.link import Health
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.scoreboard import Board
 from gateway.state import Allowance, Key, Limits, Model, State
 from tests.support.way import Wire
@@ -87,14 +87,14 @@ class Path(NamedTuple):
     server: Connection
     server_wire: Wire
     log: AccessLog
-    relay: Relay
+    worker: Worker
 
     def ask(self) -> None:
         self.client.data_received(REQUEST)
-        self.relay.turn.end()
+        self.worker.turn.end()
         assert self.server_wire.take().endswith(b"}")
         self.server.data_received(ANSWER)
-        self.relay.turn.end()
+        self.worker.turn.end()
         assert self.client_wire.take().endswith(COMPLETION)
 
     def stream(self) -> None:
@@ -102,19 +102,19 @@ class Path(NamedTuple):
         self.server.data_received(STREAM_HEAD)
         for _ in range(2):
             self.server.data_received(CHUNK)
-            self.relay.turn.end()
+            self.worker.turn.end()
         assert self.client_wire.take().endswith(2 * CHUNK)
 
     def limit(self, limits: Limits) -> None:
         """Give all keys these limits."""
-        before = self.relay.state
+        before = self.worker.state
         keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
-        self.relay.take(replace(before, keys=keys))
-        self.relay.learn(Health({"tiny#0": Condition.UP}, {}, {}))
+        self.worker.take(replace(before, keys=keys))
+        self.worker.learn(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def chunk(self) -> None:
         self.server.data_received(CHUNK)
-        self.relay.turn.end()
+        self.worker.turn.end()
         assert self.client_wire.take() == CHUNK
 
 
@@ -126,14 +126,14 @@ async def path() -> AsyncIterator[Path]:
     turn = Still(math.inf)
     turn.gathers = True
     with fleet(turn) as servers, access_log(nowhere) as log:
-        relay = Relay(State(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=RelayMetrics(board), log=log)
-        relay.learn(Health({spec.name: Condition.UP}, {}, {}))
-        uvicorn = relay.server()
+        worker = Worker(State(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
+        worker.learn(Health({spec.name: Condition.UP}, {}, {}))
+        uvicorn = worker.server()
         uvicorn.config.load()
-        client = relay.protocol()(uvicorn.config, uvicorn.server_state, {})
+        client = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
         (server,) = servers
         connection = Connection(spec.name, server.park, servers.turn)
-        made = Path(client, Wire(), connection, Wire(), log, relay)
+        made = Path(client, Wire(), connection, Wire(), log, worker)
         client.connection_made(made.client_wire)
         connection.connection_made(made.server_wire)
         server.park(connection)
@@ -193,8 +193,8 @@ async def test_the_path_is_no_longer_than_it_was(path: Path, books: Books, what:
     if what == "chunk":
         path.stream()
     if what == "request with a ledger":
-        path.relay.books = books
-        books.take(path.relay.state)
+        path.worker.books = books
+        books.take(path.worker.state)
     if what == "request of a limited key":
         path.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
     count = counted(path.chunk if what == "chunk" else path.ask)

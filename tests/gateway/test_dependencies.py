@@ -63,7 +63,7 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
         with redis.client() as client:
             client.config_set("requirepass", "a-password-of-redis")
         (tmp_path / "redis-url").write_text(redis.url.replace("//", "//:a-password-of-redis@"))
-        config = configuration(launched(), relays=2) | {"limits_store": {"file": "redis-url"}}
+        config = configuration(launched(), workers=2) | {"limits_store": {"file": "redis-url"}}
         config["keys"][0]["limits"] = {"requests_per_minute": 1000}
         with gateway(tmp_path, config) as one:
             wait_for(lambda: of(one, "limits_store").get("state") == "up")
@@ -106,8 +106,8 @@ def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> No
             wait_for(lambda: of(one, "limits_store").get("state") == "up")
             redis.stop()
             wait_for(lambda: of(one, "limits_store")["state"] == "down")
-            one.named("relay_process")[0].kill()
-            wait_for(lambda: one.get("/status").json()["relays"][0]["restarts"] == 1)
+            one.named("worker_process")[0].kill()
+            wait_for(lambda: one.get("/status").json()["workers"][0]["restarts"] == 1)
             wait_for(lambda: of(one, "limits_store").get("state") == "down")
 
 

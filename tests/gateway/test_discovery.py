@@ -79,7 +79,7 @@ class Stage:
         return {each["name"]: each["condition"] for each in self.one.status(MODEL)["servers"]}
 
     async def shows(self, *conditions: str, hosts: Sequence[str] = HOSTS) -> None:
-        """Wait until the servers of these hosts are in these conditions and every relay knows."""
+        """Wait until the servers of these hosts are in these conditions and every worker knows."""
         wanted = dict(zip(self.urls(*hosts), conditions, strict=False))
         await until(lambda: self.conditions() == wanted, 30.0)
         await self.one.heard()

@@ -72,8 +72,8 @@ def test_with_descriptors_left_nobody_is_evicted(limit: int) -> None:
     assert not one.is_evicted
 
 
-def _relay(running: Gateway) -> psutil.Process:
-    return psutil.Process(running.relays()[0])
+def _worker(running: Gateway) -> psutil.Process:
+    return psutil.Process(running.workers()[0])
 
 
 def _status(one: socket.socket) -> bytes:
@@ -82,16 +82,16 @@ def _status(one: socket.socket) -> bytes:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("relays", [1, 2])
-def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path: Path, relays: int) -> None:
-    config = configuration(launched(MODEL), headers_timeout="600s", relays=relays)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path: Path, workers: int) -> None:
+    config = configuration(launched(MODEL), headers_timeout="600s", workers=workers)
     with gateway(tmp_path, config) as running, ExitStack() as stack:
-        for pid in running.relays().values():
+        for pid in running.workers().values():
             psutil.Process(pid).rlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
         (key,), (stream,) = connected(stack, running, 1), connected(stack, running, 1)
         key.sendall(request(chat(model=MODEL)))
         assert _status(key) == b"HTTP/1.1 200"
-        for number in range(relays * IDLE):
+        for number in range(workers * IDLE):
             (one,) = connected(stack, running, 1)
             if number % 3:
                 one.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" if number % 3 == 1 else request()[:50])
@@ -99,7 +99,7 @@ def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path:
                 stream.sendall(STREAM)
             if number % 20 == 0:
                 assert running.ask().status_code == 200, "a new client is served at once"
-        assert faults(running, "evicted") >= relays * (IDLE - LIMIT)
+        assert faults(running, "evicted") >= workers * (IDLE - LIMIT)
         assert _status(stream) == b"HTTP/1.1 200"
         wait_for(lambda: b"[DONE]" in stream.recv(65536))
         assert key.recv(65536)

@@ -27,7 +27,7 @@ def whole(reply: httpx2.Response) -> bool:
 async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     sick.touch()  # until all have come
-    async with controlled(tmp_path, on_demand(A, args={"sim-sick-while": str(sick)}), relays=2) as one:
+    async with controlled(tmp_path, on_demand(A, args={"sim-sick-while": str(sick)}), workers=2) as one:
         assert one.state(A) == "stopped" and one.control.launcher.snapshots() == ()
         assert one.value("server_up", A, f"{A}#0") == one.value("server_inflight", A, f"{A}#0") == 0
         asked = [asyncio.create_task(one.ask(A)) for _ in range(30)]
@@ -44,7 +44,7 @@ async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_p
 
 @pytest.mark.timeout(300)
 async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) -> None:
-    async with controlled(tmp_path, *(on_demand(name, **SHARED) for name in (A, B, C)), relays=2) as one:
+    async with controlled(tmp_path, *(on_demand(name, **SHARED) for name in (A, B, C)), workers=2) as one:
         end = time.monotonic() + 240.0
 
         def starts() -> dict[str, int]:
@@ -291,7 +291,7 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
 
 async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
     """Its old server has got its last request: one that comes now is served by the new one."""
-    async with controlled(tmp_path, on_demand(A), drain="60s", relays=2) as one:
+    async with controlled(tmp_path, on_demand(A), drain="60s", workers=2) as one:
         stream, *_ = await one.streams(A)
         await one.control.restart(A)
         assert one.state(A) == "draining" and not stream.done()

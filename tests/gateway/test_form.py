@@ -226,7 +226,7 @@ async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, .
         async with serving(models, default_model="tiny") as served:
             assert (await ask(served.port, form(*parts, chunks=chunks))).body == ANSWER
             assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
-            assert served.relay.records[0].model == "tiny"
+            assert served.worker.records[0].model == "tiny"
 
 
 async def test_a_large_file_streams_through() -> None:
@@ -432,7 +432,7 @@ async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
         reply = await ask(served.port, form(*parts, chunks=chunks))
         assert (reply.status, reply.body) == (200, text + count + done if asked else text + done)
         await until(lambda: served.total("tokens_total") == 37)
-        assert served.relay.records[-1].stream
+        assert served.worker.records[-1].stream
 
 
 async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
@@ -452,14 +452,14 @@ async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
         async with client(served.port) as one:
             one.send(form(MODEL, STREAM, FILE))
             await one.reader.readuntil(done)
-        await until(lambda: len(served.relay.records) == 1)
+        await until(lambda: len(served.worker.records) == 1)
         left.set()
-        assert (served.relay.records[0].status, served.relay.records[0].incomplete) == (200, None)
+        assert (served.worker.records[0].status, served.worker.records[0].incomplete) == (200, None)
 
         reply = await ask(served.port, form(MODEL, STREAM, FILE))
         assert reply.body.startswith(text + b'data: {"error":') and reply.body.endswith(done)
-        await until(lambda: len(served.relay.records) == 2)
-        assert (served.relay.records[1].code, served.relay.records[1].incomplete) == ("upstream_disconnected", "upstream")
+        await until(lambda: len(served.worker.records) == 2)
+        assert (served.worker.records[1].code, served.worker.records[1].incomplete) == ("upstream_disconnected", "upstream")
 
 
 async def test_a_keys_bound_holds_for_forms() -> None:

@@ -197,7 +197,7 @@ def test_the_whole_gateway(tmp_path: Path) -> None:
     issuer = Issuer("https://login.example.com/", SigningKey("ES256", "first"))
     claims = {"team": "groups", "models": "models"}
     with published(issuer, certificate(tmp_path)) as shown:
-        config = with_tokens(provider(shown, ca="cert.pem", claims=claims), relays=2) | {"ledger": "sqlite:///usage.db"}
+        config = with_tokens(provider(shown, ca="cert.pem", claims=claims), workers=2) | {"ledger": "sqlite:///usage.db"}
         with gateway(tmp_path, config) as one:
             alice = issuer.token(groups=["ops"])
             answers = [asked(one, alice) for _ in range(4)]

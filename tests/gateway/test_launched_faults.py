@@ -75,7 +75,7 @@ class Stage:
         """Started anew, nothing in flight, and the next request is answered."""
         wait_for(lambda: (self.server(model)["restarts"], self.server(model)["condition"]) == (restarts, "up"), seconds)
         wait_for(lambda: self.in_flight(model) == self.server(model)["in_flight"] == 0)
-        wait_for(lambda: answers(self.gateway, model))  # once the relays have heard, too
+        wait_for(lambda: answers(self.gateway, model))  # once the workers have heard, too
 
     def told(self, model: str, timeout: float = 60) -> str | None:
         """The code of the error that a request is told; None where it is told nothing in time, or is answered."""
@@ -148,7 +148,7 @@ def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
 def test_a_hung_server(stage: Stage) -> None:
     assert stage.hung is not None
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
-    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the relays have heard
+    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the workers have heard
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
     wait_for(lambda: "it is renewed: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)

@@ -190,7 +190,7 @@ async def test_leaving_while_the_body_is_sent() -> None:
     async with scripted(never) as server, serving([model(server.port)]) as served, client(served.port) as one:
         whole = request()
         one.send(whole[:-10])
-        await until(lambda: served.relay.admission.in_flight == 1)
+        await until(lambda: served.worker.admission.in_flight == 1)
         one.leave()
         await until(lambda: served.in_flight == 0)
         assert server.requests == []

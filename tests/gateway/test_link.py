@@ -1,4 +1,4 @@
-"""What control and a relay say to each other arrives as it was said, or ends the link."""
+"""What control and a worker say to each other arrives as it was said, or ends the link."""
 
 from __future__ import annotations
 

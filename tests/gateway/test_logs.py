@@ -38,7 +38,7 @@ def untouched() -> Iterator[None]:
 
 def spoken(formatter: logging.Formatter) -> tuple[logging.Logger, io.StringIO]:
     """A logger of the gateway, and what it writes."""
-    stream, logger = io.StringIO(), logging.Logger("vllm_gateway.relay")
+    stream, logger = io.StringIO(), logging.Logger("vllm_gateway.worker")
     handler = Handler(stream)
     handler.setFormatter(formatter)
     logger.addHandler(handler)
@@ -56,21 +56,21 @@ def failing(text: str) -> BaseException:
 
 
 def test_a_line_for_machines() -> None:
-    logger, stream = spoken(JsonFormatter("relay 3"))
+    logger, stream = spoken(JsonFormatter("worker 3"))
     logger.error("request %s\nfailed", "req_1", exc_info=failing(CANARY), extra={"request_id": "req_1"})
     (written,) = stream.getvalue().splitlines()
     line = orjson.loads(written)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
     trace = line.pop("trace")
-    assert line == {"level": "error", "process": "relay 3", "part": "relay", "message": "request req_1\nfailed", "request_id": "req_1"}
+    assert line == {"level": "error", "process": "worker 3", "part": "worker", "message": "request req_1\nfailed", "request_id": "req_1"}
     assert trace.startswith("builtins.KeyError, from\n") and "builtins.OSError (No space left on device), from\n" in trace
     assert "test_logs.py" in trace and "in failing" in trace
 
 
 def test_a_line_for_people_begins_with_its_time_and_level() -> None:
-    logger, stream = spoken(TextFormatter("relay 3"))
+    logger, stream = spoken(TextFormatter("worker 3"))
     logger.warning("request %s failed", "req_1")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING relay 3: request req_1 failed\n", stream.getvalue())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING worker 3: request req_1 failed\n", stream.getvalue())
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter("-"), TextFormatter("-")])
@@ -81,7 +81,7 @@ def test_what_an_error_says_is_not_written(formatter: logging.Formatter) -> None
 
 
 def test_an_error_that_nobody_caught_shows_neither_words_nor_arguments(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
-    configure(LogSettings(), "relay 0")
+    configure(LogSettings(), "worker 0")
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(uncaught)
     loop.call_soon(int, CANARY)
@@ -110,7 +110,7 @@ def test_what_is_remembered_of_repeats_is_bounded() -> None:
 
 
 def test_a_flood_is_a_few_lines_and_a_number() -> None:
-    logger, stream = spoken(JsonFormatter("relay 0"))
+    logger, stream = spoken(JsonFormatter("worker 0"))
     for number in range(1000):
         logger.warning("again %d", number)
     (handler,) = logger.handlers
@@ -189,8 +189,8 @@ def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
     assert any(line["message"].startswith("ready: 1 of 2") for line in said)
 
 
-def test_a_relay_that_dies_is_told_in_the_same_form(machine: Gateway) -> None:
-    os.kill(machine.relays()[0], signal.SIGKILL)
-    wait_for(lambda: "relay 0 ended unexpectedly" in machine.said)
+def test_a_worker_that_dies_is_told_in_the_same_form(machine: Gateway) -> None:
+    os.kill(machine.workers()[0], signal.SIGKILL)
+    wait_for(lambda: "worker 0 ended unexpectedly" in machine.said)
     wait_for(lambda: machine.get("/readyz").status_code == 200)
     assert all(lines(machine))

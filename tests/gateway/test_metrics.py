@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.admin import registry
 from gateway.engines import Engine
-from gateway.metrics import FAMILIES, PREFIX, Gaps, RelayMetrics, Series, Tally, observe, summed
+from gateway.metrics import FAMILIES, PREFIX, Gaps, Series, Tally, WorkerMetrics, observe, summed
 from gateway.record import Record
 from gateway.scoreboard import Board
 from gateway.state import Key, State
@@ -91,7 +91,7 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
     gaps = Gaps(0.0)
     for now in (0.01, 0.03, 200.0):
         gaps.mark(now)
-    metrics = RelayMetrics(board)
+    metrics = WorkerMetrics(board)
     metrics.settle(
         record(
             usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny", "tiny#0", "stale"),)
@@ -117,7 +117,7 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
 
 
 def test_requests_that_fail_alike_are_told_apart_by_their_error(board: Board) -> None:
-    metrics = RelayMetrics(board)
+    metrics = WorkerMetrics(board)
     for code in ("no_healthy_server", "overloaded", "overloaded"):
         metrics.settle(record(status=503, code=code))
     shown = samples(board)
@@ -129,7 +129,7 @@ def test_requests_that_fail_alike_are_told_apart_by_their_error(board: Board) ->
 
 def test_a_keys_requests_are_counted_by_their_status(board: Board) -> None:
     """For a token's subject, by the entry of the configuration: a token's own words never become a label."""
-    metrics = RelayMetrics(board)
+    metrics = WorkerMetrics(board)
     metrics.settle(record(usage=Usage(10, 5)))
     metrics.settle(record())
     metrics.settle(record(status=429, code="rate_limit_exceeded", model=None))
@@ -148,7 +148,7 @@ def test_a_keys_requests_are_counted_by_their_status(board: Board) -> None:
 def test_a_histogram_is_its_values(values: list[float]) -> None:
     board = Board.create("test", 1 << 20)
     try:
-        metrics, family = RelayMetrics(board), FAMILIES["overhead_seconds"]
+        metrics, family = WorkerMetrics(board), FAMILIES["overhead_seconds"]
         for each in values:
             observe(metrics.cells("overhead_seconds"), family.buckets, each)
         shown = samples(board)
@@ -162,7 +162,7 @@ def test_a_histogram_is_its_values(values: list[float]) -> None:
 
 
 def test_series_exist_from_the_start(board: Board) -> None:
-    RelayMetrics(board).expect(State(1, (key(),), (model(1),)))
+    WorkerMetrics(board).expect(State(1, (key(),), (model(1),)))
     shown = samples(board)
     for name in ("tiny", "other"):
         assert value(shown, "inflight_requests", model=name) == 0
@@ -173,13 +173,13 @@ def test_series_exist_from_the_start(board: Board) -> None:
 
 
 def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
-    first = RelayMetrics(board)
+    first = WorkerMetrics(board)
     first.settle(record())
     for _ in range(3):
         first.in_flight("tiny").__enter__()
     successor = Board(os.dup(board.fd))
     try:
-        RelayMetrics(successor).settle(record())
+        WorkerMetrics(successor).settle(record())
         shown = samples(board)
         assert value(shown, "inflight_requests", model="tiny") == 0
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
@@ -191,9 +191,9 @@ def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
 def test_boards_are_added_up(board: Board) -> None:
     other = Board.create("other", 1 << 20)
     try:
-        RelayMetrics(board).settle(record())
-        RelayMetrics(other).settle(record())
-        RelayMetrics(other).settle(record(model="more"))
+        WorkerMetrics(board).settle(record())
+        WorkerMetrics(other).settle(record())
+        WorkerMetrics(other).settle(record(model="more"))
         shown = samples(board, other)
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
         assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200", error="") == 1
@@ -207,7 +207,7 @@ def test_boards_are_added_up(board: Board) -> None:
 def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> None:
     board = Board.create("test", 1 << 20)
     try:
-        RelayMetrics(board).cells("server_inflight", name, server)[0] = 1
+        WorkerMetrics(board).cells("server_inflight", name, server)[0] = 1
         assert Series.decode(Series("server_inflight", (name, server)).encode()).labels == (name, server)
         assert value(samples(board), "server_inflight", model=name, server=server) == 1
     finally:
@@ -215,7 +215,7 @@ def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> Non
 
 
 def test_every_family_is_shown_with_its_type(board: Board) -> None:
-    RelayMetrics(board)
+    WorkerMetrics(board)
     text = generate_latest(registry(Shown(board))).decode()
     types = dict(line.split()[2:] for line in text.splitlines() if line.startswith(f"# TYPE {PREFIX}"))
     assert types == {PREFIX + name: family.kind for name, family in FAMILIES.items()}
@@ -226,7 +226,7 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
     try:
         tally = Tally([board, other], {"requests_total": 0, "server_inflight": 1})
         assert tally.sum("requests_total", "tiny") == 0
-        here, there = RelayMetrics(board), RelayMetrics(other)
+        here, there = WorkerMetrics(board), WorkerMetrics(other)
         for metrics, code in ((here, "200"), (here, "503"), (there, "200")):
             metrics.cells("requests_total", "tiny", "/v1/chat/completions", code, "")[0] += 2
         there.cells("server_inflight", "tiny", "tiny#0")[0] = 3
@@ -241,7 +241,7 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
 def test_what_finds_no_room_is_dropped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     board = Board.create("little", 1 << 13)
     try:
-        metrics = RelayMetrics(board)
+        metrics = WorkerMetrics(board)
         for number in range(1000):
             metrics.cells("limited_total", f"key-{number}", "concurrent")[0] += 1
         metrics.settle(record(usage=Usage(1, 2, 0, 0)))

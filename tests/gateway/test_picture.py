@@ -22,8 +22,8 @@ NOTHING = {"prompt": 0.0, "completion": 0.0}
 def status(*servers: dict[str, Any], **model: Any) -> dict[str, Any]:
     """What /status says of one model with these servers."""
     shown = {"id": "m", "in_flight": 2, "tokens_per_second": NOTHING, "state": "ready", "since": 940.0, "servers": servers, **model}
-    relays = [{"up": True}, {"up": False}]
-    return {"time": 1000.0, "started": 10.0, "ready": False, "reason": "waiting", "version": "1", "relays": relays, "models": [shown]}
+    workers = [{"up": True}, {"up": False}]
+    return {"time": 1000.0, "started": 10.0, "ready": False, "reason": "waiting", "version": "1", "workers": workers, "models": [shown]}
 
 
 def server(**known: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_how_far_a_start_has_come() -> None:
 def test_what_is_said_of_the_whole() -> None:
     adapters = [{"id": "l", "in_flight": 3, "tokens_per_second": {"prompt": 4.0, "completion": 12.34}}]
     shown = picture(status(server(), queued=4, waiting_s=61, loras=adapters, aliases=["a"]))
-    assert (shown.headline, shown.facts[:3]) == ("waiting", ("1 of 1 model ready", "5 in flight", "1 of 2 relays up"))
+    assert (shown.headline, shown.facts[:3]) == ("waiting", ("1 of 1 model ready", "5 in flight", "1 of 2 workers up"))
     (model,) = shown.models
     assert (model.since, model.queued, model.waiting, model.speed) == ("1 min", 4, "1 min", "-")
     assert model.adapters[0].speed == "12 out, 4.0 in"

@@ -197,7 +197,7 @@ def test_what_has_no_result_yet(config: Config) -> None:
 @pytest.fixture
 def lazy(tmp_path: Path) -> Config:
     document = {
-        "server": {"relays": 3, "drain": "45s"},
+        "server": {"workers": 3, "drain": "45s"},
         "models": [
             {"id": "lazy", "launch": {"start": "on_demand", "gpus": [[0, 1]]}, "keepalive": "9s"},
             {"id": "neighbour", "launch": {"gpus": [[1]], "idle_sleep": "1m"}, "queue": {"size": 9, "wait": "5s"}},
@@ -210,7 +210,7 @@ def lazy(tmp_path: Path) -> Config:
     return load(path, {})
 
 
-def test_who_may_be_stopped_has_a_queue_and_each_relay_its_share(lazy: Config) -> None:
+def test_who_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
     assert [plan.may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
     models = plan.state(lazy, NOTHING, 1, 0).models
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
@@ -221,7 +221,7 @@ def test_who_may_be_stopped_has_a_queue_and_each_relay_its_share(lazy: Config) -
 def test_bounds_and_weights(tmp_path: Path) -> None:
     servers = [{"url": "http://10.0.0.5:8000"}]
     document = {
-        "server": {"relays": 2, "max_inflight": 100},
+        "server": {"workers": 2, "max_inflight": 100},
         "models": [
             {"id": "bounded", "servers": servers, "max_inflight": 8, "loras": [{"id": "lora"}]},
             {"id": "free", "servers": [{"url": "http://10.0.0.6:8000"}]},
@@ -232,7 +232,7 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     path = tmp_path / "bounds.yaml"
     path.write_text(yaml.safe_dump(document))
     made = plan.state(load(path, {}), NOTHING, 1, 0)
-    assert (made.max_inflight, made.relays) == (100, 2)
+    assert (made.max_inflight, made.workers) == (100, 2)
     assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
         ("bounded", 8, Queue(64, 30.0)),
         ("lora", 8, Queue(64, 30.0)),

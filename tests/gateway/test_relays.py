@@ -1,4 +1,4 @@
-"""Control's side of the relays: their processes."""
+"""Control's side of the workers: their processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 from gateway.link import Health
-from gateway.relays import pause_after, relays
+from gateway.relays import pause_after, running_workers
 from gateway.serve import listen
 from gateway.state import State
 from tests.support.running import until
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_who_is_cancelled_while_a_relay_starts_leaves_no_process(turns: int) -> None:
+async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: int) -> None:
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
             kept.configure(State(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -30,9 +30,9 @@ async def test_who_is_cancelled_while_a_relay_starts_leaves_no_process(turns: in
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_a_relay_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
+async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
             kept.configure(State(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -40,9 +40,9 @@ async def test_a_relay_that_is_being_started_when_the_gateway_stops_is_not_waite
                 await kept.drain(600)
 
 
-async def test_a_relay_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
             kept.configure(State(1, (), ()), Health({}, {}))
             await until(lambda: kept.statuses[0].up, 60)
             pid = kept.statuses[0].pid
@@ -51,7 +51,7 @@ async def test_a_relay_that_cannot_be_replaced_at_once_is_replaced_when_it_can(c
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays, and nothing more can be opened
             try:
                 os.kill(pid, signal.SIGKILL)
-                await until(lambda: "relay 0 cannot be started" in caplog.text, 60)
+                await until(lambda: "worker 0 cannot be started" in caplog.text, 60)
                 assert not kept.statuses[0].up
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

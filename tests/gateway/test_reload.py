@@ -52,25 +52,25 @@ def last(one: Gateway) -> dict[str, Any]:
 
 def generations(status: dict[str, Any]) -> int:
     """How many of them are served by, control's own among them."""
-    return len({status["generation"], *(relay["generation"] for relay in status["relays"])})
+    return len({status["generation"], *(worker["generation"] for worker in status["workers"])})
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched(), relays=2)) as one:
+    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched(), workers=2)) as one:
         yield one
 
 
 @pytest.fixture
 def config(running: Gateway) -> Iterator[dict[str, Any]]:
     """What ``running`` serves by, before and after."""
-    original = configuration(launched(), relays=2)
+    original = configuration(launched(), workers=2)
     yield original
     write(running.folder / "gateway.yaml", original)
     wait_for(lambda: running.command("reload").returncode == 0)
 
 
-def test_a_changed_file_is_served_by_every_relay(running: Gateway, config: dict[str, Any]) -> None:
+def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict[str, Any]) -> None:
     file, before, taken = running.folder / "gateway.yaml", running.get("/status").json(), running.metric(TAKEN)
     assert status_of(running, OTHER) == 401
     write(file, with_keys(config, **{"team-a": KEY, "team-b": OTHER}))
@@ -79,7 +79,7 @@ def test_a_changed_file_is_served_by_every_relay(running: Gateway, config: dict[
     wait_for(lambda: generations(running.get("/status").json()) == 1)
     after = running.get("/status").json()
     assert after["generation"] != before["generation"]
-    assert [relay["pid"] for relay in after["relays"]] == [relay["pid"] for relay in before["relays"]]
+    assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
     assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
     assert after["configuration"]["changes"] == ["key team-b is new"]
     assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
@@ -107,26 +107,26 @@ def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, con
 
 def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, config: dict[str, Any]) -> None:
     cert, key = map(str, certificate(running.folder))
-    server = config["server"] | {"relays": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
+    server = config["server"] | {"workers": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
     write(running.folder / "gateway.yaml", config | {"server": server, "ledger": "sqlite:///usage.db"})
     wait_for(lambda: last(running)["needs_restart"])
-    parts = ("server.relays needs a restart (3 in the file, 2 in use)", "server.tls", "server.admin", "ledger")
+    parts = ("server.workers needs a restart (3 in the file, 2 in use)", "server.tls", "server.admin", "ledger")
     waiting = [part if " " in part else f"{part} needs a restart" for part in parts]
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")
     assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
     wait_for(lambda: running.ask(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
-    assert len(running.relays()) == 2
+    assert len(running.workers()) == 2
     assert waiting[0] in running.said
 
 
-def test_relays_that_a_restart_will_end_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
+def test_workers_that_a_restart_will_end_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
     file, taken = running.folder / "gateway.yaml", running.metric(TAKEN)
     model = config["models"][0] | {"max_inflight": 1, "queue": {"wait": "20s"}, "aliases": ["bounded"]}
-    write(file, config | {"models": [model], "server": config["server"] | {"relays": 1}})
+    write(file, config | {"models": [model], "server": config["server"] | {"workers": 1}})
     wait_for(lambda: running.metric(TAKEN) > taken)
     wait_for(lambda: generations(running.get("/status").json()) == 1)
-    assert last(running)["needs_restart"] == ["server.relays needs a restart (1 in the file, 2 in use)"]
+    assert last(running)["needs_restart"] == ["server.workers needs a restart (1 in the file, 2 in use)"]
     assert {running.ask(model="bounded").status_code for _ in range(20)} == {200}
 
 

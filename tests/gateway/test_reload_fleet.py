@@ -36,10 +36,10 @@ def eager(identity: str, *, replicas: int = 1, gpus: list[list[int]] | None = No
 
 
 async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_its_requests_have(tmp_path: Path) -> None:
-    async with controlled(tmp_path, eager(A), relays=2, drain="500ms") as one:
+    async with controlled(tmp_path, eager(A), workers=2, drain="500ms") as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, 4, seconds=SECONDS)
-        await one.reload(eager(B), relays=2, drain="500ms")
+        await one.reload(eager(B), workers=2, drain="500ms")
         assert one.report.engines()[f"{A}#0"].model == A, "its own metrics are to be had to its end"
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")

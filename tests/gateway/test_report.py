@@ -26,7 +26,7 @@ async def calls_for_a_status(folder: Path, count: int) -> int:
 
     os.mkdir(folder)
     async with controlled(folder, *(on_demand(f"m{number}") for number in range(count))) as one:
-        one.report.status()  # at the first look the names of what relays count are read
+        one.report.status()  # at the first look the names of what workers count are read
         sys.setprofile(note)
         try:
             shown = one.report.status()

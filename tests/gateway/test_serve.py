@@ -104,9 +104,9 @@ def test_an_admin_port_without_a_token_for_other_machines_is_said_at_the_start(t
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         tree, ports = one.tree(), (one.data, one.admin)
-        assert len(one.relays()) == 2 and len(one.named("upstream.keeper")) == 1
+        assert len(one.workers()) == 2 and len(one.named("upstream.keeper")) == 1
         assert one.stop(number) == 0
         assert alive(tree) == []
         assert all(port_is_free(port) for port in ports)
@@ -148,36 +148,36 @@ def test_what_outlasts_the_drain_is_told(tmp_path: Path) -> None:
         assert '"incomplete":"drain"' in one.log
 
 
-def test_a_relay_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         for _ in range(8):
             assert one.ask().status_code == 200
         counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
         wait_for(lambda: one.metric(counted) == 8)
-        before, vllm = one.relays(), [each.pid for each in one.named("upstream.simulator")]
+        before, vllm = one.workers(), [each.pid for each in one.named("upstream.simulator")]
         os.kill(before[0], signal.SIGKILL)
-        wait_for(lambda: one.relays().get(0) not in (None, before[0]))
-        wait_for(lambda: one.get("/status").json()["relays"][0]["up"])
-        assert one.relays()[1] == before[1]
+        wait_for(lambda: one.workers().get(0) not in (None, before[0]))
+        wait_for(lambda: one.get("/status").json()["workers"][0]["up"])
+        assert one.workers()[1] == before[1]
         assert [each.pid for each in one.named("upstream.simulator")] == vllm
         assert one.metric(counted) == 8
         assert one.ask().status_code == 200
-        assert one.get("/status").json()["relays"][0]["restarts"] == 1
+        assert one.get("/status").json()["workers"][0]["restarts"] == 1
 
 
-def test_it_is_ready_when_its_relays_know_of_the_servers(tmp_path: Path) -> None:
+def test_it_is_ready_when_its_workers_know_of_the_servers(tmp_path: Path) -> None:
     fifo, model = tmp_path / "fifo", launched()
     os.mkfifo(fifo)
     model["launch"]["command"] = ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]
-    with gateway(tmp_path, configuration(model, relays=2), ready=False) as one:
-        wait_for(lambda: one.admin and all(relay["up"] for relay in one.get("/status").json()["relays"]))
-        deaf = one.relays()[1]
+    with gateway(tmp_path, configuration(model, workers=2), ready=False) as one:
+        wait_for(lambda: one.admin and all(worker["up"] for worker in one.get("/status").json()["workers"]))
+        deaf = one.workers()[1]
         os.kill(deaf, signal.SIGSTOP)
         try:
             fifo.write_text("go\n")
             wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
             answer = one.get("/readyz")
-            assert (answer.status_code, answer.json()["reasons"]) == (503, ["waiting for the relays to hear of their servers"])
+            assert (answer.status_code, answer.json()["reasons"]) == (503, ["waiting for the workers to hear of their servers"])
         finally:
             os.kill(deaf, signal.SIGCONT)
         wait_for(lambda: one.get("/readyz").status_code == 200)
@@ -185,7 +185,7 @@ def test_it_is_ready_when_its_relays_know_of_the_servers(tmp_path: Path) -> None
 
 
 def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         tree, ports = one.tree(), (one.data, one.admin)
         os.kill(one.process.pid, signal.SIGKILL)
         one.process.wait(30)

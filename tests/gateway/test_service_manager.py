@@ -19,7 +19,7 @@ from gateway.announce import Announcer
 from gateway.config import Config, load
 from gateway.control import Control
 from gateway.link import Health
-from gateway.relays import relays
+from gateway.relays import running_workers
 from gateway.service_manager import VARIABLES, ServiceManager
 from tests.support.process import SIMULATOR, configuration, gateway, launched, wait_for, write
 from tests.support.running import until
@@ -80,10 +80,10 @@ def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_w
         told.look(stage, tick / 4)
     assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
     inbox.forget()
-    stage.wrong = "no relay comes up"
+    stage.wrong = "no worker comes up"
     for tick in range(12, 24):
         told.look(stage, tick / 4)
-    assert inbox.told == [{"STATUS": "no relay comes up"}]
+    assert inbox.told == [{"STATUS": "no worker comes up"}]
     stage.wrong = None
     told.look(stage, 7)
     assert inbox.has("WATCHDOG", "1")
@@ -91,9 +91,9 @@ def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_w
 
 def test_a_start_that_is_broken_is_not_extended(inbox: Inbox) -> None:
     told, stage = manager(inbox), Stage()
-    stage.wrong = "no relay comes up"
+    stage.wrong = "no worker comes up"
     told.look(stage, 0)
-    assert inbox.told == [{"STATUS": "no relay comes up"}]
+    assert inbox.told == [{"STATUS": "no worker comes up"}]
 
 
 @pytest.mark.parametrize(("microseconds", "pid"), [(None, 0), (3_000_000, 1)], ids=["none", "another's"])
@@ -220,11 +220,11 @@ async def test_a_part_of_control_that_has_ended_is_told() -> None:
     assert control.broken() == "Reloader.run has ended"
 
 
-# Relays that hang
+# Workers that hang
 
 
 def served(folder: Path, count: int) -> tuple[Config, socket.socket]:
-    write(folder / "gateway.yaml", configuration({"id": "m", "servers": [{"url": "http://127.0.0.1:9"}]}, relays=count))
+    write(folder / "gateway.yaml", configuration({"id": "m", "servers": [{"url": "http://127.0.0.1:9"}]}, workers=count))
     return load(folder / "gateway.yaml"), socket.create_server(("127.0.0.1", 0))
 
 
@@ -234,27 +234,27 @@ def stopped(pid: int) -> None:
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-async def test_a_relay_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
+async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 2)
     with closing(listener):
-        async with relays(listener, 2, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 2, lambda: None, lambda _: None) as kept:
             kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
-            await until(lambda: all(relay.up for relay in kept.statuses), 60)
-            first, second = (relay.pid for relay in kept.statuses)
+            await until(lambda: all(worker.up for worker in kept.statuses), 60)
+            first, second = (worker.pid for worker in kept.statuses)
             assert first is not None
             stopped(first)
             for _ in range(7):
                 kept.look(time.monotonic())
                 await until(lambda: not kept.statuses[1].unanswered, 60)
             await until(lambda: kept.statuses[0].up and kept.statuses[0].pid != first, 60)
-            assert [(relay.restarts, relay.pid) for relay in kept.statuses][1] == (0, second)
+            assert [(worker.restarts, worker.pid) for worker in kept.statuses][1] == (0, second)
             assert kept.statuses[0].restarts == 1
 
 
-async def test_a_relay_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
+async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):
-        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
             kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: kept.statuses[0].pid is not None, 60)
             first = kept.statuses[0].pid
@@ -271,11 +271,11 @@ async def test_a_relay_that_hangs_before_it_serves_is_replaced_too(tmp_path: Pat
 async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):
-        async with relays(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
             now = time.monotonic()
             assert kept.broken(now) is None
             kept.look(now)
-            assert kept.broken(now + 61) == "no relay comes up"
+            assert kept.broken(now + 61) == "no worker comes up"
             kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: kept.statuses[0].up, 60)
             kept.look(now + 61)

@@ -55,7 +55,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 def test_every_state_is_shown(seen: Seen) -> None:
     wait_for(lambda: seen.state("sim/one") == seen.state(HOSTILE) == "ready" and seen.state("sim/failed") == "failed")
     assert (seen.state("sim/starting"), seen.state("sim/stopped")) == ("starting", "stopped")
-    wait_for(lambda: "1 of 1 relay up" in seen.browser.text() and "no parser of this name" in seen.browser.text())
+    wait_for(lambda: "1 of 1 worker up" in seen.browser.text() and "no parser of this name" in seen.browser.text())
     text = seen.browser.text()
     assert "also one" in text and "sim/adapter" in text
     for width in (1000, 390):

@@ -1,4 +1,4 @@
-"""Tokens of an identity provider as keys, on the relay's side: which are good, whose they are, and what bad ones cost."""
+"""Tokens of an identity provider as keys, on the worker's side: which are good, whose they are, and what bad ones cost."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 
 from gateway.metrics import FAMILIES
-from gateway.relays import RelayStatus
+from gateway.relays import WorkerStatus
 from gateway.worker_processes import process_series
 from tests.support.process import configuration, gateway, launched, wait_for
 
 
-def worker(number: int, pid: int | None) -> RelayStatus:
-    return RelayStatus(number, pid, up=True, generation=1, restarts=0, unanswered=0)
+def worker(number: int, pid: int | None) -> WorkerStatus:
+    return WorkerStatus(number, pid, up=True, generation=1, restarts=0, unanswered=0)
 
 
 def test_each_worker_with_a_process_has_its_series() -> None:
@@ -35,13 +35,13 @@ def test_a_process_that_is_gone_has_no_series() -> None:
 
 
 def test_workers_show_cpu_memory_descriptors_and_the_lag_of_their_loop(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), relays=2)) as one:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         counts = [f'vllm_gateway_worker_event_loop_lag_seconds_count{{worker="{number}"}}' for number in (0, 1)]
         wait_for(lambda: all(one.metric(count) > 0 for count in counts))
         for number in (0, 1):
             for family in ("worker_cpu_seconds_total", "worker_resident_memory_bytes", "worker_open_fds", "worker_max_fds"):
                 assert one.metric(f'vllm_gateway_{family}{{worker="{number}"}}') > 0
-        stalled = psutil.Process(one.relays()[1])
+        stalled = psutil.Process(one.workers()[1])
         late = 'vllm_gateway_worker_event_loop_lag_seconds_sum{worker="1"}'
         before, began = one.metric(late), time.monotonic()
         stalled.send_signal(signal.SIGSTOP)

@@ -68,7 +68,7 @@ class Controlled:
         return str(self.status(model)["state"])
 
     async def reaches(self, model: str, state: str, seconds: float = 60.0) -> None:
-        """Wait until a model is in a state, and the relays know of it. Raises TimeoutError."""
+        """Wait until a model is in a state, and the workers know of it. Raises TimeoutError."""
         try:
             await until(lambda: self.state(model) == state, seconds)
         except TimeoutError:
@@ -76,9 +76,9 @@ class Controlled:
         await self.heard()
 
     async def heard(self) -> None:
-        """Wait until the relays know what control knows; they hear of it a moment later. Raises TimeoutError."""
+        """Wait until the workers know what control knows; they hear of it a moment later. Raises TimeoutError."""
         number = self.control.tell_health()
-        await until(lambda: self.control.relays.hold(number), 30.0)
+        await until(lambda: self.control.workers.hold(number), 30.0)
 
     def value(self, family: str, *labels: str) -> float:
         """The first cell of a series, 0 when there is none."""

@@ -73,13 +73,13 @@ class Gateway:
         """Every process behind it, without itself."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def relays(self) -> dict[int, int]:
-        """Process ids by relay number."""
+    def workers(self) -> dict[int, int]:
+        """Process ids by worker number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
             words = words_of(each)
-            if "relay" in words:
-                found[int(words[words.index("relay") + 1])] = each.pid
+            if "worker" in words:
+                found[int(words[words.index("worker") + 1])] = each.pid
         return found
 
     def named(self, word: str) -> list[psutil.Process]:

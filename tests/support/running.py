@@ -1,4 +1,4 @@
-"""A relay composed from a fixed state, served on an ephemeral port in the test's own loop."""
+"""A worker composed from a fixed state, served on an ephemeral port in the test's own loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.access_log import AccessLog
-from gateway.app import Relay
+from gateway.app import Worker
 from gateway.call import Call
 from gateway.ledger.books import Books
 from gateway.link import Health
-from gateway.metrics import RelayMetrics, summed
+from gateway.metrics import WorkerMetrics, summed
 from gateway.record import Record
 from gateway.relay_process import started
 from gateway.scoreboard import Board
@@ -43,8 +43,8 @@ def model(*ports: int, identity: str = MODEL, served: str | None = None, **more:
     return Model(identity, specs, **more)
 
 
-class Watched(Relay):
-    """A relay that keeps its books open: how many stories have begun, and the record of each that has ended."""
+class Watched(Worker):
+    """A worker that keeps its books open: how many stories have begun, and the record of each that has ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = 0
@@ -62,9 +62,9 @@ class Watched(Relay):
 
 @dataclass
 class Served:
-    """A relay under test, and what it wrote down."""
+    """A worker under test, and what it wrote down."""
 
-    relay: Watched
+    worker: Watched
     port: int
     board: Board
     log: AccessLog
@@ -90,7 +90,9 @@ class Served:
     @property
     def in_flight(self) -> float:
         """Everything that counts as being under way."""
-        return self.relay.admission.in_flight + self.total("inflight_requests") + self.total("server_inflight") + len(self.relay.deadlines)
+        return (
+            self.worker.admission.in_flight + self.total("inflight_requests") + self.total("server_inflight") + len(self.worker.deadlines)
+        )
 
 
 @contextmanager
@@ -119,37 +121,37 @@ async def serving(
     with board() as counts, fleet() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
-        relay = Watched(
+        worker = Watched(
             State(1, tuple(keys or [key()]), tuple(models), **settings),
             fleet=servers,
-            metrics=RelayMetrics(counts),
+            metrics=WorkerMetrics(counts),
             log=log,
             ask=lambda name, since: asked.append((name, since)),
             books=books,
             spans=traced,
         )
         if up:
-            relay.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
+            worker.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
-        server = await started(relay, listener)
-        ticking = asyncio.create_task(_ticking(relay))
+        server = await started(worker, listener)
+        ticking = asyncio.create_task(_ticking(worker))
         try:
             state = server.server_state
-            yield Served(relay, listener.getsockname()[1], counts, log, state.connections, state.tasks, asked)
+            yield Served(worker, listener.getsockname()[1], counts, log, state.connections, state.tasks, asked)
         finally:
             for each in server.servers:
                 each.close()
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()
             ticking.cancel()
-            relay.limits.close()
+            worker.limits.close()
             await asyncio.gather(ticking, *server.server_state.tasks, return_exceptions=True)
 
 
-async def _ticking(relay: Relay) -> None:
+async def _ticking(worker: Worker) -> None:
     while True:
         await asyncio.sleep(TICK)
-        relay.tick()
+        worker.tick()
 
 
 async def until(condition: Any, seconds: float = 30.0) -> None:

@@ -1,4 +1,4 @@
-"""A relay between stand-ins for transports: what it does with bytes, without sockets, and as often as one likes."""
+"""A worker between stand-ins for transports: what it does with bytes, without sockets, and as often as one likes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.access_log import access_log
 from gateway.link import Health
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.state import State
 from tests.support.running import Watched, board, key, model
 from tests.support.wire import chat, request
@@ -75,12 +75,12 @@ class Wire(asyncio.Transport):
 class Way:
     """A client's connection and a server's, with stand-ins for their transports."""
 
-    def __init__(self, relay: Watched) -> None:
-        self.relay, self.turn, uvicorn = relay, relay.turn, relay.server()
+    def __init__(self, worker: Watched) -> None:
+        self.worker, self.turn, uvicorn = worker, worker.turn, worker.server()
         uvicorn.config.load()
-        (server,) = relay.fleet
-        self.client, self.client_wire = relay.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
-        self.server, self.server_wire = Connection(server.spec.name, server.park, relay.turn), Wire()
+        (server,) = worker.fleet
+        self.client, self.client_wire = worker.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.park, worker.turn), Wire()
         self.client.connection_made(self.client_wire)
         self.server.connection_made(self.server_wire)
         server.park(self.server)
@@ -106,9 +106,9 @@ class Way:
 def way() -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
     with board() as counts, fleet() as servers, access_log(nowhere) as log:
-        relay = Watched(State(1, (key(),), (served,)), fleet=servers, metrics=RelayMetrics(counts), log=log)
-        relay.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
-        made = Way(relay)
+        worker = Watched(State(1, (key(),), (served,)), fleet=servers, metrics=WorkerMetrics(counts), log=log)
+        worker.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
+        made = Way(worker)
         yield made
         made.end()
     os.close(nowhere)

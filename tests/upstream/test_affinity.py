@@ -38,7 +38,7 @@ FEW = settings(deadline=None, max_examples=10)
 
 @COMMON
 @given(NAMES, HINTS)
-def test_every_relay_agrees_whatever_the_order_of_its_servers(names: list[str], hint: int) -> None:
+def test_every_worker_agrees_whatever_the_order_of_its_servers(names: list[str], hint: int) -> None:
     one, other = (Affinity(members(each)) for each in (names, reversed(names)))
     assert [server.name for server in one.order(hint)] == [server.name for server in other.order(hint)]
     assert len(one.order(hint)) == min(len(names), CHOICES)

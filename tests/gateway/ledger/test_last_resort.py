@@ -116,7 +116,7 @@ def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-def test_relays_whose_control_is_killed_write_out_what_the_full_disk_does_not_take(tmp_path: Path) -> None:
+def test_workers_whose_control_is_killed_write_out_what_the_full_disk_does_not_take(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
     config, place = settings(tmp_path)

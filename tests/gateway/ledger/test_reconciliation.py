@@ -32,9 +32,9 @@ def servers() -> Iterator[list[Simulated]]:
 
 @pytest.fixture(scope="module")
 def one(servers: list[Simulated], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Two servers behind one model, and a launched one; two relays."""
+    """Two servers behind one model, and a launched one; two workers."""
     found = {"id": MODEL, "servers": [{"url": server.url} for server in servers], "price": {"prompt": 1, "completion": 3}}
-    config = configuration(found, launched(ANY), relays=2) | {"ledger": "sqlite:///usage.db"}
+    config = configuration(found, launched(ANY), workers=2) | {"ledger": "sqlite:///usage.db"}
     with gateway(tmp_path_factory.mktemp("ledger"), config) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""How the ledger is configured: a URL alone, or a section; and what relays are told of it."""
+"""How the ledger is configured: a URL alone, or a section; and what workers are told of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_mistakes_are_told(tmp_path: Path, written: Any, said: str) -> None:
     assert said in problem and CANARY not in problem
 
 
-def test_relays_are_told_what_rows_say(tmp_path: Path) -> None:
+def test_workers_are_told_what_rows_say(tmp_path: Path) -> None:
     key = configuration()["keys"][0] | {"team": "research", "labels": {"cost_centre": "17"}}
     model = {"id": "m", "launch": {}, "price": {"prompt": 0.5}, "loras": [{"id": "m-sql", "path": "./l"}]}
     config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])

@@ -61,7 +61,7 @@ def test_a_restart_finds_everything_in_order(tmp_path: Path) -> None:
     assert again.rows == 23 and drained(again) == [*(b"row %d" % number for number in range(20)), b"saved", b"held", b"new"]
 
 
-def test_what_a_relay_saves_later_is_found_too(tmp_path: Path) -> None:
+def test_what_a_worker_saves_later_is_found_too(tmp_path: Path) -> None:
     kept = Spool(tmp_path)
     save(tmp_path, b"", [b"held"])
     save(tmp_path, b"", [])

@@ -29,8 +29,8 @@ SHORTEST_PAUSE = 1.0
 """Seconds after which a database that took nothing is tried again, at the earliest."""
 
 
-def ledger(url: str, folder: Path, *, relays: int = 1, **more: str | None) -> AbstractContextManager[Ledger]:
-    return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", relays)
+def ledger(url: str, folder: Path, *, workers: int = 1, **more: str | None) -> AbstractContextManager[Ledger]:
+    return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", workers)
 
 
 def kept(url: str, folder: Path) -> dict[str, str | None]:
@@ -49,8 +49,8 @@ def spooled(one: Ledger) -> float:
     return one.series()[Series("ledger_spool_rows", ())][0]
 
 
-def test_rows_of_all_relays_reach_the_database(url: str, tmp_path: Path) -> None:
-    with ledger(url, tmp_path, relays=2) as one:
+def test_rows_of_all_workers_reach_the_database(url: str, tmp_path: Path) -> None:
+    with ledger(url, tmp_path, workers=2) as one:
         for number in range(100):
             one.journals[number % 2].append(payload(number))
         wait_for(lambda: one.written == 100 and spooled(one) == 0)
@@ -66,13 +66,13 @@ def test_what_comes_last_is_written_before_the_end(url: str, tmp_path: Path) -> 
     assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
 
 
-def test_what_a_relay_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
+def test_what_a_worker_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         journal = one.journals[0]
         journal.hold(payload(1, incomplete=LOST))
         journal.hold(payload(2, incomplete=LOST))
         journal.append(payload(2))  # it died between this and letting go of the slot
-        one.relay_gone(0)
+        one.worker_gone(0)
         wait_for(lambda: one.written >= 2)
         assert journal.held() == [] and journal.hold(payload(3, incomplete=LOST)) is not None
     assert kept(url, tmp_path) == {"req_1": LOST, "req_2": None}
@@ -115,7 +115,7 @@ def test_rows_wait_for_the_database_from_one_start_to_the_next(tmp_path: Path) -
     assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
 
 
-def test_what_a_relay_saved_is_found_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
+def test_what_a_worker_saved_is_found_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         save(one.folder, frame(payload(1)), [payload(2, incomplete=LOST), payload(1, incomplete=LOST)])
         wait_for(lambda: one.written == 3)
@@ -154,7 +154,7 @@ def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: p
         one.folder.rename(tmp_path / "elsewhere")
         one.journals[0].append(payload(1))
         one.journals[0].hold(payload(2, incomplete=LOST))
-        one.relay_gone(0)
+        one.worker_gone(0)
         wait_for(lambda: "usage waits in memory" in caplog.text)
         assert one.journals[0].read().rows == 1
         (tmp_path / "later").mkdir()

@@ -1,4 +1,4 @@
-"""Limits as clients meet them, in one relay."""
+"""Limits as clients meet them, in one worker."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Counted:
 
 
 def meter(served: Served, holder: str = "key team-a") -> Counted:
-    meters = served.relay.limits.meters
+    meters = served.worker.limits.meters
     place = meters.holder(holder, Limits()).meter
     cells = meters.cells[place : place + rules.SIZE]
     return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], meters.in_flight(place))
@@ -188,8 +188,8 @@ async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
         long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
         assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
-        place = served.relay.limits.meters.holder("key team-a", Limits()).meter
-        served.relay.limits.meters.cells[place + rules.DAY + rules.USED] = 200
+        place = served.worker.limits.meters.holder("key team-a", Limits()).meter
+        served.worker.limits.meters.cells[place + rules.DAY + rules.USED] = 200
         assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
 
 
@@ -242,9 +242,9 @@ async def test_what_did_not_run_costs_no_tokens(text: str) -> None:
 
 async def test_a_request_that_the_gateway_fails_does_not_count() -> None:
     async with gateway(limited(tokens_per_day=100_000, requests_per_minute=2)) as (served, _):
-        served.relay.draining = True
+        served.worker.draining = True
         assert await statuses(served, 4, request(chat())) == [503] * 4
-        served.relay.draining = False
+        served.worker.draining = False
         assert await statuses(served, 3, request(chat())) == [200, 200, 429]
         assert meter(served).day == 2 * USED
 
@@ -355,10 +355,10 @@ async def test_the_length_of_an_answer() -> None:
 async def test_a_reload_keeps_the_counts() -> None:
     async with gateway(limited(requests_per_minute=4)) as (served, _):
         assert await statuses(served, 2, request(chat())) == [200, 200]
-        before = served.relay.state
-        served.relay.take(State(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
+        before = served.worker.state
+        served.worker.take(State(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
         assert await statuses(served, 5, request(chat())) == [200, 200, 200, 200, 429], "half of it was used"
-        served.relay.take(State(3, (key(),), before.models))
+        served.worker.take(State(3, (key(),), before.models))
         assert await statuses(served, 2, request(chat())) == [200, 200]
         assert served.in_flight == 0
 

@@ -23,8 +23,8 @@ from gateway.limits.meters import Meters
 from gateway.limits.rules import Ask, moment
 from gateway.state import Limits
 
-fd, relay = map(int, sys.argv[1:3])
-meters = Meters.inherited(fd, relay)
+fd, worker = map(int, sys.argv[1:3])
+meters = Meters.inherited(fd, worker)
 holder = meters.holder("key a", Limits(tokens_per_day=1000, concurrent=10))
 at, taken, ends = moment(0.0, 1_800_000_000.0), 0, {}
 sys.stdin.readline()
@@ -38,8 +38,8 @@ sys.stdin.readline()
 
 
 @contextmanager
-def shared(relays: int) -> Iterator[Meters]:
-    meters = Meters.create("test", relays)
+def shared(workers: int) -> Iterator[Meters]:
+    meters = Meters.create("test", workers)
     try:
         yield meters
     finally:
@@ -47,9 +47,9 @@ def shared(relays: int) -> Iterator[Meters]:
 
 
 @contextmanager
-def taker(meters: Meters, relay: int) -> Iterator[subprocess.Popen[str]]:
+def taker(meters: Meters, worker: int) -> Iterator[subprocess.Popen[str]]:
     """A process that takes a token at a time until there is none, and then two places, which it keeps."""
-    words = [sys.executable, "-P", "-c", TAKER, str(meters.fd), str(relay)]
+    words = [sys.executable, "-P", "-c", TAKER, str(meters.fd), str(worker)]
     with subprocess.Popen(words, pass_fds=(meters.fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process

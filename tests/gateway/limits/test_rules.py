@@ -245,7 +245,7 @@ class Request:
     """One that was admitted. ``used``: its tokens, once it is over; ``counts``: as a request."""
 
     key: str
-    relay: int
+    worker: int
     ask: Ask
     then: Moment
     ends: dict[int, float]
@@ -267,7 +267,7 @@ class Request:
 
 
 class Limiting(RuleBasedStateMachine):
-    """Requests of two keys of a team come to two relays, are settled, fail or are lost with their relay, while the wall clock goes forth
+    """Requests of two keys of a team come to two workers, are settled, fail or are lost with their worker, while the wall clock goes forth
     and back over a turn of month."""
 
     requests = Bundle("requests")
@@ -275,14 +275,14 @@ class Limiting(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.control = Meters.create("limits", 3)
-        self.relays = [self._relay(1), self._relay(2)]
+        self.workers = [self._worker(1), self._worker(2)]
         self.team = self.control.holder("team", TEAM)
         self.keys = {name: self.control.holder(name, KEYS) for name in "ab"}
         self.at = AT
         self.newest = AT.day
         self.all: list[Request] = []
 
-    def _relay(self, number: int) -> Meters:
+    def _worker(self, number: int) -> Meters:
         return Meters.inherited(os.dup(self.control.fd), number)
 
     def _meter(self, holder: Holder) -> list[float]:
@@ -294,13 +294,13 @@ class Limiting(RuleBasedStateMachine):
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
 
-    @rule(target=requests, key=st.sampled_from("ab"), relay=st.integers(0, 1), tokens=st.integers(1, 250))
-    def come(self, key: str, relay: int, tokens: int) -> Request | None:
-        request = Request(key, relay, Ask(1, 1, tokens, tokens / 100), self.at, {})
+    @rule(target=requests, key=st.sampled_from("ab"), worker=st.integers(0, 1), tokens=st.integers(1, 250))
+    def come(self, key: str, worker: int, tokens: int) -> Request | None:
+        request = Request(key, worker, Ask(1, 1, tokens, tokens / 100), self.at, {})
         holders = self.keys[key], self.team
         before = [self._meter(holder) for holder in holders]
         refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.ask, self.at)) is not None]
-        found = self.relays[relay].take([(holder, request.ask) for holder in holders], self.at, request.ends)
+        found = self.workers[worker].take([(holder, request.ask) for holder in holders], self.at, request.ends)
         assert found in refusing if refusing else found is None
         if found is None:
             self.all.append(request)
@@ -354,15 +354,15 @@ class Limiting(RuleBasedStateMachine):
         request.used = 0 if share is None else int(request.ask.tokens * share) + more
         used = Ask(int(request.counts), 0, request.used, request.used / 100)
         reserved = [(holder, request.ask) for holder in (self.keys[request.key], self.team)]
-        self.relays[request.relay].settle(reserved, request.ends, used, request.then, self.at.now)
+        self.workers[request.worker].settle(reserved, request.ends, used, request.then, self.at.now)
 
-    @rule(relay=st.integers(0, 1))
-    def crash(self, relay: int) -> None:
-        """A relay dies: the places of its requests are free again, what they had reserved stays counted."""
-        self.relays[relay].close()
-        self.relays[relay] = self._relay(relay + 1)
+    @rule(worker=st.integers(0, 1))
+    def crash(self, worker: int) -> None:
+        """A worker dies: the places of its requests are free again, what they had reserved stays counted."""
+        self.workers[worker].close()
+        self.workers[worker] = self._worker(worker + 1)
         for each in self.all:
-            each.is_open = each.is_open and each.relay != relay
+            each.is_open = each.is_open and each.worker != worker
 
     @rule(seconds=st.floats(0.001, 90))
     def wait(self, seconds: float) -> None:
@@ -399,7 +399,7 @@ class Limiting(RuleBasedStateMachine):
             assert debt <= 60 * (1 + beyond / limits.tokens_per_minute) + 1e-6
             fresh = Limits(requests_per_minute=limits.requests_per_minute, concurrent=100)
             assert meter.fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001))[0] == limits.requests_per_minute
-        for meters in (*self.relays, self.control):
+        for meters in (*self.workers, self.control):
             meters.close()
 
 

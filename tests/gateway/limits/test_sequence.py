@@ -1,4 +1,4 @@
-"""Who asks one request after the other, each on a connection of its own: whichever relay takes it, the one before is settled."""
+"""Who asks one request after the other, each on a connection of its own: whichever worker takes it, the one before is settled."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def asked_in_turn(one: Gateway) -> list[int]:
     return statuses
 
 
-@pytest.mark.parametrize("relays", [1, 2])
-def test_nobody_is_in_his_own_way(tmp_path: Path, relays: int) -> None:
-    with gateway(tmp_path, configuration(MODEL, relays=relays) | {"keys": [LIMITED]}) as one:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nobody_is_in_his_own_way(tmp_path: Path, workers: int) -> None:
+    with gateway(tmp_path, configuration(MODEL, workers=workers) | {"keys": [LIMITED]}) as one:
         assert asked_in_turn(one) == [200] * 100
 
 
 def test_nor_where_a_store_counts(tmp_path: Path) -> None:
     with redis_server() as redis:
-        config = configuration(MODEL, relays=2) | {"keys": [LIMITED], "limits_store": redis.url, "limits": {"on_store_failure": "refuse"}}
+        config = configuration(MODEL, workers=2) | {"keys": [LIMITED], "limits_store": redis.url, "limits": {"on_store_failure": "refuse"}}
         with gateway(tmp_path, config) as one:
             assert {*asked_in_turn(one)} <= {200, 503}, "a store that takes its time is away"

@@ -58,9 +58,9 @@ def server(shared: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def opened(
-    place: LimitsStore, relay: str = "a relay", on_change: Callable[[str | None], None] = lambda _: None
+    place: LimitsStore, worker: str = "a worker", on_change: Callable[[str | None], None] = lambda _: None
 ) -> AsyncIterator[Store]:
-    store = Store(place, relay, on_change)
+    store = Store(place, worker, on_change)
     try:
         yield store
     finally:
@@ -126,7 +126,7 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
         async with opened(server.place()) as store:
             for name in ("r1", "r2"):
                 assert (await store.admit(name, wanted)).refused is None
-            written = "vllm-gateway:reserved a relay", "r1 vllm-gateway:key a"
+            written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
             day, month, at, *ends = map(float, each.hget(*written).split())
             aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
             each.hset(*written, " ".join(map(repr, aged)))
@@ -313,7 +313,7 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """The holder, and what it has used; once the store has heard of it."""
         wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Ask(1, 1, 900))]
-        async with opened(server.place(port=network.port, patience=0.9), f"relay {number}") as store:
+        async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).refused is None
             except StoreAwayError:
@@ -398,7 +398,7 @@ async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server
         assert each.hget("vllm-gateway:key b", "dt") == b"7"
 
 
-# Behind a relay
+# Behind a worker
 
 
 async def respond(talk: Conversation) -> None:
@@ -422,7 +422,7 @@ async def statuses(served: Served, times: int) -> list[int]:
     return [(await ask(served.port, request(chat(max_tokens=1)))).status for _ in range(times)]
 
 
-async def test_two_relays_count_together(server: RedisServer) -> None:
+async def test_two_workers_count_together(server: RedisServer) -> None:
     async with gateway(server.place(), requests_per_minute=5) as one, gateway(server.place(), requests_per_minute=5) as two:
         began = monotonic()
         assert await statuses(one, 3) == [200] * 3
@@ -448,7 +448,7 @@ async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServe
         assert await statuses(served, 2) == [200, 429]
         for generation, requests in enumerate((600_000, None), 2):
             allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
-            served.relay.take(replace(served.relay.state, generation=generation, keys=(key(allowances=(allowance,)),)))
+            served.worker.take(replace(served.worker.state, generation=generation, keys=(key(allowances=(allowance,)),)))
             async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
                 while await statuses(served, 1) != [200]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -464,10 +464,10 @@ async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisSer
                 visitor.send(request(chat(max_tokens=1, stream=True)))
                 await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 1)
                 ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
-                before = served.relay.state
+                before = served.worker.state
                 if gone:
-                    served.relay.take(replace(before, generation=2, keys=(key(),)))
-                served.relay.take(replace(before, generation=3, limits_store=server.place(refuses=True)))
+                    served.worker.take(replace(before, generation=2, keys=(key(),)))
+                served.worker.take(replace(before, generation=3, limits_store=server.place(refuses=True)))
                 await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
@@ -483,11 +483,11 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
         async with client(served.port) as visitor:
             data = request(chat(max_tokens=1))
             visitor.send(data[:-1])
-            await until(lambda: served.relay.started == 1)
-            served.relay.take(replace(served.relay.state, generation=2, limits_store=None))
+            await until(lambda: served.worker.started == 1)
+            served.worker.take(replace(served.worker.state, generation=2, limits_store=None))
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
-        meters = served.relay.limits.meters
+        meters = served.worker.limits.meters
         assert meters.in_flight(meters.holder("key team-a", Limits()).meter) == 0
 
 
@@ -496,11 +496,11 @@ async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisS
     async with scripted(respond) as upstream:
         models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
         async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
-            served.relay.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
+            served.worker.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
             waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
             await until(lambda: served.value("queued_requests", "tiny") == 1)
-            served.relay.take(replace(served.relay.state, generation=2, limits_store=None))
-            served.relay.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
+            served.worker.take(replace(served.worker.state, generation=2, limits_store=None))
+            served.worker.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
             assert (await waits).status == 200
 
 
@@ -582,12 +582,12 @@ async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(serve
             passed = network.passed
             async with client(served.port) as visitor:
                 visitor.send(request(chat()))
-                await until(lambda: served.relay.started == 2)
+                await until(lambda: served.worker.started == 2)
             await until(lambda: network.passed > passed and served.in_flight == 0)
             with server.client() as each:
                 await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
-            assert [record.status for record in served.relay.records][-1] == 499
-            await until(lambda: not served.relay.limits.store._leases)  # type: ignore[union-attr]
+            assert [record.status for record in served.worker.records][-1] == 499
+            await until(lambda: not served.worker.limits.store._leases)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("refuses", [False, True])

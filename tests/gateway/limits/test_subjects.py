@@ -11,7 +11,7 @@ import pytest
 from gateway.errors import Refusal
 from gateway.limits import Limiter
 from gateway.limits.meters import Meters
-from gateway.metrics import RelayMetrics
+from gateway.metrics import WorkerMetrics
 from gateway.state import Allowance, Key, Limits, State
 from tests.support.running import board
 
@@ -30,7 +30,7 @@ def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
     memory = mmap.mmap(-1, request.param)
     struct.pack_into("<QQ", memory, 0, 1, 0)
     with board() as counts:
-        made = Limiter(RelayMetrics(counts), Meters(memory), lambda _: None)
+        made = Limiter(WorkerMetrics(counts), Meters(memory), lambda _: None)
         made.take(State(1, (ENTRY,), (), teams=LAB))
         yield made
 

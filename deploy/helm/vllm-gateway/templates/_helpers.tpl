@@ -104,7 +104,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- /* What of config.server is decided at the start of the gateway, as JSON; gateway/change.py lists the same. */ -}}
 {{- define "vllm-gateway.server" -}}
 {{- $server := .Values.config.server | default dict }}
-{{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "relays" "admin") | toJson }}
+{{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "workers" "admin") | toJson }}
 {{- end }}
 
 {{- define "vllm-gateway.grace" -}}
