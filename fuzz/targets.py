@@ -36,7 +36,7 @@ from gateway.payload import Prepared, merge, parse, parse_in_steps, prepare, pre
 from gateway.policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, Policy
 from gateway.response_fields import HELD, Fields, Observer, of_body, of_event
 from gateway.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
-from gateway.state import BodyRules, Issuer, Key, State
+from gateway.state import BodyRules, Issuer, Key, Snapshot
 from gateway.steps import finished
 from gateway.tokens import Tokens
 from gateway.usage import Usage
@@ -65,7 +65,7 @@ _MACHINE = preflight.Machine(lambda _: vllm_names.built_in(), 2, Path("/nonexist
 
 
 def config(data: bytes) -> None:
-    """Any two files are a configuration, of which a State can be made and sent, or problems with words and places."""
+    """Any two files are a configuration, of which a Snapshot can be made and sent, or problems with words and places."""
     main, _, more = data.partition(_SPLIT)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -80,8 +80,8 @@ def config(data: bytes) -> None:
         except ConfigurationError as error:
             assert error.problems and all(problem.message and "s3cret" not in str(problem) for problem in error.problems)
             return
-        state = plan.state(loaded, plan.Knowledge({}, {}, {}), 1, 0)
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State) == state
+        snapshot = plan.build_snapshot(loaded, plan.Knowledge({}, {}, {}), 1, 0)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot) == snapshot
         plan.launches(loaded)
 
 
@@ -430,7 +430,7 @@ _GOOD = (Path(__file__).resolve().parent / "corpus" / "token" / "good").read_byt
 def token(data: bytes) -> None:
     """No bytes but the signed ones are a token: their header and claims as they are, and a signature that is theirs."""
     tokens = Tokens(lambda _: None)
-    tokens.take(State(1, (Key("staff"),), (), issuers=(_ISSUER,)))
+    tokens.take(Snapshot(1, (Key("staff"),), (), issuers=(_ISSUER,)))
     try:
         found = tokens.key(data, hashlib.sha256(data).digest())
     except Refusal as refusal:

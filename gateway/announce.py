@@ -23,8 +23,7 @@ from gateway.config import Config, Model, Problem
 from gateway.discovery import Change, source_of
 from gateway.reload import Reading
 from upstream.health import Probe
-from upstream.launcher import Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, Do
 from upstream.vllm_failures import Cause
 
@@ -89,30 +88,30 @@ class Announcer:
         else:
             self._say(f"[red]no server is up[/red] (of {total})", logging.ERROR)
 
-    def launched(self, snapshot: Snapshot) -> None:
+    def launched(self, status: LaunchStatus) -> None:
         """A launched server has changed its state."""
-        if snapshot.state is Stage.READY:
-            self._failures.pop(snapshot.name, None)
-            self._say(f"{escape(snapshot.name)} is up")
-        elif snapshot.state is Stage.STOPPED:
-            self._failures.pop(snapshot.name, None)
-        elif snapshot.state in (Stage.CRASHED, Stage.FAILED):
-            self._failed(snapshot)
+        if status.state is LaunchState.READY:
+            self._failures.pop(status.name, None)
+            self._say(f"{escape(status.name)} is up")
+        elif status.state is LaunchState.STOPPED:
+            self._failures.pop(status.name, None)
+        elif status.state in (LaunchState.CRASHED, LaunchState.FAILED):
+            self._failed(status)
 
-    def _failed(self, snapshot: Snapshot) -> None:
+    def _failed(self, status: LaunchStatus) -> None:
         """A failure: the root cause and what to change; the end of the log only where the cause is not known."""
-        cause = snapshot.cause
-        repeated = snapshot.name in self._failures and self._failures[snapshot.name] == cause
-        self._failures[snapshot.name] = cause
+        cause = status.cause
+        repeated = status.name in self._failures and self._failures[status.name] == cause
+        self._failures[status.name] = cause
         more = []
         if not repeated and cause is not None:
             more.append(f"Hint: {cause.hint}")
-        if not repeated and not (cause and cause.summary) and snapshot.tail:
-            more += [f"The last lines of {snapshot.log}:", *(f"| {line}" for line in snapshot.tail.splitlines())]
+        if not repeated and not (cause and cause.summary) and status.tail:
+            more += [f"The last lines of {status.log}:", *(f"| {line}" for line in status.tail.splitlines())]
         self._say(
-            "\n  ".join([f"[red]{escape(snapshot.reason)}[/red]", *map(escape, more)]),
+            "\n  ".join([f"[red]{escape(status.reason)}[/red]", *map(escape, more)]),
             logging.ERROR,
-            {"server": snapshot.name, "cause": cause.code if cause else None},
+            {"server": status.name, "cause": cause.code if cause else None},
         )
 
     def probed(self, probe: Probe) -> None:

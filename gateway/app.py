@@ -1,6 +1,6 @@
 """A worker, composed: the routes, and what a request needs on its way, put together in one place.
 
-``Worker`` can be made from a fixed ``State`` with no control process. The rule: it holds one generation at a time
+``Worker`` can be made from a fixed ``Snapshot`` with no control process. The rule: it holds one snapshot at a time
 and swaps to the next by assignment; live servers, tickets and counts stay.
 """
 
@@ -44,7 +44,7 @@ from gateway.memory import FREE, BodyMemory
 from gateway.metrics import OTHER, WorkerMetrics
 from gateway.model_list import Reported, card, cards, page
 from gateway.record import Record
-from gateway.state import Key, State
+from gateway.state import Key, Snapshot
 from gateway.steps import Steps
 from gateway.tracing import Sampler, Spans
 from gateway.unserved import shown as shown_text
@@ -62,14 +62,14 @@ _log = logging.getLogger("vllm_gateway.worker")
 
 
 class Worker:
-    """What serves requests by one ``State``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application.
+    """What serves requests by one ``Snapshot``: the story's ``Gate``, the connections' ``Door``, the other routes' ASGI application.
 
     ``number`` is the worker's among all of them.
     """
 
     def __init__(
         self,
-        state: State,
+        snapshot: Snapshot,
         *,
         fleet: Fleet,
         metrics: WorkerMetrics,
@@ -98,11 +98,11 @@ class Worker:
         self.leaving = False
         self.draining = False
         self.connections: set[Any] = set()  # uvicorn's own, once it serves
-        self.memory = BodyMemory(state.clients.body_memory)
+        self.memory = BodyMemory(snapshot.clients.body_memory)
         self.steps = Steps()
         self.addresses = Connections()
         self.unauthenticated = Unauthenticated()
-        self.certificate = Certificate(state.tls) if state.tls else None
+        self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
         self._ticks = 0
         self.request_ids = request_ids()
         self._log = log
@@ -110,49 +110,49 @@ class Worker:
         self._tasks: dict[str, str] = {}
         self._manual = manual.Manual()
         self.catalog = Catalog((), {})
-        self.take(state)
+        self.take(snapshot)
         self._tell_time()
 
-    def take(self, state: State) -> None:
-        """Serve by this generation from now on; what is under way keeps the one it began with."""
-        servers = self.fleet.reconcile(spec for model in state.bases for spec in model.servers)
-        self.metrics.expect(state)
-        for model in state.bases:
+    def take(self, snapshot: Snapshot) -> None:
+        """Serve by this snapshot from now on; what is under way keeps the one it began with."""
+        servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
+        self.metrics.expect(snapshot)
+        for model in snapshot.bases:
             for index, spec in enumerate(model.servers):
                 servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
-                servers[spec.name].limit = self._part(model.max_inflight, index, state.workers)
+                servers[spec.name].limit = self._part(model.max_inflight, index, snapshot.workers)
                 servers[spec.name].ejected = self.metrics.cells("server_ejected", model.id, spec.name)
-        self.state = state
-        self.house = None if state.max_inflight is None else House(part(state.max_inflight, self.number, state.workers))
-        self.keyring = Keyring(state.keys, self._tokens_of(state))
-        self.cors = Cors(state.cors_origins)
+        self.snapshot = snapshot
+        self.house = None if snapshot.max_inflight is None else House(part(snapshot.max_inflight, self.number, snapshot.workers))
+        self.keyring = Keyring(snapshot.keys, self._tokens_of(snapshot))
+        self.cors = Cors(snapshot.cors_origins)
         self.catalog.retire()
-        self.catalog = Catalog(state.models, servers, state.default_model)
+        self.catalog = Catalog(snapshot.models, servers, snapshot.default_model)
         self.targets = self.catalog.targets
-        self.clients = state.clients
-        self.proxies = Proxies(state.clients.trusted_proxies)
-        self.memory.limit = state.clients.body_memory
-        self.body_limit = state.body_limit
-        self.body_allowance = min(state.body_limit, FREE)
+        self.clients = snapshot.clients
+        self.proxies = Proxies(snapshot.clients.trusted_proxies)
+        self.memory.limit = snapshot.clients.body_memory
+        self.body_limit = snapshot.body_limit
+        self.body_allowance = min(snapshot.body_limit, FREE)
         if self.books is not None:
-            self.books.take(state)
-        self.limits.take(state)
+            self.books.take(snapshot)
+        self.limits.take(snapshot)
         self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
-        self.sample = Sample(state.log_sample) if state.log_sample else None
+        self.sample = Sample(snapshot.log_sample) if snapshot.log_sample else None
         self.sampler = None
-        if state.tracing is not None:
-            self.sampler, self._spans.endpoint = Sampler(state.tracing), state.tracing.endpoint
+        if snapshot.tracing is not None:
+            self.sampler, self._spans.endpoint = Sampler(snapshot.tracing), snapshot.tracing.endpoint
             self._spans.scheme = "http" if self.certificate is None else "https"
 
-    def _tokens_of(self, state: State) -> Tokens | None:
-        """What knows tokens by this generation; None where none are taken."""
-        if not state.issuers:
+    def _tokens_of(self, snapshot: Snapshot) -> Tokens | None:
+        """What knows tokens by this snapshot; None where none are taken."""
+        if not snapshot.issuers:
             self._tokens = None
             return None
         from gateway.tokens import Tokens  # with PyJWT, which is an extra
 
         self._tokens = self._tokens or Tokens(self._want or _told_nobody)
-        self._tokens.take(state)
+        self._tokens.take(snapshot)
         return self._tokens
 
     def _part(self, whole: int | None, index: int, workers: int) -> float:
@@ -186,8 +186,8 @@ class Worker:
         now = time.monotonic()
         for connection in tuple(self.connections):
             connection.check(now)
-        if self.certificate is not None and self.state.tls is not None:
-            self.certificate.look(self.state.tls)
+        if self.certificate is not None and self.snapshot.tls is not None:
+            self.certificate.look(self.snapshot.tls)
 
     def _tell_time(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -275,7 +275,7 @@ class Worker:
             request.state.endpoint = page
             _only(request, "GET")
             return await self._health(request) if page == _HEALTH else self._version(request)
-        if self.state.docs and path in manual.PATHS:
+        if self.snapshot.docs and path in manual.PATHS:
             _only(request, "GET")
             return await self._manual.page(path)
         raise unserved(request.method, path)

@@ -1,7 +1,7 @@
 """Whose request this is: from headers to a key of the configuration.
 
 The rule: no I/O and no memory of what strangers send. A token is hashed and looked up in a dict made with the
-``State``; a bad one leaves nothing behind. It runs before the body is read.
+``Snapshot``; a bad one leaves nothing behind. It runs before the body is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
 
 
 class Keyring:
-    """The keys of one generation, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
+    """The keys of one snapshot, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
 
     def __init__(self, keys: Iterable[Key], tokens: Tokens | None = None) -> None:
         self._tokens = tokens

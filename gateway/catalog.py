@@ -1,6 +1,6 @@
 """Which model a name means, and whether a key may use it.
 
-Owns the names of one generation: ids, aliases and mounts, each a plain dict look-up. The rule: an unknown
+Owns the names of one snapshot: ids, aliases and mounts, each a plain dict look-up. The rule: an unknown
 model and one outside a key's scope are the same answer in the same words, so nobody can probe for names.
 """
 
@@ -38,7 +38,7 @@ class Target:
 
 
 class Catalog:
-    """The models of one generation."""
+    """The models of one snapshot."""
 
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None) -> None:
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
@@ -67,7 +67,7 @@ class Catalog:
         return found
 
     def retire(self) -> None:
-        """There is a new generation."""
+        """There is a new snapshot."""
         for pool in self._pools.values():
             pool.retire()
 
@@ -76,7 +76,7 @@ class Catalog:
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
     def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
-        """The model that a name means for a key. ``mounted`` may be of the generation before. Raises Refusal model_not_found."""
+        """The model that a name means for a key. ``mounted`` may be of the snapshot before. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)

@@ -33,8 +33,7 @@ from gateway.reload import History, Reading, Reloader
 from gateway.service_manager import ServiceManager
 from upstream.discovery import Standing
 from upstream.health import Probe, Prober
-from upstream.launcher import Launcher, Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import Launcher, LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, Phase
 from upstream.server import Condition
 
@@ -81,13 +80,13 @@ class Control:
         self._opened = False  # and all of them have heard it
         self._leaving = False  # no more requests should come
         self._draining = False  # and no more are served
-        self.generation = 0  # of what workers were told last
+        self.version = 0  # of what workers were told last
         self._news = False  # the workers are about to be told of probes
         self.launches: dict[tuple[str, str], int] = {}
         self.launch_failures: Counter[tuple[str, str]] = Counter()
         """By model and by the code of the cause."""
         self._expect_launches()
-        self._stages: dict[str, Stage] = {}
+        self._stages: dict[str, LaunchState] = {}
         self._conditions: Mapping[str, Condition] = {}
         self.changed_at: Mapping[str, float] = {}
         """Since when each server is in its condition, in seconds since the epoch."""
@@ -114,7 +113,7 @@ class Control:
         """Let clients finish, then end the servers."""
         self._leaving = self._draining = True
         await self.workers.drain(self.config.server.drain)
-        names = [snapshot.name for snapshot in self.launcher.snapshots()]
+        names = [status.name for status in self.launcher.statuses()]
         await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
 
     async def report_progress(self) -> None:
@@ -126,8 +125,8 @@ class Control:
         self.announcer.serving(self._up(), self._expected_up())
 
     def _last_line(self, name: str) -> str:
-        snapshot = self.known.snapshots.get(name)
-        return snapshot.progress if snapshot else ""
+        status = self.known.launched.get(name)
+        return status.progress if status else ""
 
     def _up(self) -> int:
         return sum(condition is Condition.UP for condition in plan.conditions(self.config, self.known).values())
@@ -219,7 +218,7 @@ class Control:
 
     def found(self) -> None:
         """The sources tell of servers that have come, are about to go, or have gone."""
-        if self._draining or not self.generation:
+        if self._draining or not self.version:
             return
         filled = self.discovery.fill(self._read)
         self.discovery.serve(filled)
@@ -230,7 +229,7 @@ class Control:
 
     def fetched(self) -> None:
         """An issuer's keys are others, or the first look at them is over."""
-        if self.generation and not self._draining:
+        if self.version and not self._draining:
             self.configure()
 
     def _take_servers(self, filled: Config, changed: Iterable[Change]) -> None:
@@ -259,45 +258,45 @@ class Control:
 
     @property
     def known(self) -> plan.Knowledge:
-        snapshots = plan.by_name(self.launcher.snapshots())
+        statuses = plan.by_name(self.launcher.statuses())
         probes = {probe.name: probe for probe in self.prober.probes()}
         return plan.Knowledge(
-            snapshots,
+            statuses,
             probes,
-            {name: self.launcher.api_key(name) for name in snapshots},
+            {name: self.launcher.api_key(name) for name in statuses},
             self.fleet.away() | self.discovery.named(Standing.LEAVING),
             self.discovery.named(Standing.UNREADY),
             self.discovery.awaited(self.config, probes),
             self.key_sets.known(),
         )
 
-    def launched(self, snapshot: Snapshot) -> None:
+    def launched(self, status: LaunchStatus) -> None:
         """The launcher tells of a change."""
-        before = self._stages.get(snapshot.name)
-        self._stages[snapshot.name] = snapshot.state
-        if before is snapshot.state:
+        before = self._stages.get(status.name)
+        self._stages[status.name] = status.state
+        if before is status.state:
             return
-        if before is Stage.STARTING:
-            self._count_launch(snapshot)
-        if snapshot.state in (Stage.FAILED, Stage.CRASHED) and snapshot.cause is not None:
-            self.launch_failures[plan.launched_model(snapshot.name), snapshot.cause.code] += 1
-        self.announcer.launched(snapshot)
-        if self.generation and not self._draining:
+        if before is LaunchState.STARTING:
+            self._count_launch(status)
+        if status.state in (LaunchState.FAILED, LaunchState.CRASHED) and status.cause is not None:
+            self.launch_failures[plan.launched_model(status.name), status.cause.code] += 1
+        self.announcer.launched(status)
+        if self.version and not self._draining:
             self.configure()
             self._watch_servers()
-            self.fleet.changed(snapshot)
+            self.fleet.changed(status)
 
-    def _count_launch(self, snapshot: Snapshot) -> None:
-        outcome = {Stage.READY: "ready", Stage.FAILED: "failed"}.get(snapshot.state)
+    def _count_launch(self, status: LaunchStatus) -> None:
+        outcome = {LaunchState.READY: "ready", LaunchState.FAILED: "failed"}.get(status.state)
         if outcome is not None:
-            self.launches[plan.launched_model(snapshot.name), outcome] += 1
+            self.launches[plan.launched_model(status.name), outcome] += 1
 
     def probed(self, probe: Probe) -> None:
         """The prober tells of a change."""
         stage = self._stages.get(probe.name)
-        if stage not in (None, Stage.READY):
+        if stage not in (None, LaunchState.READY):
             return  # it has ended, or is being stopped: the launcher reports it
-        if not (probe.up and stage is Stage.READY):  # the launcher has reported that it is up
+        if not (probe.up and stage is LaunchState.READY):  # the launcher has reported that it is up
             self.announcer.probed(probe)
         if not self._news:  # one look may tell of a thousand models
             self._news = True
@@ -310,7 +309,7 @@ class Control:
 
     def lost(self, probe: Probe) -> None:
         """The prober tells of a server that will not come back by itself; one that was launched here is started anew."""
-        if probe.name in self.known.snapshots:
+        if probe.name in self.known.launched:
             self.launcher.renew(probe.name, probe.reason, STOP_GRACE)
 
     def nudged(self) -> None:
@@ -320,9 +319,9 @@ class Control:
 
     def configure(self) -> int:
         """Have the workers serve by the servers that there are now; returns the number of that word."""
-        self.generation += 1
-        state = plan.state(self.config, self.known, self.generation, int(self.started))
-        return self._said(self.workers.configure(state, self._health()))
+        self.version += 1
+        snapshot = plan.build_snapshot(self.config, self.known, self.version, int(self.started))
+        return self._said(self.workers.configure(snapshot, self._health()))
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))

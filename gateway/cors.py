@@ -16,7 +16,7 @@ _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}\Z")
 
 
 class Cors:
-    """The origins of one generation; ``*`` among them allows every one."""
+    """The origins of one snapshot; ``*`` among them allows every one."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)

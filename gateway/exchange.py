@@ -116,9 +116,9 @@ async def _body(call: Call, account: Account, key: Key, encoding: str | None) ->
 async def _json(body: bytes | bytearray, call: Call, catalog: Catalog, account: Account, key: Key, pace: Pace | None = None) -> Outbound:
     """The body of a JSON route: merged, authorised, made fit to send. ``pace``: of a large body, which is processed in steps."""
     if pace is None:
-        document = merge(parse(body, account.gate.state.body_values))
+        document = merge(parse(body, account.gate.snapshot.body_values))
     else:
-        document = merge(await pace.run(parse_in_steps(body, account.gate.state.body_values)))
+        document = merge(await pace.run(parse_in_steps(body, account.gate.snapshot.body_values)))
     account.user = document.get("user")
     if (sample := account.gate.sample) is not None and sample.takes(call.id):
         account.shape = shape(document)
@@ -229,7 +229,7 @@ def _check_media_type(call: Call) -> str | None:
 async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: Outbound, account: Account) -> Answer:
     """An answer of a model of which no server is up, or all are full, once one can take it. Raises Refusal and UpstreamError.
 
-    The servers are those of the newest generation then: they may have been started while the request waited.
+    The servers are those of the newest snapshot then: they may have been started while the request waited.
     """
     gate, model, since, before = account.gate, outbound.entry.model.base, monotonic(), account.queued
     if not (error.full or gate.lobby.is_expected(model)):

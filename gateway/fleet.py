@@ -27,8 +27,7 @@ from gateway.operations import RefusedOperation
 from gateway.relays import WorkerSupervisor
 from gateway.reshape import Reshape, can_roll, reshape, shape
 from gateway.resident import Resident
-from upstream.launcher import Launcher, LaunchSpec, Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.schedule import PARKED, Do, Phase, View, compete, decide, forecast
 
 _LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one
@@ -139,7 +138,7 @@ class Fleet:
     def _is_up(self, running: Iterable[LaunchSpec]) -> bool:
         """Whether one of these may have requests under way, be it one that the configuration no longer has."""
         names = {spec.name for spec in running}
-        return any(snapshot.state is Stage.READY for snapshot in self._launcher.snapshots() if snapshot.name in names)
+        return any(status.state is LaunchState.READY for status in self._launcher.statuses() if status.name in names)
 
     def _is_crowded(self, resident: Resident, running: Iterable[LaunchSpec], change: Reshape) -> bool:
         """Whether the change needs GPUs that another model has and would have to leave."""
@@ -192,10 +191,10 @@ class Fleet:
         if self._has_shifted(self.expected()):
             self._host.tell_health()
 
-    def changed(self, snapshot: Snapshot) -> None:
+    def changed(self, status: LaunchStatus) -> None:
         """A launched server has changed its state."""
-        resident = self._by_server.get(snapshot.name)
-        if resident is not None and resident.step is Phase.SLEEPING and resident.task is None and snapshot.state is not Stage.READY:
+        resident = self._by_server.get(status.name)
+        if resident is not None and resident.step is Phase.SLEEPING and resident.task is None and status.state is not LaunchState.READY:
             self._stop(resident)  # it is being started again, awake, where another model may run
         self.nudge()
 
@@ -210,11 +209,11 @@ class Fleet:
     # The picture
 
     def _see(self, now: float) -> None:
-        snapshots = self._launcher.snapshots()
+        statuses = self._launcher.statuses()
         for resident in self._residents.values():
             counted = {family: sum(self._tally.sum(family, name) for name in resident.asked_as) for family in _USE}
             resident.used(counted["requests_total"], counted["inflight_requests"], now)
-            resident.see(snapshots, now)
+            resident.see(statuses, now)
         conditions, awaited = (self._host.conditions(), self._host.awaited()) if self._found else ({}, frozenset[str]())
         for model, found in self._found.items():
             found.see((conditions[name] for name in found.servers), model in awaited, now)
@@ -231,7 +230,7 @@ class Fleet:
 
     def away(self) -> frozenset[str]:
         """The launched servers that are to get no requests: stopped, asleep, or draining."""
-        launched = {snapshot.name for snapshot in self._launcher.snapshots()}
+        launched = {status.name for status in self._launcher.statuses()}
         whole = (resident.names if resident.step is not None else resident.away for resident in self._residents.values())
         return frozenset().union(*whole, self._by_server.keys() - launched)
 

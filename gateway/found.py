@@ -41,7 +41,7 @@ class Found:
     def see(self, conditions: Iterable[Condition], awaited: bool, now: float) -> None:
         """Take over what is known of its servers; ``awaited``: they are still looked for."""
         seen = {*conditions, *([Condition.LOADING] if awaited else [])}
-        self.missing = self.comes and seen <= {Condition.AWAY}
+        self.missing = self.comes and seen <= {Condition.OUT_OF_ROTATION}
         phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
         if phase is not self.phase:
             self.phase, self.since = phase, now

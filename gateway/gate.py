@@ -12,7 +12,7 @@ from gateway.ledger.books import Books
 from gateway.limits import Admission, Limiter
 from gateway.metrics import WorkerMetrics
 from gateway.record import Record
-from gateway.state import State
+from gateway.state import Snapshot
 from gateway.steps import Steps
 from gateway.tracing import Sampler
 from gateway.waiting import Lobby
@@ -40,8 +40,8 @@ class Gate(Protocol):
     """None: any number of requests may be under way at once."""
 
     @property
-    def state(self) -> State:
-        """The generation of the configuration that is served by."""
+    def snapshot(self) -> Snapshot:
+        """The snapshot of the configuration that is served by."""
 
     def settled(self, record: Record) -> None:
         """Take a finished request to the books."""

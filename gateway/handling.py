@@ -19,7 +19,7 @@ from gateway.relays import WorkerSupervisor
 from gateway.reshape import Reshape
 from gateway.resident import Resident
 from upstream.health import Target
-from upstream.launcher import Launcher, LaunchSpec, Snapshot
+from upstream.launcher import Launcher, LaunchSpec, LaunchStatus
 from upstream.launcher.schedule import Action, Phase
 from upstream.server import Condition
 from upstream.sleep import SleepError, fall_asleep, wake_up
@@ -62,7 +62,7 @@ class Handling:
     async def end(self, resident: Resident) -> None:
         """End its servers, at once."""
         began = time.monotonic()
-        launched = [snapshot.name for snapshot in self._launcher.snapshots() if snapshot.name in resident.names]
+        launched = [status.name for status in self._launcher.statuses() if status.name in resident.names]
         await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
         resident.stops.add(time.monotonic() - began)
         resident.step = None
@@ -141,11 +141,11 @@ class Handling:
     async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
         name = spec.name
         await self._quiet(resident, [name], resident.patience)
-        if self._snapshot(name) is not None:
+        if self._status(name) is not None:
             await self._launcher.stop(name, STOP_GRACE)
         resident.away.discard(name)
         self._launcher.start(spec)
-        await until(lambda: (snapshot := self._snapshot(name)) is None or snapshot.concluded)
+        await until(lambda: (status := self._status(name)) is None or status.concluded)
         if self._host.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
         number = self._host.tell_health()
@@ -153,13 +153,13 @@ class Handling:
 
     def _targets(self, resident: Resident) -> list[Target]:
         return [
-            Target(snapshot.name, snapshot.address, self._launcher.api_key(snapshot.name))
-            for snapshot in self._launcher.snapshots()
-            if snapshot.name in resident.names
+            Target(status.name, status.address, self._launcher.api_key(status.name))
+            for status in self._launcher.statuses()
+            if status.name in resident.names
         ]
 
-    def _snapshot(self, name: str) -> Snapshot | None:
-        return next((snapshot for snapshot in self._launcher.snapshots() if snapshot.name == name), None)
+    def _status(self, name: str) -> LaunchStatus | None:
+        return next((status for status in self._launcher.statuses() if status.name == name), None)
 
 
 async def until(condition: Callable[[], bool]) -> None:

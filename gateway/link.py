@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 
-from gateway.state import State
+from gateway.state import Snapshot
 from upstream.server import Condition
 
 MAX_FRAME = 256 * 1024 * 1024
@@ -37,9 +37,9 @@ class Health(msgspec.Struct, tag=True, frozen=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: serve by this generation from now on; ``health`` comes with it, so that no request finds its servers unknown."""
+    """control → worker: serve this snapshot from now on; ``health`` comes with it, so that no request finds its servers unknown."""
 
-    state: State
+    snapshot: Snapshot
     health: Health
 
 
@@ -58,9 +58,9 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 
 
 class Taken(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: this generation is served by, and no request starts by an older one."""
+    """worker → control: this version of the snapshot is served, and no request starts by an older one."""
 
-    generation: int
+    version: int
 
 
 class Learned(msgspec.Struct, tag=True, frozen=True):

@@ -23,7 +23,7 @@ from gateway.rates import Tokens
 from gateway.record import GapCounts, Record
 from gateway.routes import ENDPOINTS
 from gateway.scoreboard import Board, BoardFullError, Cells
-from gateway.state import State
+from gateway.state import Snapshot
 
 PREFIX = "vllm_gateway_"
 OTHER = "other"
@@ -79,7 +79,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "client_faults_total": Family("counter", "Connections that were ended for what their client did.", ("reason",)),
         "log_lines_dropped_total": Family("counter", "Requests whose lines of the access log could not be written."),
         "server_up": Family("gauge", "1 when the server answers its probes.", ("model", "server")),
-        "server_resting": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
+        "server_out_of_rotation": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
         "ready_servers": Family("gauge", "Servers of the model that are up; 0 also while the model has no server at all.", ("model",)),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
@@ -181,14 +181,14 @@ class WorkerMetrics:
             self._dropped[0] += 1
             return memoryview(bytearray(8 * count)).cast("d")
 
-    def expect(self, state: State) -> None:
+    def expect(self, snapshot: Snapshot) -> None:
         """Make the series that a configuration implies, so that their first increase is seen as one."""
         for reason in AUTH_REASONS.values():
             self.cells("auth_failures_total", reason)
         for reason in CLIENT_FAULTS:
             self.cells("client_faults_total", reason)
         self.cells("log_lines_dropped_total")
-        for name in (*(model.id for model in state.models), OTHER):
+        for name in (*(model.id for model in snapshot.models), OTHER):
             for endpoint in ENDPOINTS:
                 self.cells("requests_total", name, endpoint, "200", "")
             self.cells("request_duration_seconds", name, ENDPOINTS[0])
@@ -196,12 +196,12 @@ class WorkerMetrics:
                 self.cells(family, name)
             for reason in INCOMPLETE_REASONS:
                 self.cells("incomplete_total", name, reason)
-        for model in state.bases:
+        for model in snapshot.bases:
             for server in model.servers:
                 self.cells("server_inflight", model.id, server.name)
                 self.cells("server_ejected", model.id, server.name)
-        ids = {name: model.id for model in state.models for name in (model.id, *model.aliases)}
-        for model in state.models:
+        ids = {name: model.id for model in snapshot.models for name in (model.id, *model.aliases)}
+        for model in snapshot.models:
             for fallback in model.fallbacks:
                 self.cells("fallbacks_total", model.id, ids[fallback])
 

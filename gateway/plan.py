@@ -20,12 +20,11 @@ from gateway.config.redis_url import limits_store
 from gateway.fairness import weight_of
 from gateway.logs import LogSettings
 from gateway.reshape import shape
-from gateway.state import Allowance, BodyRules, Claims, Clients, Issuer, Key, Limits, LimitsStore, Model, Queue, State, Tls, Tracing
+from gateway.state import Allowance, BodyRules, Claims, Clients, Issuer, Key, Limits, LimitsStore, Model, Queue, Snapshot, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
 from upstream.health import Probe, Target
-from upstream.launcher import LaunchSpec, Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import LaunchSpec, LaunchState, LaunchStatus
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import Adapter, LaunchSettings, flag_of
 from upstream.vllm_abilities import capabilities_of, task_of
@@ -139,7 +138,7 @@ class Knowledge:
     are those that are stopped, asleep, or to take no new requests, ``unready`` those of which it is said that they will take some;
     ``awaited`` are the models whose servers are still looked for."""
 
-    snapshots: Mapping[str, Snapshot]
+    launched: Mapping[str, LaunchStatus]
     probes: Mapping[str, Probe]
     keys: Mapping[str, str]
     away: Set[str] = frozenset()
@@ -149,14 +148,14 @@ class Knowledge:
     """By issuer, those that were fetched."""
 
 
-def state(config: Config, known: Knowledge, generation: int, created: int) -> State:
+def build_snapshot(config: Config, known: Knowledge, version: int, created: int) -> Snapshot:
     """What the workers serve by. ``created``: what model lists give as the models' time, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for place in places(config):
-        if place.server is not None or place.name in known.snapshots:
+        if place.server is not None or place.name in known.launched:
             specs[place.model.id].append(_spec(place, known))
-    return State(
-        generation=generation,
+    return Snapshot(
+        version=version,
         keys=_keys(config),
         models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
         body_limit=config.server.body_limit,
@@ -205,7 +204,7 @@ def _tracing(config: Config) -> Tracing | None:
 
 def _spec(place: Place, known: Knowledge) -> ServerSpec:
     if place.server is None:
-        address = known.snapshots[place.name].address
+        address = known.launched[place.name].address
         return ServerSpec(place.name, address, place.served_model, known.keys[place.name], keep_idle=KEEP_IDLE_LAUNCHED)
     return ServerSpec(place.name, Address.parse(place.server.url), place.served_model, _secret(place.server), float(place.server.weight))
 
@@ -339,8 +338,8 @@ def targets(config: Config, known: Knowledge) -> tuple[Target, ...]:
         for place in places(config)
         if place.server and place.name not in silent
     ]
-    ready = [snapshot for snapshot in known.snapshots.values() if snapshot.state is Stage.READY]
-    return (*found, *(Target(snapshot.name, snapshot.address, known.keys[snapshot.name]) for snapshot in ready))
+    ready = [status for status in known.launched.values() if status.state is LaunchState.READY]
+    return (*found, *(Target(status.name, status.address, known.keys[status.name]) for status in ready))
 
 
 def ready_servers(config: Config, known: Knowledge) -> dict[str, int]:
@@ -351,7 +350,7 @@ def ready_servers(config: Config, known: Knowledge) -> dict[str, int]:
     return ready
 
 
-_LAUNCHED = {Stage.STARTING: Condition.LOADING, Stage.READY: Condition.UP}
+_LAUNCHED = {LaunchState.STARTING: Condition.LOADING, LaunchState.READY: Condition.UP}
 
 
 def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
@@ -362,12 +361,12 @@ def conditions(config: Config, known: Knowledge) -> dict[str, Condition]:
 def condition(name: str, known: Knowledge) -> Condition:
     """A launched server is loading until it was ready, and from then on what its probes say, as a found one is."""
     if name in known.away:
-        return Condition.AWAY
+        return Condition.OUT_OF_ROTATION
     if name in known.unready:
         return Condition.LOADING
-    snapshot, probe = known.snapshots.get(name), known.probes.get(name)
-    if snapshot is not None and (snapshot.state is not Stage.READY or probe is None):
-        return _LAUNCHED.get(snapshot.state, Condition.DOWN)
+    status, probe = known.launched.get(name), known.probes.get(name)
+    if status is not None and (status.state is not LaunchState.READY or probe is None):
+        return _LAUNCHED.get(status.state, Condition.DOWN)
     if probe is None:
         return Condition.LOADING
     return Condition.UP if probe.up else Condition.DOWN
@@ -403,11 +402,11 @@ def unconcluded(config: Config, known: Knowledge) -> list[str]:
 
 def _concluded(place: Place, known: Knowledge) -> bool:
     """One that is started on demand counts from the beginning, as does one that was stopped again, or that comes and goes."""
-    launch, snapshot = place.model.launch, known.snapshots.get(place.name)
+    launch, status = place.model.launch, known.launched.get(place.name)
     if place.model.discover is not None or place.name in known.away or (launch is not None and launch.start == "on_demand"):
         return True
-    return snapshot.concluded if snapshot is not None else place.name in known.probes
+    return status.concluded if status is not None else place.name in known.probes
 
 
-def by_name(snapshots: Iterable[Snapshot]) -> dict[str, Snapshot]:
-    return {snapshot.name: snapshot for snapshot in snapshots}
+def by_name(statuses: Iterable[LaunchStatus]) -> dict[str, LaunchStatus]:
+    return {status.name: status for status in statuses}

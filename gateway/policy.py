@@ -1,4 +1,4 @@
-"""What a client may put into a request's body: one table, compiled for each model when a generation is taken.
+"""What a client may put into a request's body: one table, compiled for each model when a snapshot is taken.
 
 The rule: what a request pays here is a few set operations and one look at what is a list; every decision that depends on
 the configuration was made before. Each row can be lifted by an operator's ``body.allow``.

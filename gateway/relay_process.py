@@ -1,4 +1,4 @@
-"""A worker process: the data port's connections, served by the ``State`` that control sends.
+"""A worker process: the data port's connections, served by the ``Snapshot`` that control sends.
 
 Started by control with its number and inherited descriptors: the listening socket, the socket to control, the
 scoreboard, the limits' meters and, where there is a ledger, the journal. The rule: it lives as long as its socket to control. Signals that
@@ -38,7 +38,7 @@ from gateway.logs import LogSettings
 from gateway.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.parting import HANDSHAKE, is_awaited
 from gateway.scoreboard import Board
-from gateway.state import State
+from gateway.state import Snapshot
 from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
 from upstream.pool import fleet
@@ -95,9 +95,9 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
         first = await anext(messages, None)
         if not isinstance(first, Configure):
             return True
-        process.speak_by(first.state)
+        process.speak_by(first.snapshot)
         process.worker = Worker(
-            first.state,
+            first.snapshot,
             fleet=servers,
             metrics=process.metrics,
             log=log,
@@ -129,9 +129,9 @@ class _Process:
         self._server: uvicorn.Server | None = None
         self._listener: socket.socket | None = None
 
-    def speak_by(self, state: State) -> None:
-        """Say what is to be said in the way that this generation wants."""
-        logs.configure(state.log, f"worker {self._number}")
+    def speak_by(self, snapshot: Snapshot) -> None:
+        """Say what is to be said in the way that this snapshot wants."""
+        logs.configure(snapshot.log, f"worker {self._number}")
 
     def learn(self, health: Health) -> None:
         """Take over what control found out, and say so."""
@@ -164,14 +164,14 @@ class _Process:
 
     async def _listen(self, messages: AsyncIterator[Message]) -> None:
         """What control says; returns when it is gone or the drain is over."""
-        self.link.send(Taken(self.worker.state.generation))
+        self.link.send(Taken(self.worker.snapshot.version))
         async for message in messages:
             match message:
-                case Configure(state=state, health=health):
-                    self.speak_by(state)
-                    self.worker.take(state)
+                case Configure(snapshot=snapshot, health=health):
+                    self.speak_by(snapshot)
+                    self.worker.take(snapshot)
                     self.learn(health)
-                    self.link.send(Taken(state.generation))
+                    self.link.send(Taken(snapshot.version))
                 case Health():
                     self.learn(message)
                 case Leave():

@@ -38,7 +38,7 @@ from gateway.link import (
     Unknown,
 )
 from gateway.scoreboard import Board
-from gateway.state import State
+from gateway.state import Snapshot
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -59,14 +59,14 @@ _log = logging.getLogger("vllm_gateway.control")
 class WorkerStatus:
     """A worker as /status shows it.
 
-    ``generation`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
+    ``version`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
     consecutive health checks without a reply.
     """
 
     number: int
     pid: int | None
     up: bool
-    generation: int
+    version: int
     restarts: int
     unanswered: int
 
@@ -95,7 +95,7 @@ class _WorkerSlot:
         self._on_unknown = on_unknown
         self._link: Link | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self.generation = 0
+        self.version = 0
         self.learned = 0
         self.asked: dict[str, float] = {}
         self.store: StoreState | None = None
@@ -106,9 +106,7 @@ class _WorkerSlot:
     @property
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
-        return WorkerStatus(
-            self.number, pid, self._link is not None and self.generation > 0, self.generation, self.restarts, self._unanswered
-        )
+        return WorkerStatus(self.number, pid, self._link is not None and self.version > 0, self.version, self.restarts, self._unanswered)
 
     def holds(self, number: int) -> bool:
         """Whether nothing is done here by an older ``Health`` than this."""
@@ -167,7 +165,7 @@ class _WorkerSlot:
             except LinkBrokenError as error:
                 _log.error("worker %d: %s", self.number, error)
             finally:
-                self._link, self.generation, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
+                self._link, self.version, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
                 self.store = None
                 self._on_word()
 
@@ -177,8 +175,8 @@ class _WorkerSlot:
                 case Ping():
                     self._unanswered = 0
                     continue
-                case Taken(generation=generation):
-                    self.generation = generation
+                case Taken(version=version):
+                    self.version = version
                 case Learned(number=number):
                     self.learned = number
                 case Asked(model=model, since=since) if since is not None:
@@ -256,7 +254,7 @@ class WorkerSupervisor:
             for number in range(count)
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._state: State | None = None
+        self._snapshot: Snapshot | None = None
         self._health = Health({}, {})
         self._leaving = False
         self._seen = time.monotonic()
@@ -270,13 +268,13 @@ class WorkerSupervisor:
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(worker.status for worker in self._workers)
 
-    def configure(self, state: State, health: Health) -> int:
-        """Have every worker serve by this generation, with what is known of its servers; the first one starts them.
+    def configure(self, snapshot: Snapshot, health: Health) -> int:
+        """Have every worker serve by this version, with what is known of its servers; the first one starts them.
 
         Returns the number of that word, as ``tell`` does.
         """
-        self._state = state
-        self._send(health, lambda numbered: Configure(state, numbered))
+        self._snapshot = snapshot
+        self._send(health, lambda numbered: Configure(snapshot, numbered))
         if not self._tasks:
             self._tasks = [asyncio.create_task(worker.live(self._greeting)) for worker in self._workers]
         return self._health.number
@@ -321,14 +319,14 @@ class WorkerSupervisor:
 
     def store(self) -> StoreState | None:
         """How the limits' store is: away if it is away for any worker. None: no worker has reported it, or it is not used any more."""
-        if self._state is None or not self._state.uses_store:
+        if self._snapshot is None or not self._snapshot.uses_store:
             return None
         known = [worker.store for worker in self._workers if worker.store is not None]
         return next((state for state in known if state.error is not None), known[0] if known else None)
 
     def _greeting(self) -> Sequence[Message]:
-        assert self._state is not None
-        word = Configure(self._state, self._health)
+        assert self._snapshot is not None
+        word = Configure(self._snapshot, self._health)
         return (word, Leave()) if self._leaving else (word,)
 
     def leave(self) -> None:

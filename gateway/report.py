@@ -54,10 +54,10 @@ class Report:
         for place in plan.places(self._control.config):
             condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
             yield Series("server_up", labels), float(condition is Condition.UP)
-            yield Series("server_resting", labels), float(condition is Condition.AWAY)
+            yield Series("server_out_of_rotation", labels), float(condition is Condition.OUT_OF_ROTATION)
             if place.server is None:
-                snapshot = known.snapshots.get(place.name)
-                yield Series("server_restarts_total", labels), snapshot.restarts if snapshot else 0
+                status = known.launched.get(place.name)
+                yield Series("server_restarts_total", labels), status.restarts if status else 0
         ready = plan.ready_servers(self._control.config, known)
         yield from ((Series("ready_servers", (model,)), count) for model, count in ready.items())
 
@@ -116,12 +116,18 @@ class Report:
             "reason": reason,
             "degraded": control.degraded(),
             "dependencies": control.observe_dependencies().shown(),
-            "generation": control.generation,
+            "snapshot_version": control.version,
             "configuration": control.history.last.shown(),
             "ledger": None if control.ledger is None else control.ledger.status(),
             "issuers": control.key_sets.shown(control.config),
             "workers": [
-                {"number": worker.number, "pid": worker.pid, "up": worker.up, "generation": worker.generation, "restarts": worker.restarts}
+                {
+                    "number": worker.number,
+                    "pid": worker.pid,
+                    "up": worker.up,
+                    "snapshot_version": worker.version,
+                    "restarts": worker.restarts,
+                }
                 for worker in control.workers.statuses
             ],
             "models": [self._model_status(model, places[model.id], known, series) for model in control.config.models],
@@ -164,9 +170,9 @@ class Report:
     ) -> dict[str, Any]:
         """A server's entry. One that is put away is as its model is, which changes meanwhile: it drains before it is stopped."""
         control, condition = self._control, plan.condition(place.name, known)
-        snapshot, probe = known.snapshots.get(place.name), known.probes.get(place.name)
-        moments = [control.changed_at.get(place.name, 0.0), snapshot.since if snapshot else 0.0]
-        if condition is Condition.AWAY:
+        status, probe = known.launched.get(place.name), known.probes.get(place.name)
+        moments = [control.changed_at.get(place.name, 0.0), status.since if status else 0.0]
+        if condition is Condition.OUT_OF_ROTATION:
             moments.append(model_since)
         shown: dict[str, Any] = {
             "name": place.name,
@@ -174,20 +180,20 @@ class Report:
             "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
             "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
             "since": max(moments) or None,
-            "reason": (snapshot.reason if snapshot else "") or (probe.reason if probe else ""),
+            "reason": (status.reason if status else "") or (probe.reason if probe else ""),
         }
         standing = control.discovery.standing(place.name)
         if standing is not None:
             shown |= {"endpoint": standing.value}
-        if snapshot is not None:
+        if status is not None:
             shown |= {
-                "state": snapshot.state.value,
-                "pid": snapshot.pid,
-                "restarts": snapshot.restarts,
-                "given_up": snapshot.given_up,
-                "cause": snapshot.cause.code if snapshot.cause else None,
-                "hint": snapshot.cause.hint if snapshot.cause else None,
-                "progress": snapshot.progress,
-                "log": str(snapshot.log),
+                "state": status.state.value,
+                "pid": status.pid,
+                "restarts": status.restarts,
+                "given_up": status.given_up,
+                "cause": status.cause.code if status.cause else None,
+                "hint": status.cause.hint if status.cause else None,
+                "progress": status.progress,
+                "log": str(status.log),
             }
         return shown

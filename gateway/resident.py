@@ -15,8 +15,7 @@ from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
 from gateway.reshape import shape
-from upstream.launcher import Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Phase, View
 
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
@@ -116,9 +115,9 @@ class Resident:
         if served != self._served or in_flight:
             self._served, self.last_use = served, now
 
-    def see(self, snapshots: Iterable[Snapshot], now: float) -> None:
+    def see(self, statuses: Iterable[LaunchStatus], now: float) -> None:
         """Take in the states of its servers."""
-        stages = {snapshot.name: snapshot.state for snapshot in snapshots if snapshot.name in self.names}
+        stages = {status.name: status.state for status in statuses if status.name in self.names}
         counted = {state for name, state in stages.items() if name not in self.away and name not in self.surplus}
         phase = self.step or _phase(counted, bool(stages))
         if phase is not self.phase:
@@ -164,11 +163,11 @@ class Resident:
         )
 
 
-def _phase(stages: set[Stage], launched: bool) -> Phase:
+def _phase(stages: set[LaunchState], launched: bool) -> Phase:
     """What the states of a model's servers make it. ``launched``: there are some, though perhaps none that counts."""
     if not launched:
         return Phase.STOPPED
-    for stage, phase in ((Stage.READY, Phase.READY), (Stage.STARTING, Phase.STARTING)):
+    for stage, phase in ((LaunchState.READY, Phase.READY), (LaunchState.STARTING, Phase.STARTING)):
         if stage in stages:
             return phase
-    return Phase.FAILED if stages - {Stage.STOPPING, Stage.STOPPED} else Phase.DRAINING
+    return Phase.FAILED if stages - {LaunchState.STOPPING, LaunchState.STOPPED} else Phase.DRAINING

@@ -1,7 +1,7 @@
 """What a worker serves by: one immutable value, made by control from the configuration.
 
-``State`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a worker reads one
-``State`` for the whole of a request and swaps to the next by one reference; nobody changes one.
+``Snapshot`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a worker reads one
+``Snapshot`` for the whole of a request and swaps to the next by one reference; nobody changes one.
 """
 
 from __future__ import annotations
@@ -243,12 +243,12 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """One generation of what the workers serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``workers`` together;
+class Snapshot:
+    """One version of what the workers serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``workers`` together;
     ``docs``: the API reference is served; ``log_sample`` is the share of requests
     whose body's shape is logged."""
 
-    generation: int
+    version: int
     keys: tuple[Key, ...]
     models: tuple[Model, ...]
     body_limit: int = 20 * 1024 * 1024

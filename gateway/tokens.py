@@ -23,7 +23,7 @@ import orjson
 from gateway.errors import Refusal
 from gateway.fairness import weight_of
 from gateway.key_set import Checkers
-from gateway.state import Allowance, Issuer, Key, State
+from gateway.state import Allowance, Issuer, Key, Snapshot
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes are those of a brace
 _SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")
@@ -57,22 +57,22 @@ class Tokens:
         self._by_name: dict[str, _Issuer] = {}
         self._verdicts: dict[bytes, Verdict] = {}
         self._refused: dict[bytes, tuple[str, str, float]] = {}
-        self._keys: dict[bytes, Key] = {}  # those of this generation
+        self._keys: dict[bytes, Key] = {}  # those of this snapshot
         self._asked: dict[str, float] = {}
         self._subjects: dict[str, set[str]] = {}  # by entry
         self._entries: dict[str, Key] = {}
         self._teams: Mapping[str, tuple[Allowance, ...]] = {}
         self._limit = 0
 
-    def take(self, state: State) -> None:
-        """Serve by this generation from now on. Verdicts stay, unless an issuer or its keys are others."""
+    def take(self, snapshot: Snapshot) -> None:
+        """Serve by this snapshot from now on. Verdicts stay, unless an issuer or its keys are others."""
         self._keys.clear()
-        self._entries = {key.id: key for key in state.keys}
-        self._teams = state.teams
-        if state.issuers != self._issuers:
-            self._issuers = state.issuers
-            self._by_name = {issuer.name: _Issuer(issuer) for issuer in state.issuers}
-            self._limit = max(issuer.limit for issuer in state.issuers)
+        self._entries = {key.id: key for key in snapshot.keys}
+        self._teams = snapshot.teams
+        if snapshot.issuers != self._issuers:
+            self._issuers = snapshot.issuers
+            self._by_name = {issuer.name: _Issuer(issuer) for issuer in snapshot.issuers}
+            self._limit = max(issuer.limit for issuer in snapshot.issuers)
             self._verdicts.clear()
             self._refused.clear()
 

@@ -46,7 +46,7 @@ class Lobby:
         self._rooms: dict[str, Room] = {}
 
     def expect(self, models: Iterable[tuple[Model, Pool]]) -> None:
-        """Have a room for each model of a new generation; those who wait stay where they are."""
+        """Have a room for each model of a new snapshot; those who wait stay where they are."""
         before, self._rooms = self._rooms, {}
         for model, pool in models:
             room = before.pop(model.id, None) or Room(model.id, self._deadlines, self._cells(model.id), self._ask)
@@ -230,7 +230,7 @@ class Place:
         self._room.enter(self)
         self.waits = True
         self._room.deadlines.watch(self)
-        self._room.call()  # it may come from servers of a generation before, which are full where those of now are not
+        self._room.call()  # it may come from servers of a snapshot before, which are full where those of now are not
         return self
 
     def __exit__(self, *_: object) -> None:

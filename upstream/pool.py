@@ -48,7 +48,7 @@ class Pool:
         self._budget = RetryBudget()
 
     def retire(self) -> None:
-        """The next generation has another pool; who is still served by this one chooses the long way."""
+        """The next snapshot has another pool; who is still served by this one chooses the long way."""
         ranking, self._ranking = self._ranking, None
         if ranking is not None:
             for server in self.servers:

@@ -1,6 +1,6 @@
 """One vLLM server as a worker sees it: what the configuration says of it, and what is live.
 
-``ServerSpec`` is a value and may be swapped with the next generation of the configuration. ``Server`` is the
+``ServerSpec`` is a value and may be swapped with the next snapshot. ``Server`` is the
 live side: what is in flight, the parked connections, whether it can take a request. It outlives a reload as
 long as its spec is the same. The rule: ``in_flight`` changes only in
 ``attempt.Attempt``, which gives back on every way out what it took.
@@ -25,11 +25,12 @@ from upstream.ranking import Ranking
 
 
 class Condition(StrEnum):
-    """What control knows of a server from its probes and its process. ``AWAY``: it gets no requests, by the gateway's own will."""
+    """What control knows of a server from its probes and its process. ``OUT_OF_ROTATION``: the gateway
+    sends it no requests: it is stopped, asleep or draining."""
 
     UP = "up"
     LOADING = "loading"
-    AWAY = "away"
+    OUT_OF_ROTATION = "out_of_rotation"
     DOWN = "down"
 
 

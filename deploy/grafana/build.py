@@ -179,7 +179,7 @@ MODELS = Dashboard(
         Panel(
             "Up",
             "short",
-            ((f"vllm_gateway_server_up{_BOTH}", "{{server}}"), (f"-vllm_gateway_server_resting{_BOTH}", "{{server}} rests")),
+            ((f"vllm_gateway_server_up{_BOTH}", "{{server}}"), (f"-vllm_gateway_server_out_of_rotation{_BOTH}", "{{server}} rests")),
             "1: takes requests. -1: stopped, asleep or draining by the gateway's own will.",
         ),
         Panel("Time to first token", "s", _quantiles("vllm_gateway_time_to_first_token_seconds", "model", _MODEL)),

@@ -19,7 +19,7 @@ from gateway.ledger.row import LOST, Row, encode, frames
 from gateway.ledger.spool import save
 from gateway.record import USER_LIMIT, Record
 from gateway.routes import ENDPOINTS
-from gateway.state import Key, Model, State
+from gateway.state import Key, Model, Snapshot
 from gateway.usage import Usage
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; behind another backslash it is six characters of a text
@@ -29,7 +29,7 @@ _ENDPOINTS = frozenset(ENDPOINTS)
 
 
 class _Under(msgspec.Struct, frozen=True, gc=False):
-    """A request under way: its slot, the prices of its generation, and what its body said for the ledger."""
+    """A request under way: its slot, the prices of its snapshot, and what its body said for the ledger."""
 
     slot: int | None
     prices: Mapping[str, tuple[float, float] | None]
@@ -46,10 +46,10 @@ class Books:
         self._prices: Mapping[str, tuple[float, float] | None] = {}
         self._with_user = self._with_metadata = False
 
-    def take(self, state: State) -> None:
-        """Write by this generation's prices from now on; what is under way keeps those that it began with."""
-        self._prices = {model.id: model.price for model in state.models}
-        self._with_user, self._with_metadata = state.ledger_user, state.ledger_metadata
+    def take(self, snapshot: Snapshot) -> None:
+        """Write by this snapshot's prices from now on; what is under way keeps those that it began with."""
+        self._prices = {model.id: model.price for model in snapshot.models}
+        self._with_user, self._with_metadata = snapshot.ledger_user, snapshot.ledger_metadata
 
     def begin(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
         """A request will use its model: were this process to die, control would know."""

@@ -15,7 +15,7 @@ from gateway.limits.permit import ARRIVAL, Permit
 from gateway.limits.rules import moment
 from gateway.limits.store import REASONS, Store
 from gateway.metrics import WorkerMetrics
-from gateway.state import Allowance, Key, Limits, Model, State
+from gateway.state import Allowance, Key, Limits, Model, Snapshot
 
 Holders = tuple[Holder, ...]
 
@@ -76,19 +76,19 @@ class Limiter:
         self._counted: dict[str, Counted] = {}
         self._subjects: dict[tuple[str, str | None], Counted] = {}  # of tokens, in the team that each is in
 
-    def take(self, state: State) -> None:
-        """Serve by this generation from now on. What has been used stays used."""
-        self._counted = {key.id: Counted(key.id, self.meters, key.allowances) for key in state.keys if key.allowances}
-        for key in state.keys:
+    def take(self, snapshot: Snapshot) -> None:
+        """Serve by this snapshot from now on. What has been used stays used."""
+        self._counted = {key.id: Counted(key.id, self.meters, key.allowances) for key in snapshot.keys if key.allowances}
+        for key in snapshot.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
         self._subjects = {}
-        place = state.limits_store
+        place = snapshot.limits_store
         if self.store is not None and place is not None and self.store.place.counts == place.counts:
             self.store.place = place  # what it holds for requests, and owes, goes on, whoever has limits now
             return
         self.close()
-        if place is not None and state.uses_store:
+        if place is not None and snapshot.uses_store:
             self.store = Store(place, self._name, self._on_store)
 
     def permit(self, key: Key, identity: str) -> Permit:

@@ -61,7 +61,7 @@ _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
 _MEMORY = "vllm_gateway_ledger_memory_rows"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
-_RESTING = 'vllm_gateway_server_resting{{model="m", server="m#{}"}}'
+_RESTING = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
 _NONE_READY = (
     "m: no server is ready",
     "The model has no ready server, and the gateway did not stop them itself. /status shows the reason.",

@@ -22,7 +22,7 @@ from gateway.call import Call
 from gateway.edge import MAX_HEAD, EdgeProtocol
 from gateway.errors import Refusal
 from gateway.metrics import WorkerMetrics
-from gateway.state import State
+from gateway.state import Snapshot
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.running import KEY, board, key, model, until
@@ -374,8 +374,8 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def taking() -> Iterator[Taking]:
     with board() as counts, fleet() as servers:
-        state = State(1, (key(),), (model(1),))
-        yield Taking(state, fleet=servers, metrics=WorkerMetrics(counts), log=AccessLog(-1))
+        snapshot = Snapshot(1, (key(),), (model(1),))
+        yield Taking(snapshot, fleet=servers, metrics=WorkerMetrics(counts), log=AccessLog(-1))
 
 
 async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -> list[bytes]:

@@ -236,12 +236,12 @@ async def _taken_away(one: Controlled, identity: str, name: str, value: Any, tok
 
 
 async def _until_all(one: Controlled, token: str, status: int) -> None:
-    """Wait until a key gets this answer, on many connections in a row, and every worker serves by the same generation."""
+    """Wait until a key gets this answer, on many connections in a row, and every worker serves by the same version."""
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            same = {worker.generation for worker in one.control.workers.statuses} == {one.control.generation}
+            same = {worker.version for worker in one.control.workers.statuses} == {one.control.version}
             streak = streak + 1 if reply.status == status and same else 0
 
 

@@ -293,8 +293,8 @@ async def test_a_reload_may_change_the_bound_at_any_time_and_cuts_nobody() -> No
 
 
 def _reload(served: Served, **more: Any) -> None:
-    state = served.worker.state
-    served.worker.take(replace(state, generation=state.generation + 1, models=(replace(state.models[0], **more),)))
+    snapshot = served.worker.snapshot
+    served.worker.take(replace(snapshot, version=snapshot.version + 1, models=(replace(snapshot.models[0], **more),)))
 
 
 async def test_servers_that_go_while_others_wait() -> None:

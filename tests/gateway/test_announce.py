@@ -17,7 +17,7 @@ from gateway.config import load
 from gateway.serve import StartError, listen
 from tests.support.process import configuration, gateway, launched, wait_for, write
 from upstream.address import Address
-from upstream.launcher import Snapshot, State
+from upstream.launcher import LaunchState, LaunchStatus
 from upstream.vllm_failures import Cause
 
 
@@ -37,9 +37,9 @@ def test_the_addresses_are_such_as_a_client_takes(tmp_path: Path, host: str, sho
 
 TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|worker \d+): "
 KNOWN = Cause("kv_cache_too_small", "no memory is left", "Raise it.", "ValueError: No available memory")
-FAILED = Snapshot(
+FAILED = LaunchStatus(
     "m#0",
-    State.FAILED,
+    LaunchState.FAILED,
     0.0,
     Address("localhost"),
     Path("/m.log"),
@@ -49,12 +49,12 @@ FAILED = Snapshot(
 )
 
 
-def announced(*snapshots: Snapshot) -> list[str]:
+def announced(*statuses: LaunchStatus) -> list[str]:
     """What is written for these changes, without the time."""
     said = io.StringIO()
     announcer = Announcer(Console(file=said, width=200))
-    for snapshot in snapshots:
-        announcer.launched(snapshot)
+    for status in statuses:
+        announcer.launched(status)
     return [re.sub(TIMED, r"\1 ", line) for line in said.getvalue().splitlines()]
 
 
@@ -70,7 +70,7 @@ def test_of_an_unknown_cause_the_end_of_the_log_is_written() -> None:
 
 def test_a_failure_that_repeats_adds_one_line_until_the_server_is_up_again() -> None:
     other = replace(FAILED, cause=replace(KNOWN, code="disk_full", hint="Free it."))
-    up = replace(FAILED, state=State.READY, reason="", cause=None)
+    up = replace(FAILED, state=LaunchState.READY, reason="", cause=None)
     line, hint = "ERROR m#0 could not start: no memory is left", "  Hint: Raise it."
     assert announced(FAILED, FAILED, FAILED) == [line, hint, line, line]
     assert announced(FAILED, other, FAILED) == [line, hint, line, "  Hint: Free it.", line, hint]

@@ -27,7 +27,7 @@ from gateway.ledger.journal import Journal
 from gateway.link import Health
 from gateway.metrics import WorkerMetrics
 from gateway.scoreboard import Board
-from gateway.state import Allowance, Key, Limits, Model, State
+from gateway.state import Allowance, Key, Limits, Model, Snapshot
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
 from upstream.address import Address
@@ -107,7 +107,7 @@ class Path(NamedTuple):
 
     def limit(self, limits: Limits) -> None:
         """Give all keys these limits."""
-        before = self.worker.state
+        before = self.worker.snapshot
         keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
         self.worker.take(replace(before, keys=keys))
         self.worker.learn(Health({"tiny#0": Condition.UP}, {}, {}))
@@ -126,7 +126,7 @@ async def path() -> AsyncIterator[Path]:
     turn = Still(math.inf)
     turn.gathers = True
     with fleet(turn) as servers, access_log(nowhere) as log:
-        worker = Worker(State(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
+        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
         worker.learn(Health({spec.name: Condition.UP}, {}, {}))
         uvicorn = worker.server()
         uvicorn.config.load()
@@ -194,7 +194,7 @@ async def test_the_path_is_no_longer_than_it_was(path: Path, books: Books, what:
         path.stream()
     if what == "request with a ledger":
         path.worker.books = books
-        books.take(path.worker.state)
+        books.take(path.worker.snapshot)
     if what == "request of a limited key":
         path.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
     count = counted(path.chunk if what == "chunk" else path.ask)

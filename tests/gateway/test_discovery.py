@@ -112,10 +112,10 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         await stage.put(*map(endpoint, HOSTS))
         await stage.shows("up", "up", "up")
         assert await stage.farm.used(one, 9) == set(HOSTS)
-        generation = one.control.generation
+        version = one.control.version
         await stage.put(endpoint(HOSTS[0], ready=False), endpoint(HOSTS[1], ready=False, terminating=True), endpoint(HOSTS[2]))
-        await stage.shows("loading", "away", "up")
-        assert one.control.generation == generation, "the servers are the same"
+        await stage.shows("loading", "out_of_rotation", "up")
+        assert one.control.version == version, "the servers are the same"
         assert await stage.farm.used(one) == {HOSTS[2]}
         assert one.control.not_ready() is None, "servers come and go, and the gateway is ready"
         shown = {each["name"]: each["endpoint"] for each in one.status(MODEL)["servers"]}
@@ -149,7 +149,7 @@ async def test_requests_wait_for_servers_that_are_not_there_yet(tmp_path: Path) 
         await stage.put(endpoint(HOSTS[0]))
         assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
         await stage.put(endpoint(HOSTS[0], ready=False, terminating=True))
-        await stage.shows("away")
+        await stage.shows("out_of_rotation")
         again = asyncio.create_task(one.ask(MODEL))
         await until(lambda: one.status(MODEL)["queued"] == 1, 30.0)
         await stage.put(endpoint(HOSTS[1]))
@@ -210,7 +210,7 @@ async def test_a_stream_goes_on_when_its_server_leaves(tmp_path: Path) -> None:
             stream = asyncio.create_task(one.ask(MODEL, stream=True))
             await until(lambda: one.in_flight(MODEL) == 1)
             await api.put(slice_of("a", [endpoint(HOSTS[0], terminating=True), endpoint(HOSTS[1])], ("http", server.port)))
-            await until(lambda: [each["condition"] for each in one.status(MODEL)["servers"]] == ["away", "up"], 30.0)
+            await until(lambda: [each["condition"] for each in one.status(MODEL)["servers"]] == ["out_of_rotation", "up"], 30.0)
             assert one.in_flight(MODEL) == 1, "a server that leaves is shown with what it has to finish"
             await api.put(slice_of("a", [endpoint(HOSTS[1])], ("http", server.port)))
             await until(lambda: len(one.status(MODEL)["servers"]) == 1, 30.0)

@@ -271,7 +271,7 @@ async def test_a_key_that_is_new_when_the_turn_of_a_waiting_request_comes() -> N
     async with scripted(slow) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + request(token="sk-new"))
         await until(lambda: bool(only(served).pipeline))
-        served.worker.take(replace(served.worker.state, generation=2, keys=(key(), key("b", "sk-new"))))
+        served.worker.take(replace(served.worker.snapshot, version=2, keys=(key(), key("b", "sk-new"))))
         turn.set()
         assert (await one.reply()).status == 200
         reply = await one.reply()

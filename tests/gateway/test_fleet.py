@@ -28,7 +28,7 @@ async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_p
     sick = tmp_path / "sick"
     sick.touch()  # until all have come
     async with controlled(tmp_path, on_demand(A, args={"sim-sick-while": str(sick)}), workers=2) as one:
-        assert one.state(A) == "stopped" and one.control.launcher.snapshots() == ()
+        assert one.state(A) == "stopped" and one.control.launcher.statuses() == ()
         assert one.value("server_up", A, f"{A}#0") == one.value("server_inflight", A, f"{A}#0") == 0
         asked = [asyncio.create_task(one.ask(A)) for _ in range(30)]
         await until(lambda: one.status(A)["queued"] == 30)
@@ -277,7 +277,7 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
 
         watching = asyncio.create_task(watch())
         await one.control.restart(A)
-        assert sorted(each["condition"] for each in one.status(A)["servers"]) == ["away", "up"] and one.state(A) == "ready"
+        assert sorted(each["condition"] for each in one.status(A)["servers"]) == ["out_of_rotation", "up"] and one.state(A) == "ready"
         with pytest.raises(RefusedOperation, match="being worked on"):
             await one.control.restart(A)
         more = [asyncio.create_task(one.ask(A, stream=True, simulate={"tokens": 20, "tokens_per_second": 10})) for _ in range(100)]
@@ -331,7 +331,7 @@ async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> N
         assert whole(await stream)
         ended = time.time()
         await stopping
-        assert draining < ended <= since(A) <= time.time() and one.status(A)["servers"][0]["condition"] == "away"
+        assert draining < ended <= since(A) <= time.time() and one.status(A)["servers"][0]["condition"] == "out_of_rotation"
         await one.heard()
         assert since(B) == failed
 

@@ -19,7 +19,7 @@ from gateway.config import Config, Limits, load
 from gateway.errors import Refusal
 from gateway.keybook import Keybook, KeybookError
 from gateway.keys import hash_of, mint, well_formed
-from gateway.plan import Knowledge, state
+from gateway.plan import Knowledge, build_snapshot
 from tests.gateway.test_cli import Ran, gateway
 
 KEY, OLDER = mint("team-a"), mint("team-a")
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def answer(config: Config, token: str) -> str:
     """Whose a key is, or why it is refused."""
-    ring = Keyring(state(config, Knowledge({}, {}, {}), 1, 0).keys)
+    ring = Keyring(build_snapshot(config, Knowledge({}, {}, {}), 1, 0).keys)
     try:
         return ring.authenticate(f"Bearer {token}".encode()).id
     except Refusal as refusal:

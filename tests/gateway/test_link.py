@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.link import MAX_FRAME, Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken, encode
-from gateway.state import Key, Model, Queue, State
+from gateway.state import Key, Model, Queue, Snapshot
 from upstream.address import Address
 from upstream.deadlines import Timeouts
 from upstream.server import Condition, ServerSpec
 
-STATE = State(
+STATE = Snapshot(
     7,
     (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5, ends={b"\xff" * 32: 2.5}, revoked=True),
      Key("b", anonymous=True)),
@@ -41,7 +41,7 @@ MESSAGES: list[Message] = [
     Asked("m", 0.25),
     Asked("m", None),
     Taken(7),
-    Configure(State(0, (), ()), Health({}, {})),
+    Configure(Snapshot(0, (), ()), Health({}, {})),
 ]
 
 

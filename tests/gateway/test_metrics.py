@@ -18,7 +18,7 @@ from gateway.engines import Engine
 from gateway.metrics import FAMILIES, PREFIX, Gaps, Series, Tally, WorkerMetrics, observe, summed
 from gateway.record import Record
 from gateway.scoreboard import Board
-from gateway.state import Key, State
+from gateway.state import Key, Snapshot
 from gateway.usage import Usage
 from tests.support.running import key, model
 
@@ -162,7 +162,7 @@ def test_a_histogram_is_its_values(values: list[float]) -> None:
 
 
 def test_series_exist_from_the_start(board: Board) -> None:
-    WorkerMetrics(board).expect(State(1, (key(),), (model(1),)))
+    WorkerMetrics(board).expect(Snapshot(1, (key(),), (model(1),)))
     shown = samples(board)
     for name in ("tiny", "other"):
         assert value(shown, "inflight_requests", model=name) == 0

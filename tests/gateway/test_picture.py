@@ -61,13 +61,13 @@ def test_a_servers_state_is_one_of_six_words(known: dict[str, Any], state: str) 
 @pytest.mark.parametrize("state", ["sleeping", "draining", "stopped"])
 def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
     for known in ({}, {"state": "ready"}):
-        shown = picture(status(server(condition="away", **known), state=state))
+        shown = picture(status(server(condition="out_of_rotation", **known), state=state))
         assert shown.models[0].servers[0].state == state
 
 
 @pytest.mark.parametrize(("known", "state"), [({"state": "ready"}, "draining"), ({}, "stopped"), ({"state": "starting"}, "starting")])
 def test_a_server_that_a_ready_model_goes_without_is_not_ready(known: dict[str, Any], state: str) -> None:
-    model = status(server(condition="away", **known), server(name="m#1"))["models"][0]
+    model = status(server(condition="out_of_rotation", **known), server(name="m#1"))["models"][0]
     assert in_a_line(model) == f"m: ready (m#0: {state})"
     assert picture(status(*model["servers"])).models[0].servers[0].state == state
 

@@ -15,8 +15,7 @@ from gateway.state import BodyRules, Queue
 from tests.gateway.test_config import HASH
 from upstream.address import Address
 from upstream.health import ModelCard, Probe, Target
-from upstream.launcher import Snapshot
-from upstream.launcher import State as Stage
+from upstream.launcher import LaunchState, LaunchStatus
 from upstream.server import Condition
 from upstream.vllm import Adapter
 
@@ -50,8 +49,8 @@ def _written(folder: Path, document: dict[str, Any]) -> Config:
     return load(path, {"INNER_KEY": "k"})
 
 
-def snapshot(name: str, state: Stage, *, concluded: bool = False) -> Snapshot:
-    return Snapshot(name, state, 0.0, UDS, Path("/log"), concluded=concluded)
+def status(name: str, state: LaunchState, *, concluded: bool = False) -> LaunchStatus:
+    return LaunchStatus(name, state, 0.0, UDS, Path("/log"), concluded=concluded)
 
 
 NAMES = ["launched#0", "launched#1", "http://10.0.0.5:8000", "http://10.0.0.6:8000#found", "http://10.0.0.6:8000#shared"]
@@ -72,22 +71,22 @@ def test_launches(config: Config) -> None:
 
 def test_the_state(config: Config) -> None:
     known = Knowledge(
-        plan.by_name([snapshot("launched#0", Stage.READY), snapshot("launched#1", Stage.STARTING)]),
+        plan.by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
         {},
         {"launched#0": "x", "launched#1": "y"},
     )
-    state = plan.state(config, known, 3, 1_760_000_000)
-    assert (state.generation, state.body_limit, state.models[0].created) == (3, 1 << 20, 1_760_000_000)
-    specs = [spec for model in state.models for spec in model.servers]
+    snapshot = plan.build_snapshot(config, known, 3, 1_760_000_000)
+    assert (snapshot.version, snapshot.body_limit, snapshot.models[0].created) == (3, 1 << 20, 1_760_000_000)
+    specs = [spec for model in snapshot.models for spec in model.servers]
     assert [spec.name for spec in specs] == NAMES
     assert [(spec.model, spec.api_key, spec.weight) for spec in specs] == [
         ("launched", "x", 1), ("launched", "y", 1), ("inner", "k", 2), ("found", None, 1), ("lora", None, 1)
     ]  # fmt: skip
     assert specs[0].address is UDS and specs[2].address == Address("10.0.0.5", 8000)
     assert specs[0].keep_idle < 75 and specs[2].keep_idle < 5, "below the servers' own limits"
-    assert state.models[2].timeouts.first_byte == 9.0
-    assert (state.models[2].overrides, state.models[2].mounts, state.models[0].aliases) == ({"seed": 1}, ("/i/1",), ("l",))
-    a, b = state.keys
+    assert snapshot.models[2].timeouts.first_byte == 9.0
+    assert (snapshot.models[2].overrides, snapshot.models[2].mounts, snapshot.models[0].aliases) == ({"seed": 1}, ("/i/1",), ("l",))
+    a, b = snapshot.keys
     assert a.digests == (bytes.fromhex(HASH.removeprefix("sha256:")),)
     assert (a.models, a.expires, b.models) == (None, None, ("found",))
     assert b.expires is not None and b.expires == 1798761600.0
@@ -104,10 +103,10 @@ def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> Non
     (spec,) = plan.launches(config)
     assert spec.settings.model == str(tmp_path.parent / "base"), "from the folder of the configuration"
     assert spec.settings.adapters == (Adapter("sql", str(tmp_path / "loras/sql")),)
-    known = Knowledge(plan.by_name([snapshot("launched#0", Stage.READY)]), {}, {"launched#0": "x"})
-    state = plan.state(config, known, 1, 0)
-    base, adapter, found, other = state.models
-    assert state.bases == (base, found)
+    known = Knowledge(plan.by_name([status("launched#0", LaunchState.READY)]), {}, {"launched#0": "x"})
+    snapshot = plan.build_snapshot(config, known, 1, 0)
+    base, adapter, found, other = snapshot.models
+    assert snapshot.bases == (base, found)
     assert (adapter.id, adapter.aliases, adapter.parent, adapter.served) == ("sql", ("s",), "launched", "sql")
     assert (adapter.servers, adapter.defaults, adapter.mounts) == (base.servers, {"seed": 1}, ())
     assert (other.id, other.parent, other.served, other.servers) == ("chat", "found", "chat", found.servers)
@@ -119,24 +118,24 @@ UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 
 
 @pytest.mark.parametrize("up", [None, True, False])
-@pytest.mark.parametrize("stage", [None, *Stage])
-def test_a_condition(stage: Stage | None, up: bool | None) -> None:
+@pytest.mark.parametrize("stage", [None, *LaunchState])
+def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
     known = Knowledge(
-        {} if stage is None else {"s": snapshot("s", stage)}, {} if up is None else {"s": Probe("s", up)}, {}
+        {} if stage is None else {"s": status("s", stage)}, {} if up is None else {"s": Probe("s", up)}, {}
     )  # fmt: skip
     probed = {None: LOADING, True: UP, False: DOWN}[up]
     if stage is None:
         expected = probed
-    elif stage is Stage.READY:
+    elif stage is LaunchState.READY:
         expected = UP if up is None else probed
     else:
-        expected = LOADING if stage is Stage.STARTING else DOWN
+        expected = LOADING if stage is LaunchState.STARTING else DOWN
     assert plan.condition("s", known) is expected
 
 
 def test_what_is_probed(config: Config) -> None:
     known = Knowledge(
-        plan.by_name([snapshot("launched#0", Stage.READY), snapshot("launched#1", Stage.STARTING)]),
+        plan.by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
         {},
         {"launched#0": "x", "launched#1": "y"},
     )
@@ -176,7 +175,7 @@ def test_what_the_model_list_shows(tmp_path: Path) -> None:
     said = {"task": "rerank", "capabilities": ["image"], "servers": [{"url": "http://127.0.0.1:8001"}]}
     args = {"reasoning-parser": "qwen3"}
     models = _loaded(tmp_path, {"id": "said", **said}, {"id": "seen", "launch": {"args": args}}, {"id": "bare", "launch": {}})
-    shown = [(each.task, each.capabilities, each.launched_with) for each in plan.state(models, NOTHING, 1, 0).models]
+    shown = [(each.task, each.capabilities, each.launched_with) for each in plan.build_snapshot(models, NOTHING, 1, 0).models]
     assert shown == [
         ("rerank", ("image",), None),
         ("chat", None, ("structured_outputs", "reasoning")),
@@ -187,7 +186,7 @@ def test_what_the_model_list_shows(tmp_path: Path) -> None:
 def test_what_has_no_result_yet(config: Config) -> None:
     assert plan.unconcluded(config, NOTHING) == NAMES
     known = Knowledge(
-        plan.by_name([snapshot("launched#0", Stage.STARTING), snapshot("launched#1", Stage.STARTING, concluded=True)]),
+        plan.by_name([status("launched#0", LaunchState.STARTING), status("launched#1", LaunchState.STARTING, concluded=True)]),
         {"launched#0": Probe("launched#0", True), "http://10.0.0.5:8000": Probe("", False)},
         {},
     )
@@ -212,7 +211,7 @@ def lazy(tmp_path: Path) -> Config:
 
 def test_who_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
     assert [plan.may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
-    models = plan.state(lazy, NOTHING, 1, 0).models
+    models = plan.build_snapshot(lazy, NOTHING, 1, 0).models
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
     assert [model.keepalive for model in models] == [9.0, None, None]
     assert [model.servers for model in models] == [(), (), ()], "none is launched"
@@ -231,7 +230,7 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     }
     path = tmp_path / "bounds.yaml"
     path.write_text(yaml.safe_dump(document))
-    made = plan.state(load(path, {}), NOTHING, 1, 0)
+    made = plan.build_snapshot(load(path, {}), NOTHING, 1, 0)
     assert (made.max_inflight, made.workers) == (100, 2)
     assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
         ("bounded", 8, Queue(64, 30.0)),
@@ -246,8 +245,8 @@ def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
 
 
 def test_one_that_is_away(lazy: Config) -> None:
-    known = Knowledge({"neighbour#0": snapshot("neighbour#0", Stage.READY)}, {}, {}, frozenset({"neighbour#0"}))
-    assert plan.condition("neighbour#0", known) is Condition.AWAY
+    known = Knowledge({"neighbour#0": status("neighbour#0", LaunchState.READY)}, {}, {}, frozenset({"neighbour#0"}))
+    assert plan.condition("neighbour#0", known) is Condition.OUT_OF_ROTATION
     assert plan.unconcluded(lazy, known) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
 
 
@@ -261,7 +260,7 @@ def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[
     }
     if secret is not None:
         document["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
-    return [dict(key.fields) for key in plan.state(_written(folder, document), NOTHING, 1, 0).keys]
+    return [dict(key.fields) for key in plan.build_snapshot(_written(folder, document), NOTHING, 1, 0).keys]
 
 
 def test_what_keys_bring(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_what_bodies_may_hold(tmp_path: Path) -> None:
     body = {"allow": ["chat_template"], "refuse": ["tools"], "max_n": 2, "max_tokens": 9, "media_hosts": ["*.Example.com"]}
     config = _loaded(tmp_path, {"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}], "body": body, "loras": [{"id": "l"}]})
     rules = BodyRules(("chat_template",), ("tools",), 2, 9, ("*.example.com",))
-    assert [model.body for model in plan.state(config, NOTHING, 1, 0).models] == [rules, rules], "its adapters' too"
+    assert [model.body for model in plan.build_snapshot(config, NOTHING, 1, 0).models] == [rules, rules], "its adapters' too"
 
 
 @pytest.mark.parametrize(

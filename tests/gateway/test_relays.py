@@ -14,7 +14,7 @@ import pytest
 from gateway.link import Health
 from gateway.relays import pause_after, running_workers
 from gateway.serve import listen
-from gateway.state import State
+from gateway.state import Snapshot
 from tests.support.running import until
 
 
@@ -23,7 +23,7 @@ async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: i
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(State(1, (), ()), Health({}, {}))
+            kept.configure(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
     assert set(psutil.Process().children()) <= before
@@ -33,7 +33,7 @@ async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: i
 async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(State(1, (), ()), Health({}, {}))
+            kept.configure(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
             async with asyncio.timeout(60):  # to start and to end; nothing is in flight
@@ -43,7 +43,7 @@ async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_wait
 async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(State(1, (), ()), Health({}, {}))
+            kept.configure(Snapshot(1, (), ()), Health({}, {}))
             await until(lambda: kept.statuses[0].up, 60)
             pid = kept.statuses[0].pid
             assert pid is not None

@@ -52,7 +52,7 @@ def last(one: Gateway) -> dict[str, Any]:
 
 def generations(status: dict[str, Any]) -> int:
     """How many of them are served by, control's own among them."""
-    return len({status["generation"], *(worker["generation"] for worker in status["workers"])})
+    return len({status["snapshot_version"], *(worker["snapshot_version"] for worker in status["workers"])})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict
     wait_for(lambda: {status_of(running, OTHER) for _ in range(10)} == {200})
     wait_for(lambda: generations(running.get("/status").json()) == 1)
     after = running.get("/status").json()
-    assert after["generation"] != before["generation"]
+    assert after["snapshot_version"] != before["snapshot_version"]
     assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
     assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
     assert after["configuration"]["changes"] == ["key team-b is new"]

@@ -48,7 +48,7 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         assert (await one.ask(B)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
         await until(lambda: not psutil.pid_exists(pid), 60.0)
-        await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{B}#0"])
+        await until(lambda: [snapshot.name for snapshot in one.control.launcher.statuses()] == [f"{B}#0"])
         assert one.value("requests_total", A, "/v1/chat/completions", "200", "") == 4, "what was counted stays"
         await until(lambda: one.value("server_inflight", A, f"{A}#0") == 0)
 
@@ -151,7 +151,7 @@ async def test_a_change_that_is_interrupted_is_made_all_the_same(tmp_path: Path,
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         streams = await one.streams(A, seconds=SECONDS)
         await one.reload(eager(A, args=CHANGED), eager(B))
-        await until(lambda: one.status(A)["servers"][0]["condition"] == "away")  # it is to be replaced when its request is over
+        await until(lambda: one.status(A)["servers"][0]["condition"] == "out_of_rotation")  # it is to be replaced when its request is over
         if way == "it is stopped and started":
             stopping = asyncio.create_task(one.control.stop(A))
             await one.reaches(A, "draining")
@@ -202,7 +202,7 @@ async def test_replicas_come_and_go(tmp_path: Path) -> None:
         await one.reload(eager(A))
         assert len(one.status(A)["servers"]) == 1 and psutil.pid_exists(last)
         assert all(map(whole, await asyncio.gather(*streams)))
-        await until(lambda: [snapshot.name for snapshot in one.control.launcher.snapshots()] == [f"{A}#0"], 60.0)
+        await until(lambda: [snapshot.name for snapshot in one.control.launcher.statuses()] == [f"{A}#0"], 60.0)
         assert one.pids(A) == [first]
         await one.reaches(A, "ready")
 
@@ -308,7 +308,7 @@ async def test_requests_that_wait_for_a_removed_model_are_told(tmp_path: Path) -
         await one.reload(eager(B))
         reply = await waiting
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_healthy_server")
-        await until(lambda: not [each for each in one.control.launcher.snapshots() if each.name == f"{A}#0"], 60.0)
+        await until(lambda: not [each for each in one.control.launcher.statuses() if each.name == f"{A}#0"], 60.0)
 
 
 async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: 
     config, listener = served(tmp_path, 2)
     with closing(listener):
         async with running_workers(listener, 2, lambda: None, lambda _: None) as kept:
-            kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: all(worker.up for worker in kept.statuses), 60)
             first, second = (worker.pid for worker in kept.statuses)
             assert first is not None
@@ -255,7 +255,7 @@ async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Pa
     config, listener = served(tmp_path, 1)
     with closing(listener):
         async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: kept.statuses[0].pid is not None, 60)
             first = kept.statuses[0].pid
             assert first is not None
@@ -276,7 +276,7 @@ async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
             assert kept.broken(now) is None
             kept.look(now)
             assert kept.broken(now + 61) == "no worker comes up"
-            kept.configure(plan.state(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: kept.statuses[0].up, 60)
             kept.look(now + 61)
             assert kept.broken(now + 61) is None

@@ -20,7 +20,7 @@ from jwt.algorithms import ECAlgorithm
 from gateway.auth import Keyring
 from gateway.errors import Refusal
 from gateway.key_set import Checkers, KeySetError, usable
-from gateway.state import Allowance, Claims, Key, Limits, Model, State
+from gateway.state import Allowance, Claims, Key, Limits, Model, Snapshot
 from gateway.state import Issuer as Trusted
 from gateway.tokens import Tokens
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, part
@@ -41,19 +41,19 @@ def trusted(issuer: Issuer = ISSUER, **more: Any) -> Trusted:
     return Trusted(issuer.name, **{**given, "key_set": usable(issuer.document), **more})
 
 
-def state(*issuers: Trusted, keys: tuple[Key, ...] = (STAFF, key()), **more: Any) -> State:
-    return State(1, keys, (Model("tiny", ()), Model("large", ())), issuers=issuers or (trusted(),), **more)
+def snapshot(*issuers: Trusted, keys: tuple[Key, ...] = (STAFF, key()), **more: Any) -> Snapshot:
+    return Snapshot(1, keys, (Model("tiny", ()), Model("large", ())), issuers=issuers or (trusted(),), **more)
 
 
 class Door:
     """A keyring with tokens, and what was asked of control."""
 
-    def __init__(self, served: State | None = None) -> None:
+    def __init__(self, served: Snapshot | None = None) -> None:
         self.asked: list[str] = []
         self.tokens = Tokens(self.asked.append)
-        self.take(served or state())
+        self.take(served or snapshot())
 
-    def take(self, served: State) -> None:
+    def take(self, served: Snapshot) -> None:
         self.tokens.take(served)
         self.ring = Keyring(served.keys, self.tokens)
 
@@ -90,9 +90,9 @@ def test_each_subject_has_its_entrys_limits_and_shares_its_teams(door: Door) -> 
 
 
 def test_subjects_are_bounded() -> None:
-    door = Door(state(trusted(subjects=3)))
+    door = Door(snapshot(trusted(subjects=3)))
     assert [door.key(ISSUER.token(sub=f"s{number}")).id for number in range(5)] == ["staff/s0", "staff/s1", "staff/s2", "staff", "staff"]
-    door.take(state(trusted(subjects=3), max_inflight=9))
+    door.take(snapshot(trusted(subjects=3), max_inflight=9))
     assert [door.key(ISSUER.token(sub=name)).id for name in ("s4", "s1")] == ["staff", "staff/s1"]
     assert door.key(ISSUER.token(sub="s4")).allowances == STAFF.allowances, "further ones share what their entry has"
 
@@ -179,36 +179,36 @@ def test_bad_tokens(door: Door, name: str) -> None:
     token = make()
     for _ in range(2):  # the second time from memory
         assert door.refusal(token).startswith(words)
-    opened = Door(state(keys=(STAFF, Key("anybody", anonymous=True))))
+    opened = Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True))))
     assert opened.refusal(token).startswith(words), "a token is never taken for no key"
 
 
 def test_what_is_no_token_is_a_key_as_ever(door: Door) -> None:
     for text in ("not-needed", "a.b.c", "sk-x.y.z", "eyJ.", "eyJh.eyJi", "eyJ0.eyJ0.a.b", "e.e.e"):
         assert door.refusal(text) == "invalid_api_key: The API key is not valid."
-    assert Door(state(keys=(STAFF, Key("anybody", anonymous=True)))).key("a.b.c").id == "anybody"
+    assert Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True)))).key("a.b.c").id == "anybody"
     plain = ISSUER.token(OTHER.keys[0])
-    assert Door(state(keys=(STAFF, key("pinned", plain)))).key(plain).id == "pinned", "any text can be a key"
+    assert Door(snapshot(keys=(STAFF, key("pinned", plain)))).key(plain).id == "pinned", "any text can be a key"
 
 
 def test_a_token_that_names_no_key_means_the_only_one() -> None:
     alone = Issuer("https://login.example.com/", ES)
-    assert Door(state(trusted(alone))).key(_without_kid(ES)).id == "staff/alice"
+    assert Door(snapshot(trusted(alone))).key(_without_kid(ES)).id == "staff/alice"
     both = Issuer("https://login.example.com/", ES, SigningKey("ES256", "es-2"))
-    assert "has not published" in Door(state(trusted(both))).refusal(_without_kid(ES))
+    assert "has not published" in Door(snapshot(trusted(both))).refusal(_without_kid(ES))
 
 
 def test_clocks_may_differ_by_the_leeway(door: Door) -> None:
     now = int(time.time())
     assert door.key(ISSUER.token(exp=now - 5, sub="late")).id == "staff/late"
     assert door.key(ISSUER.token(nbf=now + 5, iat=now + 5, sub="soon")).id == "staff/soon"
-    strict = Door(state(trusted(leeway=0.0)))
+    strict = Door(snapshot(trusted(leeway=0.0)))
     assert strict.refusal(ISSUER.token(exp=now - 5)).startswith("expired_api_key")
     assert strict.refusal(ISSUER.token(nbf=now + 50)).startswith("invalid_api_key")
 
 
 def test_a_verdict_ends_with_its_token() -> None:
-    door = Door(state(trusted(leeway=0.0)))
+    door = Door(snapshot(trusted(leeway=0.0)))
     token = ISSUER.token(exp=time.time() + 5.0)
     assert door.key(token).id == "staff/alice"
     while time.time() < jwt.decode(token, options={"verify_signature": False})["exp"]:
@@ -225,28 +225,28 @@ def test_rotation() -> None:
     assert 1 <= len(door.asked) <= 1 + time.monotonic() - since, "control is asked once a second at most"
     assert set(door.asked) == {ISSUER.name}
     both = Issuer(ISSUER.name, ES, fresh)
-    door.take(state(trusted(both)))
+    door.take(snapshot(trusted(both)))
     assert [door.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]
-    door.take(state(trusted(Issuer(ISSUER.name, fresh))))
+    door.take(snapshot(trusted(Issuer(ISSUER.name, fresh))))
     assert door.key(new).id == "staff/new"
     assert "has not published" in door.refusal(old), "a key that was withdrawn is good for nothing, kept verdicts included"
 
 
 def test_keys_that_are_not_there_yet_are_not_the_clients_fault() -> None:
-    door = Door(state(trusted(key_set=None)))
+    door = Door(snapshot(trusted(key_set=None)))
     token = ISSUER.token()
     assert door.refusal(token).startswith("overloaded: ")
-    door.take(state())
+    door.take(snapshot())
     assert door.key(token).id == "staff/alice"
 
 
 def test_an_entry_rules_its_tokens(door: Door) -> None:
     token = ISSUER.token()
-    door.take(state(keys=(replace(STAFF, revoked=True),)))
+    door.take(snapshot(keys=(replace(STAFF, revoked=True),)))
     assert door.refusal(token) == "invalid_api_key: This API key has been revoked."
-    door.take(state(keys=(replace(STAFF, expires=time.time() - 1),)))
+    door.take(snapshot(keys=(replace(STAFF, expires=time.time() - 1),)))
     assert door.refusal(token).startswith("expired_api_key")
-    door.take(state(keys=(replace(STAFF, models=("tiny",), fields={"cache_salt": "of staff", "priority": 3}),)))
+    door.take(snapshot(keys=(replace(STAFF, models=("tiny",), fields={"cache_salt": "of staff", "priority": 3}),)))
     first, other = door.key(token), door.key(ISSUER.token(sub="bob"))
     assert first.models == ("tiny",)
     assert first.fields["priority"] == 3
@@ -256,7 +256,7 @@ def test_an_entry_rules_its_tokens(door: Door) -> None:
 def test_claims() -> None:
     lab = {"lab": (Allowance("team lab", Limits(concurrent=3)),), "ops": (Allowance("team ops", Limits(concurrent=9)),)}
     claims = Claims("email", "azp", "realm.groups", "https://example.com/models", "prio")
-    door = Door(state(trusted(keys=("staff", "ci"), claims=claims), keys=(STAFF, Key("ci")), teams=lab))
+    door = Door(snapshot(trusted(keys=("staff", "ci"), claims=claims), keys=(STAFF, Key("ci")), teams=lab))
     told: dict[str, Any] = {
         "email": "a@b.c",
         "azp": "ci",
@@ -278,7 +278,7 @@ def test_claims() -> None:
 
 
 def test_two_issuers_have_keys_of_their_own() -> None:
-    door = Door(state(trusted(), trusted(OTHER, keys=("ci",)), keys=(STAFF, Key("ci"))))
+    door = Door(snapshot(trusted(), trusted(OTHER, keys=("ci",)), keys=(STAFF, Key("ci"))))
     assert [door.key(each.token()).id for each in (ISSUER, OTHER)] == ["staff/alice", "ci/alice"]
     assert door.refusal(OTHER.token(iss=ISSUER.name)) == "invalid_api_key: The token's signature is wrong."
 

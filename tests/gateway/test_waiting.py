@@ -215,8 +215,8 @@ async def test_the_servers_are_those_of_the_newest_generation() -> None:
         comes_in(served)
         await enter(served, one)
         spec = ServerSpec(SERVER, Address(port=server.port), "tiny")
-        served.worker.take(replace(served.worker.state, generation=2, models=(waiting_model(server.port),)))
-        assert served.worker.state.models[0].servers == (spec,)
+        served.worker.take(replace(served.worker.snapshot, version=2, models=(waiting_model(server.port),)))
+        assert served.worker.snapshot.models[0].servers == (spec,)
         is_up(served)
         assert (await one.reply()).status == 200
 
@@ -225,7 +225,7 @@ async def test_a_model_that_is_gone_is_not_waited_for() -> None:
     async with serving([waiting_model(queue=QUEUE)], up=False) as served, client(served.port) as one:
         comes_in(served)
         await enter(served, one)
-        served.worker.take(replace(served.worker.state, generation=2, models=()))
+        served.worker.take(replace(served.worker.snapshot, version=2, models=()))
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
         await until(lambda: served.in_flight == 0)
@@ -265,7 +265,7 @@ async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_n
             first.send(request(chat(model="other")))
             await until(lambda: slow.requests)
             await enter(served, second)
-            served.worker.take(replace(served.worker.state, generation=2, models=(two, main)))
+            served.worker.take(replace(served.worker.snapshot, version=2, models=(two, main)))
             served.worker.learn(Health({SERVER: Condition.LOADING, "other#0": Condition.UP, "other#1": Condition.UP}, {}, {"tiny": due}))
             is_down(served)  # nobody expects it any more
             async with asyncio.timeout(30):

@@ -17,7 +17,7 @@ from tests.support.process import configuration, gateway, launched, wait_for
 
 
 def worker(number: int, pid: int | None) -> WorkerStatus:
-    return WorkerStatus(number, pid, up=True, generation=1, restarts=0, unanswered=0)
+    return WorkerStatus(number, pid, up=True, version=1, restarts=0, unanswered=0)
 
 
 def test_each_worker_with_a_process_has_its_series() -> None:

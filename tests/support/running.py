@@ -1,4 +1,4 @@
-"""A worker composed from a fixed state, served on an ephemeral port in the test's own loop."""
+"""A worker composed from a fixed snapshot, served on an ephemeral port in the test's own loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.metrics import WorkerMetrics, summed
 from gateway.record import Record
 from gateway.relay_process import started
 from gateway.scoreboard import Board
-from gateway.state import Key, Model, State
+from gateway.state import Key, Model, Snapshot
 from gateway.tracing import spans
 from upstream.address import Address
 from upstream.deadlines import TICK
@@ -117,12 +117,12 @@ def _nowhere() -> Iterator[int]:
 async def serving(
     models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Books | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
-    """Serve a fixed state; ``up`` takes every server for healthy without a probe."""
+    """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
     with board() as counts, fleet() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
         worker = Watched(
-            State(1, tuple(keys or [key()]), tuple(models), **settings),
+            Snapshot(1, tuple(keys or [key()]), tuple(models), **settings),
             fleet=servers,
             metrics=WorkerMetrics(counts),
             log=log,

@@ -12,7 +12,7 @@ from typing import Any
 from gateway.access_log import access_log
 from gateway.link import Health
 from gateway.metrics import WorkerMetrics
-from gateway.state import State
+from gateway.state import Snapshot
 from tests.support.running import Watched, board, key, model
 from tests.support.wire import chat, request
 from upstream.connection import Connection
@@ -106,7 +106,7 @@ class Way:
 def way() -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
     with board() as counts, fleet() as servers, access_log(nowhere) as log:
-        worker = Watched(State(1, (key(),), (served,)), fleet=servers, metrics=WorkerMetrics(counts), log=log)
+        worker = Watched(Snapshot(1, (key(),), (served,)), fleet=servers, metrics=WorkerMetrics(counts), log=log)
         worker.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
         made = Way(worker)
         yield made

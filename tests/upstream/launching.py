@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults.invariants import nothing_left
 from upstream.keeper import processes
-from upstream.launcher import Backoff, Launcher, LaunchSpec, Snapshot, State
+from upstream.launcher import Backoff, Launcher, LaunchSpec, LaunchState, LaunchStatus
 from upstream.vllm import LaunchSettings, Value
 
 SERVER = Path(__file__).with_name("launched_server.py")
@@ -36,7 +36,7 @@ class Case:
         self.folder = folder
         self.runtime = runtime
         self.logs = folder / "logs"
-        self.told: list[Snapshot] = []
+        self.told: list[LaunchStatus] = []
 
     @asynccontextmanager
     async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
@@ -64,13 +64,13 @@ class Case:
         lines = file.read_text().splitlines() if file.exists() else []
         return {role: int(pid) for role, pid in (line.split() for line in lines)}
 
-    def states(self, name: str = "org/m#0") -> list[State]:
+    def states(self, name: str = "org/m#0") -> list[LaunchState]:
         """Each state that was entered, in order."""
-        seen = [snapshot.state for snapshot in self.told if snapshot.name == name]
+        seen = [status.state for status in self.told if status.name == name]
         return [state for before, state in zip([None, *seen], seen, strict=False) if state is not before]
 
-    async def reached(self, state: State, name: str = "org/m#0", restarts: int = 0) -> Snapshot:
-        def found() -> list[Snapshot]:
+    async def reached(self, state: LaunchState, name: str = "org/m#0", restarts: int = 0) -> LaunchStatus:
+        def found() -> list[LaunchStatus]:
             return [told for told in self.told if (told.name, told.state, told.restarts) == (name, state, restarts)]
 
         await until(lambda: bool(found()))

@@ -19,14 +19,14 @@ import pytest
 from tests.upstream.launching import QUICK, SERVER, Case, alive, until
 from upstream.health import Doctor, Target
 from upstream.keeper import read
-from upstream.launcher import Launcher, LaunchSpec, Snapshot, State
+from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.kept import Order, kept_process
 from upstream.launcher.lifecycle import KEEPER_LOST
 from upstream.vllm import LaunchSettings
 
 
-async def models(snapshot: Snapshot, key: str) -> list[str] | str:
-    seen = await Doctor(Target("m", snapshot.address, key), 30).look(models=True)
+async def models(status: LaunchStatus, key: str) -> list[str] | str:
+    seen = await Doctor(Target("m", status.address, key), 30).look(models=True)
     assert seen is not None
     return [card.id for card in seen.models] if seen.models else seen.reason
 
@@ -38,21 +38,21 @@ def keeper_of(pid: int) -> int:
 async def test_start_ready_stop(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(engine_core=True))
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         pids = case.pids()
         assert ready.pid == pids["main"]
         assert ready.concluded and ready.restarts == 0 and ready.reason == ""
-        assert launcher.snapshots() == (ready,)
+        assert launcher.statuses() == (ready,)
         await launcher.stop("org/m#0", grace=10)
-        assert launcher.snapshots() == ()
+        assert launcher.statuses() == ()
         assert not any(map(alive, pids.values()))
-    assert case.states() == [State.STARTING, State.READY, State.STOPPING, State.STOPPED]
+    assert case.states() == [LaunchState.STARTING, LaunchState.READY, LaunchState.STOPPING, LaunchState.STOPPED]
 
 
 async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         key = launcher.api_key(ready.name)
         assert await models(ready, key) == ["org/m", "m"]
         assert await models(ready, "another") == "the server refused the gateway's key (GET /v1/models: status 401)"
@@ -66,7 +66,7 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
 async def test_what_is_private_is_private(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         assert ready.address.uds is not None
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (Path(ready.address.uds).parent, case.logs, ready.log)]
         assert modes == [0o700, 0o700, 0o600]
@@ -83,12 +83,12 @@ async def test_a_folder_of_logs_that_others_could_write_is_closed_to_them(tmp_pa
 async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(no_such_flag=1))
-        failed = await case.reached(State.FAILED)
+        failed = await case.reached(LaunchState.FAILED)
         assert failed.cause is not None and failed.cause.code == "unknown_flag"
         assert failed.reason.startswith(f"org/m#0 could not start: {failed.cause.summary}: ")
         assert failed.reason.endswith("error: unrecognized arguments: --no-such-flag 1 (exit code 2)")
         assert failed.tail.startswith("usage: ") and failed.concluded
-        waiting = await case.reached(State.BACKING_OFF)
+        waiting = await case.reached(LaunchState.BACKING_OFF)
         assert (waiting.reason, waiting.cause, waiting.pid) == (failed.reason, failed.cause, None)
         assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
 
@@ -96,16 +96,22 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
 async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(no_such_flag=1))
-        again = await case.reached(State.FAILED, restarts=2)
+        again = await case.reached(LaunchState.FAILED, restarts=2)
         assert again.reason.count("unrecognized arguments") == 1
-    assert case.states()[:5] == [State.STARTING, State.FAILED, State.BACKING_OFF, State.STARTING, State.FAILED]
+    assert case.states()[:5] == [
+        LaunchState.STARTING,
+        LaunchState.FAILED,
+        LaunchState.BACKING_OFF,
+        LaunchState.STARTING,
+        LaunchState.FAILED,
+    ]
     assert again.log.read_text().count("unrecognized arguments") >= 3
 
 
 async def test_a_command_that_is_not_there_is_a_failure_that_names_it(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(LaunchSpec("m#0", LaunchSettings("m", ("m",), command=("no-such-vllm", "serve")), 30))
-        failed = await case.reached(State.FAILED, "m#0")
+        failed = await case.reached(LaunchState.FAILED, "m#0")
         assert "exit code 127" in failed.reason and "no-such-vllm: No such file or directory" in failed.reason
         assert failed.cause is not None and failed.cause.code == "command_not_found"
 
@@ -119,9 +125,9 @@ async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case:
         await until(lambda: case.pids().keys() == {"main", "stray"}, 60.0)
         pids = case.pids()
         (restarts,) = {told.restarts for told in case.told if told.pid == pids["main"]}
-        failed = await case.reached(State.FAILED, restarts=restarts)
+        failed = await case.reached(LaunchState.FAILED, restarts=restarts)
         assert "no answer to GET /health within 1 s" in failed.reason
-        await case.reached(State.BACKING_OFF, restarts=restarts)
+        await case.reached(LaunchState.BACKING_OFF, restarts=restarts)
         assert not alive(pids["main"])
         await until(lambda: not alive(pids["stray"]))  # which may be the next one's
 
@@ -129,41 +135,48 @@ async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case:
 async def test_a_killed_server_is_told_at_once_leaves_nothing_and_is_started_again(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(engine_core=True))
-        first = await case.reached(State.READY)
+        first = await case.reached(LaunchState.READY)
         pids, key = case.pids(), launcher.api_key(first.name)
         os.kill(pids["main"], signal.SIGKILL)
-        crashed = await case.reached(State.CRASHED)
+        crashed = await case.reached(LaunchState.CRASHED)
         assert crashed.reason.startswith("org/m#0 ended: ") and "signal SIGKILL" in crashed.reason
         assert crashed.tail == "loading org/m\nready"
-        await case.reached(State.BACKING_OFF)
+        await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
-        second = await case.reached(State.READY, restarts=1)
+        second = await case.reached(LaunchState.READY, restarts=1)
         assert second.pid == case.pids()["main"] != first.pid
         assert (second.reason, second.cause, second.tail) == ("", None, "")
         assert await models(second, key) == ["org/m", "m"]
-    assert case.states()[:6] == [State.STARTING, State.READY, State.CRASHED, State.BACKING_OFF, State.STARTING, State.READY]
+    assert case.states()[:6] == [
+        LaunchState.STARTING,
+        LaunchState.READY,
+        LaunchState.CRASHED,
+        LaunchState.BACKING_OFF,
+        LaunchState.STARTING,
+        LaunchState.READY,
+    ]
 
 
 async def test_an_end_with_exit_code_0_is_a_crash_too(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         assert ready.pid
         os.kill(ready.pid, signal.SIGTERM)
-        assert "ended: exit code 0" in (await case.reached(State.CRASHED)).reason
+        assert "ended: exit code 0" in (await case.reached(LaunchState.CRASHED)).reason
 
 
 @pytest.mark.row(25)
 async def test_a_server_that_ignores_sigterm_is_killed_at_the_deadline(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(engine_core=True, ignore_term=True))
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         began = time.monotonic()
         await launcher.stop("org/m#0", grace=0.3)
         took = time.monotonic() - began
         assert took >= 0.3
         assert not any(map(alive, case.pids().values()))
-    assert case.states()[-1] is State.STOPPED
+    assert case.states()[-1] is LaunchState.STOPPED
     measured(f"it ignores SIGTERM: gone {took:.2f} s after it, with a deadline of 0.3 s")
 
 
@@ -171,9 +184,9 @@ async def test_a_server_that_ignores_sigterm_is_killed_at_the_deadline(case: Cas
 async def test_stop_before_it_was_ever_ready(case: Case, flag: str) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec("org/m#0", 30.0, None, **{flag: True}))
-        await until(lambda: bool(case.pids()) or State.BACKING_OFF in case.states())
+        await until(lambda: bool(case.pids()) or LaunchState.BACKING_OFF in case.states())
         await launcher.stop("org/m#0", grace=10)
-        assert case.states()[-2:] == [State.STOPPING, State.STOPPED]
+        assert case.states()[-2:] == [LaunchState.STOPPING, LaunchState.STOPPED]
         assert not any(map(alive, case.pids().values()))
 
 
@@ -181,19 +194,19 @@ async def test_stop_right_after_start_and_a_second_stop(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
         await asyncio.gather(launcher.stop("org/m#0", grace=10), launcher.stop("org/m#0", grace=10))
-        assert case.states() == [State.STARTING, State.STOPPING, State.STOPPED]
+        assert case.states() == [LaunchState.STARTING, LaunchState.STOPPING, LaunchState.STOPPED]
         with pytest.raises(KeyError):
             await launcher.stop("org/m#0", grace=0)
         launcher.start(case.spec())
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
 
 
 async def test_leaving_the_launcher_ends_even_a_patient_stop(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(ignore_term=True, engine_core=True))
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         stopping = asyncio.create_task(launcher.stop("org/m#0", grace=600))
-        await case.reached(State.STOPPING)
+        await case.reached(LaunchState.STOPPING)
     async with asyncio.timeout(5):
         await stopping
     assert not any(map(alive, case.pids().values()))
@@ -203,15 +216,15 @@ async def test_a_killed_keeper_is_noticed_and_nothing_of_its_server_is_left(case
     async with case.launcher(QUICK) as launcher:
         name = f"vllm-gateway-test-{os.getpid()}"
         launcher.start(case.spec(engine_core=True, shared_memory=name))
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         pids = case.pids()
         assert ready.pid and name in os.listdir("/dev/shm")
         os.kill(keeper_of(ready.pid), signal.SIGKILL)
-        assert KEEPER_LOST in (await case.reached(State.CRASHED)).reason
-        await case.reached(State.BACKING_OFF)
+        assert KEEPER_LOST in (await case.reached(LaunchState.CRASHED)).reason
+        await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
         assert name not in os.listdir("/dev/shm")
-        await case.reached(State.READY, restarts=1)
+        await case.reached(LaunchState.READY, restarts=1)
 
 
 async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
@@ -250,7 +263,7 @@ from upstream.vllm import LaunchSettings
 
 async def main(folder, command, args):
     settings = LaunchSettings("m", ("m",), command=tuple(command), args=args)
-    told = lambda snapshot: print(snapshot.state, flush=True)
+    told = lambda status: print(status.state, flush=True)
     async with Launcher(on_change=told, log_folder=folder / "logs", environ=os.environ, runtime_parent=sys.argv[2]) as launcher:
         launcher.start(LaunchSpec("org/m#0", settings, 30))
         await asyncio.sleep(600)
@@ -285,7 +298,7 @@ async def test_a_stale_socket_is_no_obstacle(case: Case) -> None:
         dead.bind(str(path))
     async with case.launcher() as launcher:
         launcher.start(case.spec(uds=str(path)))
-        assert (await case.reached(State.READY)).address.uds == str(path)
+        assert (await case.reached(LaunchState.READY)).address.uds == str(path)
         await launcher.stop("org/m#0", grace=10)
     assert not path.exists()
 
@@ -294,12 +307,12 @@ async def test_two_servers_live_and_die_apart_one_of_them_on_tcp(case: Case) -> 
     async with case.launcher() as launcher:
         launcher.start(case.spec("a#0"))
         launcher.start(case.spec("b#0", host="127.0.0.1"))
-        a, b = await case.reached(State.READY, "a#0"), await case.reached(State.READY, "b#0")
+        a, b = await case.reached(LaunchState.READY, "a#0"), await case.reached(LaunchState.READY, "b#0")
         assert a.address.uds and b.address.port and a.log != b.log
         assert launcher.api_key("a#0") != launcher.api_key("b#0")
         assert await models(b, launcher.api_key("b#0")) == ["org/m", "m"]
         await launcher.stop("a#0", grace=10)
-        assert [left.name for left in launcher.snapshots()] == ["b#0"]
+        assert [left.name for left in launcher.statuses()] == ["b#0"]
         assert b.pid and alive(b.pid)
 
 
@@ -310,14 +323,14 @@ async def test_a_name_is_launched_once_and_bad_settings_never(case: Case) -> Non
             launcher.start(case.spec())
         with pytest.raises(ValueError, match="api-key: the gateway gives"):
             launcher.start(case.spec("other#0", api_key="x"))
-        assert [told.name for told in launcher.snapshots()] == ["org/m#0"]
+        assert [told.name for told in launcher.statuses()] == ["org/m#0"]
 
 
 async def test_a_log_that_cannot_be_written_is_a_failure_with_its_reason(case: Case) -> None:
     async with case.launcher() as launcher:
         (case.logs / "org%2Fm#0.log").mkdir()
         launcher.start(case.spec())
-        assert "Is a directory" in (await case.reached(State.FAILED)).reason
+        assert "Is a directory" in (await case.reached(LaunchState.FAILED)).reason
 
 
 async def test_a_runtime_folder_too_deep_for_a_socket_is_refused(case: Case) -> None:
@@ -333,7 +346,7 @@ async def test_leaving_by_an_error_ends_the_servers_too(case: Case) -> None:
     with contextlib.suppress(RuntimeError):
         async with case.launcher() as launcher:
             launcher.start(case.spec(engine_core=True))
-            await case.reached(State.READY)
+            await case.reached(LaunchState.READY)
             raise RuntimeError
     assert list(case.runtime.iterdir()) == []
     assert case.pids() and not any(map(alive, case.pids().values()))
@@ -343,7 +356,7 @@ async def test_the_simulator_is_launched_like_vllm(case: Case) -> None:
     settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, "-P", "-m", "upstream.simulator"))
     async with case.launcher() as launcher:
         launcher.start(LaunchSpec("org/m#0", settings, 30))
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
         await launcher.stop("org/m#0", grace=10)
 
@@ -359,7 +372,7 @@ async def test_a_command_that_knows_no_unix_socket_gets_a_loopback_port(case: Ca
     async with case.launcher(QUICK) as launcher:
         spec = case.spec()
         launcher.start(LaunchSpec(spec.name, replace(spec.settings, command=(sys.executable, str(script))), 30.0))
-        failed = await case.reached(State.FAILED)
+        failed = await case.reached(LaunchState.FAILED)
         assert "tried on a loopback port next" in failed.reason
-        ready = await case.reached(State.READY, restarts=1)
+        ready = await case.reached(LaunchState.READY, restarts=1)
         assert ready.address.uds is None and ready.address.host == "127.0.0.1"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.upstream.launching import QUICK, Case, alive, until
 from upstream.health import Probe, Prober, Target
-from upstream.launcher import Backoff, Launcher, State, memory
+from upstream.launcher import Backoff, Launcher, LaunchState, memory
 from upstream.launcher.logfile import KEPT, LIMIT
 
 THRICE = Backoff(first=0.01, cap=0.02, limit=3)
@@ -24,14 +24,14 @@ THRICE = Backoff(first=0.01, cap=0.02, limit=3)
 @asynccontextmanager
 async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, deadline: float = 10.0) -> AsyncIterator[Prober]:
     """Probes of a ready server, one soon after the other; one that is lost is renewed, as control does it."""
-    (snapshot,) = launcher.snapshots()
+    (status,) = launcher.statuses()
 
     def renew(probe: Probe) -> None:
         launcher.renew(name, probe.reason, grace)
 
     prober = Prober(on_change=lambda _: None, on_lost=renew, interval=0.02, deadline=deadline)
     async with prober:
-        prober.set_targets([Target(name, snapshot.address, launcher.api_key(name))])
+        prober.set_targets([Target(name, status.address, launcher.api_key(name))])
         yield prober
 
 
@@ -39,30 +39,37 @@ async def test_a_dead_engine_behind_a_living_server_is_renewed(case: Case) -> No
     engine_is_dead = case.folder / "dead"
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(engine_core=True, sick_while=str(engine_is_dead)))
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         pids = case.pids()
         engine_is_dead.touch()
         async with probed(launcher):
-            crashed = await case.reached(State.CRASHED)
+            crashed = await case.reached(LaunchState.CRASHED)
             engine_is_dead.unlink()
         assert crashed.cause is not None and crashed.cause.code == "engine_died"
         assert crashed.reason.startswith("org/m#0 ended: ") and "it is renewed: GET /health: status 503" in crashed.reason
-        await case.reached(State.READY, restarts=1)
+        await case.reached(LaunchState.READY, restarts=1)
         assert not any(map(alive, pids.values()))
-    assert case.states()[:6] == [State.STARTING, State.READY, State.CRASHED, State.BACKING_OFF, State.STARTING, State.READY]
+    assert case.states()[:6] == [
+        LaunchState.STARTING,
+        LaunchState.READY,
+        LaunchState.CRASHED,
+        LaunchState.BACKING_OFF,
+        LaunchState.STARTING,
+        LaunchState.READY,
+    ]
 
 
 async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(engine_core=True))
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         pids = case.pids()
         os.kill(pids["main"], signal.SIGSTOP)
         async with probed(launcher, grace=0.1, deadline=0.5):
-            assert "it is renewed: no answer within 0.5 s" in (await case.reached(State.CRASHED)).reason
-            await case.reached(State.BACKING_OFF)
+            assert "it is renewed: no answer within 0.5 s" in (await case.reached(LaunchState.CRASHED)).reason
+            await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
-        await case.reached(State.READY, restarts=1)
+        await case.reached(LaunchState.READY, restarts=1)
 
 
 async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
@@ -71,24 +78,24 @@ async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
             launcher.renew("org/m#0", "nobody knows it", 0)
         launcher.start(case.spec())
         launcher.renew("org/m#0", "too early", 0)
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         launcher.renew("org/m#0", "first", 5)
         launcher.renew("org/m#0", "second", 5)
-        assert "it is renewed: first" in (await case.reached(State.CRASHED)).reason
+        assert "it is renewed: first" in (await case.reached(LaunchState.CRASHED)).reason
         launcher.renew("org/m#0", "too late", 0)
-        await case.reached(State.READY, restarts=1)
-    assert case.states().count(State.CRASHED) == 1
+        await case.reached(LaunchState.READY, restarts=1)
+    assert case.states().count(LaunchState.CRASHED) == 1
 
 
 async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(engine_core=True, ignore_term=True))
-        await case.reached(State.READY)
+        await case.reached(LaunchState.READY)
         launcher.renew("org/m#0", "ill", 600)
-        await case.reached(State.CRASHED)
+        await case.reached(LaunchState.CRASHED)
         await launcher.stop("org/m#0", grace=0.1)
         assert not any(map(alive, case.pids().values()))
-    assert case.states()[-3:] == [State.CRASHED, State.STOPPING, State.STOPPED]
+    assert case.states()[-3:] == [LaunchState.CRASHED, LaunchState.STOPPING, LaunchState.STOPPED]
 
 
 @pytest.mark.row(25)
@@ -97,12 +104,15 @@ async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_an
         launcher.start(case.spec(no_such_flag=1))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
         last = case.told[-1]
-        assert (last.state, last.restarts, last.concluded) == (State.FAILED, 2, True)
+        assert (last.state, last.restarts, last.concluded) == (LaunchState.FAILED, 2, True)
         assert "unrecognized arguments: --no-such-flag 1 (exit code 2). It has failed 3 times in a row and stays down" in last.reason
-        assert case.states() == 2 * [State.STARTING, State.FAILED, State.BACKING_OFF] + [State.STARTING, State.FAILED]
+        assert case.states() == 2 * [LaunchState.STARTING, LaunchState.FAILED, LaunchState.BACKING_OFF] + [
+            LaunchState.STARTING,
+            LaunchState.FAILED,
+        ]
         await launcher.stop("org/m#0", grace=10)
         launcher.start(case.spec())
-        assert not (await case.reached(State.READY)).given_up
+        assert not (await case.reached(LaunchState.READY)).given_up
     measured("fails at each start: given up after the number of times that was set, with its own words; started anew by an operator")
 
 
@@ -111,28 +121,28 @@ async def test_one_that_was_given_up_is_started_again_when_it_is_allowed_more_ti
         launcher.start(case.spec(startup_timeout=0.001))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None, 60.0)
         launcher.allow("org/m#0", 120.0)
-        assert not (await case.reached(State.READY, restarts=3)).given_up
+        assert not (await case.reached(LaunchState.READY, restarts=3)).given_up
 
 
 async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: Case) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
-        await until(lambda: case.told[-1].state is State.STARTING and case.told[-1].pid is not None, 60.0)
+        await until(lambda: case.told[-1].state is LaunchState.STARTING and case.told[-1].pid is not None, 60.0)
         launcher.allow("org/m#0", 0.1)
-        assert "no answer to GET /health within 0.1 s" in (await case.reached(State.FAILED)).reason
+        assert "no answer to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
 
 async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:
     async with case.launcher(Backoff(first=0.01, cap=0.02, limit=2)) as launcher:
         launcher.start(case.spec())
         for restarts in range(2):
-            pid = (await case.reached(State.READY, restarts=restarts)).pid
+            pid = (await case.reached(LaunchState.READY, restarts=restarts)).pid
             assert pid
             os.kill(pid, signal.SIGTERM)
-        failed = await case.reached(State.FAILED, restarts=1)
+        failed = await case.reached(LaunchState.FAILED, restarts=1)
         assert failed.given_up and "org/m#0 ended: exit code 0. It has failed 2 times in a row" in failed.reason
         await until(lambda: case.told[-1].pid is None)
-    assert case.states().count(State.CRASHED) == 1
+    assert case.states().count(LaunchState.CRASHED) == 1
 
 
 @pytest.mark.row(25)
@@ -141,10 +151,10 @@ async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case, measured
         with socket.create_server(("127.0.0.1", 0)) as holder:
             port = holder.getsockname()[1]
             launcher.start(case.spec(port=port))
-            failed = await case.reached(State.FAILED)
+            failed = await case.reached(LaunchState.FAILED)
         assert failed.cause is not None and failed.cause.code == "port_in_use"
         assert f"port {port} of 127.0.0.1 is taken by process {os.getpid()} (" in failed.reason
-        await until(lambda: case.told[-1].state is State.READY)
+        await until(lambda: case.told[-1].state is LaunchState.READY)
         assert case.told[-1].address.port == port
     measured("its port is taken: told, with the process that has it; up once it is free")
 
@@ -153,11 +163,11 @@ async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case, measured
 async def test_a_flood_of_words_is_cut_while_it_starts(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(flood=LIMIT + (1 << 20), never_ready=True))
-        log = (await case.reached(State.STARTING)).log
+        log = (await case.reached(LaunchState.STARTING)).log
         older = log.with_suffix(".log.1")
         await until(lambda: older.exists() and older.stat().st_size == KEPT)
         await until(lambda: log.stat().st_size < LIMIT)
-        assert case.states() == [State.STARTING]
+        assert case.states() == [LaunchState.STARTING]
         for file in (log, older):
             file.unlink()
     measured(f"a log of {LIMIT >> 20} MiB and more: cut to its last {KEPT >> 20} MiB")
@@ -166,11 +176,11 @@ async def test_a_flood_of_words_is_cut_while_it_starts(case: Case, measured: Cal
 async def test_a_killed_server_tells_of_memory_what_is_known(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
-        pid = (await case.reached(State.READY)).pid
+        pid = (await case.reached(LaunchState.READY)).pid
         assert pid
         os.kill(pid, signal.SIGKILL)
         words = "signal SIGKILL" if memory.kills() is not None else "killed by SIGKILL, perhaps by the kernel for lack of memory"
-        assert words in (await case.reached(State.CRASHED)).reason
+        assert words in (await case.reached(LaunchState.CRASHED)).reason
 
 
 @pytest.mark.parametrize(
@@ -199,7 +209,7 @@ async def test_what_a_server_says_while_it_starts_is_its_progress(case: Case) ->
         launcher.start(case.spec(say=said, sick_while=str(ready)))
         await until(lambda: case.told[-1].progress == "ready")
         ready.unlink()
-        assert (await case.reached(State.READY)).progress == ""
+        assert (await case.reached(LaunchState.READY)).progress == ""
         launcher.start(case.spec("b#0", say=said, never_ready=True))
         await until(lambda: case.told[-1].progress == "Loading weights took 0.01 seconds")
 
@@ -210,15 +220,15 @@ async def test_what_a_server_leaves_in_its_own_folder_goes_with_it(case: Case) -
 
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(leave_socket=True))
-        ready = await case.reached(State.READY)
+        ready = await case.reached(LaunchState.READY)
         assert ready.pid and len(left()) == 1 and re.fullmatch(r"[0-9a-f-]{36}", left()[0])
         os.kill(ready.pid, signal.SIGKILL)
-        await case.reached(State.BACKING_OFF)
+        await case.reached(LaunchState.BACKING_OFF)
         assert left() == []
-        again = await case.reached(State.READY, restarts=1)
+        again = await case.reached(LaunchState.READY, restarts=1)
         assert again.pid and len(left()) == 1
         os.kill(os.getsid(again.pid), signal.SIGKILL)  # its keeper: what it left is cleared at the next start
-        await case.reached(State.READY, restarts=2)
+        await case.reached(LaunchState.READY, restarts=2)
         assert len(left()) == 1
         await launcher.stop("org/m#0", grace=10)
         assert left() == []
@@ -228,6 +238,6 @@ async def test_where_it_puts_its_sockets_is_the_operators_to_say(case: Case) -> 
     with tempfile.TemporaryDirectory(prefix="rpc-") as own:
         async with case.launcher() as launcher:
             launcher.start(case.spec(leave_socket=True, env={"VLLM_RPC_BASE_PATH": own}))
-            await case.reached(State.READY)
+            await case.reached(LaunchState.READY)
             await launcher.stop("org/m#0", grace=10)
         assert len(os.listdir(own)) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream.launcher import Backoff, State
+from upstream.launcher import Backoff, LaunchState
 from upstream.launcher.lifecycle import TRANSITIONS, ended_by
 from upstream.launcher.logfile import LATELY, TAIL_BYTES, TAIL_LINES, LogFile
 
@@ -57,9 +57,11 @@ def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: s
 
 
 def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:
-    assert TRANSITIONS.keys() == set(State)
-    assert all(State.STOPPING in after for state, after in TRANSITIONS.items() if state not in (State.STOPPING, State.STOPPED))
-    assert TRANSITIONS[State.STOPPED] == frozenset()
+    assert TRANSITIONS.keys() == set(LaunchState)
+    assert all(
+        LaunchState.STOPPING in after for state, after in TRANSITIONS.items() if state not in (LaunchState.STOPPING, LaunchState.STOPPED)
+    )
+    assert TRANSITIONS[LaunchState.STOPPED] == frozenset()
 
 
 def write(log: LogFile, text: bytes) -> None:

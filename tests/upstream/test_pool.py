@@ -204,7 +204,7 @@ async def test_whoever_waits_is_told_of_room() -> None:
     pool.retire()
     del told[:]
     b.leave()
-    assert told == [], "the next generation has another pool"
+    assert told == [], "the next snapshot has another pool"
 
 
 async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_full() -> None:

@@ -6,6 +6,6 @@ process; nothing here touches a client's bytes.
 """
 
 from upstream.launcher.launcher import Launcher
-from upstream.launcher.lifecycle import Backoff, LaunchSpec, Snapshot, State
+from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchState, LaunchStatus
 
-__all__ = ["Backoff", "LaunchSpec", "Launcher", "Snapshot", "State"]
+__all__ = ["Backoff", "LaunchSpec", "LaunchState", "LaunchStatus", "Launcher"]

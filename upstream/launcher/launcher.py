@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from upstream.launcher.lifecycle import Backoff, LaunchSpec, Snapshot
+from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchStatus
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.server import LaunchedServer
 from upstream.vllm import problems
@@ -37,7 +37,7 @@ def _close_to_others(folder: Path) -> None:
 class Launcher:
     """Starts servers, keeps them up and ends them.
 
-    ``on_change`` is called with every new snapshot, in this loop, and must not raise. ``environ`` is what the servers
+    ``on_change`` is called with every new status, in this loop, and must not raise. ``environ`` is what the servers
     inherit. ``runtime_parent`` gets the private folder: by default $XDG_RUNTIME_DIR or the folder for temporary files.
 
         async with Launcher(on_change=…, log_folder=…, environ=os.environ) as launcher:
@@ -49,7 +49,7 @@ class Launcher:
     def __init__(
         self,
         *,
-        on_change: Callable[[Snapshot], None],
+        on_change: Callable[[LaunchStatus], None],
         log_folder: Path,
         environ: Mapping[str, str],
         runtime_parent: str | None = None,
@@ -127,9 +127,9 @@ class Launcher:
         if self._servers.get(name) is server:  # two may have waited here, and one of them may have started it anew
             del self._servers[name]
 
-    def snapshots(self) -> tuple[Snapshot, ...]:
+    def statuses(self) -> tuple[LaunchStatus, ...]:
         """Every server from ``start`` to the end of ``stop``."""
-        return tuple(server.snapshot for server in self._servers.values())
+        return tuple(server.status for server in self._servers.values())
 
     @property
     def specs(self) -> Mapping[str, LaunchSpec]:

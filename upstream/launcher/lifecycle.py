@@ -15,7 +15,7 @@ from upstream.vllm import LaunchSettings
 from upstream.vllm_failures import Cause, Ended
 
 
-class State(StrEnum):
+class LaunchState(StrEnum):
     """Where a launched server is in its life."""
 
     STARTING = "starting"
@@ -27,21 +27,21 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
+TRANSITIONS: dict[LaunchState, frozenset[LaunchState]] = {
     # Its process is being started and does not answer /health yet.
-    State.STARTING: frozenset({State.READY, State.FAILED, State.STOPPING}),
+    LaunchState.STARTING: frozenset({LaunchState.READY, LaunchState.FAILED, LaunchState.STOPPING}),
     # /health has answered 200 once; from here on the prober says whether it is well.
-    State.READY: frozenset({State.CRASHED, State.FAILED, State.STOPPING}),
+    LaunchState.READY: frozenset({LaunchState.CRASHED, LaunchState.FAILED, LaunchState.STOPPING}),
     # A ready one's process has died or is renewed: what is left of it is being ended.
-    State.CRASHED: frozenset({State.BACKING_OFF, State.STOPPING}),
+    LaunchState.CRASHED: frozenset({LaunchState.BACKING_OFF, LaunchState.STOPPING}),
     # A starting one's process died or was too slow, or a ready one's died once too often. If it was given up, it stays here
     # until it is allowed another time for its start.
-    State.FAILED: frozenset({State.BACKING_OFF, State.STOPPING}),
+    LaunchState.FAILED: frozenset({LaunchState.BACKING_OFF, LaunchState.STOPPING}),
     # Nothing of it is left; after a pause it is started again.
-    State.BACKING_OFF: frozenset({State.STARTING, State.STOPPING}),
+    LaunchState.BACKING_OFF: frozenset({LaunchState.STARTING, LaunchState.STOPPING}),
     # It was asked to end.
-    State.STOPPING: frozenset({State.STOPPED}),
-    State.STOPPED: frozenset(),
+    LaunchState.STOPPING: frozenset({LaunchState.STOPPED}),
+    LaunchState.STOPPED: frozenset(),
 }
 
 
@@ -55,7 +55,7 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LaunchStatus:
     """What is known of a launched server at a moment.
 
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
@@ -67,7 +67,7 @@ class Snapshot:
     """
 
     name: str
-    state: State
+    state: LaunchState
     since: float
     address: Address
     log: Path

@@ -22,7 +22,7 @@ from upstream.health import Doctor, Target
 from upstream.keeper import unlink_socket
 from upstream.launcher import memory
 from upstream.launcher.kept import KeptProcess, Order, kept_process
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, Snapshot, State, ended_by
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, ended_by
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.vllm import RPC_FOLDER, address_for, command_line, knows_no_uds
@@ -53,7 +53,7 @@ class LaunchedServer:
         place: str,
         environ: Mapping[str, str],
         backoff: Backoff,
-        on_change: Callable[[Snapshot], None],
+        on_change: Callable[[LaunchStatus], None],
     ) -> None:
         self.spec = spec
         self._settings = spec.settings
@@ -70,35 +70,35 @@ class LaunchedServer:
         self._memory_kills: int | None = None
         self._renewal: asyncio.Future[tuple[str, float]] | None = None
         self._revived = asyncio.Event()
-        self.snapshot = Snapshot(spec.name, State.STARTING, time.time(), self._address(), logfile.path)
+        self.status = LaunchStatus(spec.name, LaunchState.STARTING, time.time(), self._address(), logfile.path)
 
     def begin(self) -> None:
         """Start it. To be called once, before ``stop`` or ``kill``."""
-        self._on_change(self.snapshot)
+        self._on_change(self.status)
         self._task = asyncio.create_task(self._run(), name=f"launch {self.spec.name}")
         self._task.add_done_callback(self._ended)
 
     def renew(self, why: str, grace: float) -> None:
         """End the present process as ``stop`` does, and start another; nothing is done where it is not ready, or is ending already."""
-        if self.snapshot.state is State.READY and self._renewal is not None and not self._renewal.done():
+        if self.status.state is LaunchState.READY and self._renewal is not None and not self._renewal.done():
             self._renewal.set_result((why, grace))
 
     def allow(self, startup_timeout: float) -> None:
         """Have each start last so long, the one under way too. One that was given up, perhaps since it had less, is started again."""
         if startup_timeout != self.spec.startup_timeout:
             self.spec = replace(self.spec, startup_timeout=startup_timeout)
-            if self.snapshot.given_up:
+            if self.status.given_up:
                 self._revived.set()
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
-        if self.snapshot.state not in (State.STOPPING, State.STOPPED):
+        if self.status.state not in (LaunchState.STOPPING, LaunchState.STOPPED):
             self._begin_to_stop(grace)
         await asyncio.wait([self._task])
 
     async def kill(self) -> None:
         """SIGKILL to all of it, now, even where ``stop`` has begun."""
-        if self.snapshot.state is State.STOPPING:
+        if self.status.state is LaunchState.STOPPING:
             self._task.cancel()
         else:
             self._begin_to_stop(0.0)
@@ -106,21 +106,21 @@ class LaunchedServer:
 
     def _begin_to_stop(self, grace: float) -> None:
         self._grace = grace
-        self._enter(State.STOPPING)
+        self._enter(LaunchState.STOPPING)
         self._task.cancel()
 
     async def _run(self) -> None:
         """Until it is cancelled: one process after the other, unless they fail once too often."""
         while True:
             await self._one_process()
-            if self.snapshot.given_up:
+            if self.status.given_up:
                 self._update(pid=None)
                 await self._revived.wait()
                 self._revived.clear()
                 self._failures = 1
-            self._enter(State.BACKING_OFF, pid=None, given_up=False)
+            self._enter(LaunchState.BACKING_OFF, pid=None, given_up=False)
             await asyncio.sleep(self._backoff.pause(self._failures))
-            self._enter(State.STARTING, address=self._address(), restarts=self.snapshot.restarts + 1)
+            self._enter(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
 
     async def _one_process(self) -> None:
         """From its start until nothing is left of it."""
@@ -141,7 +141,7 @@ class LaunchedServer:
 
     def _order(self) -> Order:
         """What to start next, with nothing of a former process in its way. Raises OSError."""
-        address = self.snapshot.address
+        address = self.status.address
         if address.uds:
             unlink_socket(address.uds)
         else:
@@ -160,7 +160,7 @@ class LaunchedServer:
             if why is None:
                 self._ready_since = time.monotonic()
                 self._renewal = asyncio.get_running_loop().create_future()
-                self._enter(State.READY, concluded=True, reason="", cause=None, tail="", progress="")
+                self._enter(LaunchState.READY, concluded=True, reason="", cause=None, tail="", progress="")
                 why = await self._until_over(process, ended, self._renewal)
             self._went_wrong(why)
         except asyncio.CancelledError:
@@ -172,7 +172,7 @@ class LaunchedServer:
     async def _until_ready(self, ended: asyncio.Task[int | None]) -> Ended | None:
         """None: it answers. Otherwise why it does not."""
         began = asyncio.get_running_loop().time()
-        by = Doctor(Target(self.spec.name, self.snapshot.address, self.api_key), LOOK_DEADLINE)
+        by = Doctor(Target(self.spec.name, self.status.address, self.api_key), LOOK_DEADLINE)
         try:
             while not ended.done():
                 async with asyncio.timeout_at(began + self.spec.startup_timeout):  # asked for anew, since it may change meanwhile
@@ -205,20 +205,20 @@ class LaunchedServer:
                 self.log.keep_bounded()
             except OSError as error:
                 log.warning("log of %s: %s", self.spec.name, error)  # no reason to end the server
-            if self.snapshot.state is State.STARTING and (said := self.log.progress()) != self.snapshot.progress:
+            if self.status.state is LaunchState.STARTING and (said := self.log.progress()) != self.status.progress:
                 self._update(progress=said)
 
     def _went_wrong(self, ended: Ended) -> None:
         """The first failure of a process is the one that is reported."""
-        what = {State.STARTING: "could not start", State.READY: "ended"}.get(self.snapshot.state)
+        what = {LaunchState.STARTING: "could not start", LaunchState.READY: "ended"}.get(self.status.state)
         if what is None:
             return
-        starting = self.snapshot.state is State.STARTING
+        starting = self.status.state is LaunchState.STARTING
         self._failures = self._backoff.failures(self._failures, self._ready_seconds())
         given_up = self._failures >= self._backoff.limit
-        state = State.FAILED if given_up or starting else State.CRASHED
+        state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
-        if starting and self.snapshot.address.uds and knows_no_uds(tail):
+        if starting and self.status.address.uds and knows_no_uds(tail):
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
         # A server that was ready has lived for long: what it logged an hour ago does not explain its end.
@@ -229,16 +229,16 @@ class LaunchedServer:
         self._enter(state, concluded=True, given_up=given_up, reason=reason, cause=cause, tail=tail, progress="")
 
     def _ended(self, _: asyncio.Task[None]) -> None:
-        if self.snapshot.state is State.STOPPING:
-            self._enter(State.STOPPED, pid=None)
+        if self.status.state is LaunchState.STOPPING:
+            self._enter(LaunchState.STOPPED, pid=None)
 
-    def _enter(self, state: State, **known: Any) -> None:
-        assert state in TRANSITIONS[self.snapshot.state], f"{self.snapshot.state} -> {state}"
+    def _enter(self, state: LaunchState, **known: Any) -> None:
+        assert state in TRANSITIONS[self.status.state], f"{self.status.state} -> {state}"
         self._update(state=state, since=time.time(), **known)
 
     def _update(self, **known: Any) -> None:
-        self.snapshot = replace(self.snapshot, **known)
-        self._on_change(self.snapshot)
+        self.status = replace(self.status, **known)
+        self._on_change(self.status)
 
     def _address(self) -> Address:
         return address_for(self._settings, uds=f"{self._place}.sock", free_port=free_port)

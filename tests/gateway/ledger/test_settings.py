@@ -10,7 +10,7 @@ import yaml
 
 from gateway import plan
 from gateway.config import Config, ConfigurationError, load
-from gateway.state import State
+from gateway.state import Snapshot
 from tests.support.process import configuration
 
 CANARY = "hunter2"
@@ -22,8 +22,8 @@ def loaded(folder: Path, ledger: Any, **more: Any) -> Config:
     return load(file, {"URL": f"postgresql://u:{CANARY}/@[::1]:5432/x?sslmode=require"})
 
 
-def told(config: Config) -> State:
-    return plan.state(config, plan.Knowledge({}, {}, {}), 1, 0)
+def told(config: Config) -> Snapshot:
+    return plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 0)
 
 
 def test_a_url_alone_is_enough(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_workers_are_told_what_rows_say(tmp_path: Path) -> None:
     key = configuration()["keys"][0] | {"team": "research", "labels": {"cost_centre": "17"}}
     model = {"id": "m", "launch": {}, "price": {"prompt": 0.5}, "loras": [{"id": "m-sql", "path": "./l"}]}
     config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])
-    state = told(config)
-    assert (state.keys[0].team, state.keys[0].labels) == ("research", {"cost_centre": "17"})
-    assert [each.price for each in state.models] == [(0.5, 0.0)] * 2
-    assert (state.ledger_user, state.ledger_metadata) == (True, False)
+    snapshot = told(config)
+    assert (snapshot.keys[0].team, snapshot.keys[0].labels) == ("research", {"cost_centre": "17"})
+    assert [each.price for each in snapshot.models] == [(0.5, 0.0)] * 2
+    assert (snapshot.ledger_user, snapshot.ledger_metadata) == (True, False)

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.errors import duration
 from gateway.limits import rules
-from gateway.state import Allowance, Key, Limits, State
+from gateway.state import Allowance, Key, Limits, Snapshot
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -355,10 +355,10 @@ async def test_the_length_of_an_answer() -> None:
 async def test_a_reload_keeps_the_counts() -> None:
     async with gateway(limited(requests_per_minute=4)) as (served, _):
         assert await statuses(served, 2, request(chat())) == [200, 200]
-        before = served.worker.state
-        served.worker.take(State(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
+        before = served.worker.snapshot
+        served.worker.take(Snapshot(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
         assert await statuses(served, 5, request(chat())) == [200, 200, 200, 200, 429], "half of it was used"
-        served.worker.take(State(3, (key(),), before.models))
+        served.worker.take(Snapshot(3, (key(),), before.models))
         assert await statuses(served, 2, request(chat())) == [200, 200]
         assert served.in_flight == 0
 

@@ -446,9 +446,9 @@ async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServe
     """One that a reload has made larger, or has taken away, refuses nobody any more."""
     async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
         assert await statuses(served, 2) == [200, 429]
-        for generation, requests in enumerate((600_000, None), 2):
+        for version, requests in enumerate((600_000, None), 2):
             allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
-            served.worker.take(replace(served.worker.state, generation=generation, keys=(key(allowances=(allowance,)),)))
+            served.worker.take(replace(served.worker.snapshot, version=version, keys=(key(allowances=(allowance,)),)))
             async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
                 while await statuses(served, 1) != [200]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -464,10 +464,10 @@ async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisSer
                 visitor.send(request(chat(max_tokens=1, stream=True)))
                 await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 1)
                 ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
-                before = served.worker.state
+                before = served.worker.snapshot
                 if gone:
-                    served.worker.take(replace(before, generation=2, keys=(key(),)))
-                served.worker.take(replace(before, generation=3, limits_store=server.place(refuses=True)))
+                    served.worker.take(replace(before, version=2, keys=(key(),)))
+                served.worker.take(replace(before, version=3, limits_store=server.place(refuses=True)))
                 await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
@@ -484,7 +484,7 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
             data = request(chat(max_tokens=1))
             visitor.send(data[:-1])
             await until(lambda: served.worker.started == 1)
-            served.worker.take(replace(served.worker.state, generation=2, limits_store=None))
+            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
         meters = served.worker.limits.meters
@@ -499,7 +499,7 @@ async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisS
             served.worker.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
             waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
             await until(lambda: served.value("queued_requests", "tiny") == 1)
-            served.worker.take(replace(served.worker.state, generation=2, limits_store=None))
+            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
             served.worker.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
             assert (await waits).status == 200
 

@@ -12,7 +12,7 @@ from gateway.errors import Refusal
 from gateway.limits import Limiter
 from gateway.limits.meters import Meters
 from gateway.metrics import WorkerMetrics
-from gateway.state import Allowance, Key, Limits, State
+from gateway.state import Allowance, Key, Limits, Snapshot
 from tests.support.running import board
 
 FULL = "rate_limit_exceeded"
@@ -31,7 +31,7 @@ def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
     struct.pack_into("<QQ", memory, 0, 1, 0)
     with board() as counts:
         made = Limiter(WorkerMetrics(counts), Meters(memory), lambda _: None)
-        made.take(State(1, (ENTRY,), (), teams=LAB))
+        made.take(Snapshot(1, (ENTRY,), (), teams=LAB))
         yield made
 
 
@@ -70,5 +70,5 @@ async def test_a_key_that_a_reload_brings_has_room_however_many_subjects_came(li
     for number in range(100):
         await admitted(limiter, subject(f"subject-{number}"), 1)
     new = Key("new", allowances=(Allowance("key new", TWO),))
-    limiter.take(State(2, (ENTRY, new), (), teams=LAB))
+    limiter.take(Snapshot(2, (ENTRY, new), (), teams=LAB))
     assert await admitted(limiter, new, 3) == [None, None, FULL]
