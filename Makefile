@@ -11,10 +11,11 @@ run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a
 test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`, `make clients` and `make deploy-tools`
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST_ARGS)
 
-check: $(READY)  ## style, types and the import arrows
+check: $(READY)  ## style, types, vocabulary and the import order
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana deploy/helm deploy/sbom.py
+	$(BIN)/python -m tests.style
 	$(BIN)/pytest -q tests/test_arrows.py
 
 format: $(READY)
