@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
@@ -63,8 +64,14 @@ class Mirror(Protocol):
 class Server:
     """The live side of one server."""
 
-    def __init__(self, spec: ServerSpec, condition: Condition = Condition.LOADING, turn: Turn | None = None) -> None:
-        """``turn``: that of the process, if there are more who write."""
+    def __init__(
+        self,
+        spec: ServerSpec,
+        condition: Condition = Condition.LOADING,
+        turn: Turn | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``turn``: that of the process, if there are more who write. ``clock`` times ejections, in seconds."""
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
@@ -78,6 +85,7 @@ class Server:
         self.doubted = False
         """It has failed since it last succeeded."""
         self._standing = Standing()
+        self._clock = clock
         self._parking = Parking(spec.keep_idle)
         self._turn = turn or Turn()
         self._heads: dict[str, bytes] = {}
@@ -160,7 +168,7 @@ class Server:
     def passed_over(self) -> bool:
         """It gets no requests for its failures, as long as there is another server."""
         until = self._standing.until
-        return until != 0.0 and monotonic() < until
+        return until != 0.0 and self._clock() < until
 
     @property
     def available(self) -> bool:
@@ -169,7 +177,7 @@ class Server:
 
     def failed(self, error: UpstreamError) -> None:
         """A request failed on it: when that was too much, it is passed over for a while, where another one can take requests."""
-        ejected = self._standing.failed(error, monotonic())
+        ejected = self._standing.failed(error, self._clock())
         self.doubted = self._standing.doubted
         if ejected:
             self.ejected[0] = 1.0
@@ -203,7 +211,7 @@ class Server:
     def sweep(self) -> None:
         """Close connections that were kept too long; let a server that was passed over be tried again when it is time."""
         self._parking.sweep()
-        if self._standing.over(monotonic()):
+        if self._standing.over(self._clock()):
             self.ejected[0] = 0.0
             self._tell()
 
