@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from gateway import keys
 from gateway.routes import ROUTES
 from tests.conformance.asked import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
 from tests.support.described import answer_problems, request_problems
-from tests.support.process import SIMULATOR, Gateway, configuration, gateway
+from tests.support.process import SIMULATOR, Gateway, configuration, gateway, wait_for, words_of
 from tests.vllm.chat import events
 from tests.vllm.dialogues import Architecture
+from tests.vllm.gateway import WorkUntil, finished_requests, held
 from tests.vllm.server import NOT_INSTALLED, PARSERS, POOLING, START_WITHIN, Flag, installed, launch
 
 REAL = ("qwen", "llama", "pooling")
@@ -98,12 +99,23 @@ class Stage:
 
     # Behind the gateway
 
+    def api_server(self, model: str | None = None) -> psutil.Process:
+        """The main process of a launched server."""
+        status = httpx2.get(f"http://127.0.0.1:{self.gateway.admin}/status", timeout=60, verify=_NO_TLS).json()
+        shown = next(each for each in status["models"] if each["id"] == (model or self.model))
+        return psutil.Process(shown["servers"][0]["pid"])
+
+    def held(self, model: str) -> AbstractContextManager[WorkUntil]:
+        """Stop a real engine, or let it work in bursts. A simulator is not stopped: a test sets its pace."""
+        if not self.real:
+            return nullcontext(wait_for)
+        [worker] = [each for each in self.api_server(model).children(recursive=True) if "VLLM::Worker" in " ".join(words_of(each))]
+        return held(worker)
+
     @contextmanager
     def directly(self, model: str | None = None) -> Iterator[httpx2.Client]:
         """A client of the launched server itself, on its unix socket and with its internal key."""
-        status = httpx2.get(f"http://127.0.0.1:{self.gateway.admin}/status", timeout=60, verify=_NO_TLS).json()
-        shown = next(each for each in status["models"] if each["id"] == (model or self.model))
-        server = psutil.Process(shown["servers"][0]["pid"])
+        server = self.api_server(model)
         words = server.cmdline()
         transport = httpx2.HTTPTransport(uds=words[words.index(_UDS) + 1], verify=_NO_TLS)
         headers = {"authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
@@ -126,6 +138,11 @@ class Stage:
         with self.directly(model) as client:
             lines = client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def finished(self, model: str) -> float:
+        """How many POST requests a real server has finished, those included that their clients left."""
+        with self.directly(model) as client:
+            return finished_requests(client.get("/metrics").text)
 
 
 def _hold(path: str, body: Json, status: int, media_type: str, text: str) -> None:

@@ -13,10 +13,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import openai
@@ -34,7 +34,60 @@ PYTHON = str(COMMAND.with_name("python"))
 LEDGER = "sqlite:///usage.db"
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may make some 20 tokens, and in which they may go out
+GENERATED = "vllm:generation_tokens_total"
+ATTEMPTS = 5
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+
+
+T = TypeVar("T")
+WorkUntil = Callable[[Callable[[], bool]], None]
+
+
+class NotAchieved(Exception):
+    """The situation that a test is about did not come about, for example because the engine was faster than the client."""
+
+
+def attempted(scenario: Callable[[int], T]) -> T:
+    """Run a scenario again, up to ``ATTEMPTS`` times, while it raises NotAchieved; it gets the number of the attempt.
+
+    Raises:
+        NotAchieved: no attempt achieved the situation.
+    """
+    for attempt in range(ATTEMPTS - 1):
+        with suppress(NotAchieved):
+            return scenario(attempt)
+    return scenario(ATTEMPTS - 1)
+
+
+@contextmanager
+def held(worker: psutil.Process) -> Iterator[WorkUntil]:
+    """Stop vLLM's worker process inside the `with`; the function that this yields lets it work in bursts until a condition holds.
+
+    On two cores vLLM's busy engine starves its own API server: a whole response of 1900 tokens, six seconds of work, may be
+    generated before its first byte is sent. On a machine that is busy otherwise that may even happen within one burst (NotAchieved).
+    """
+
+    def work_until(condition: Callable[[], bool]) -> None:
+        bursts = iter(range(BURSTS))
+        while not condition():
+            assert next(bursts, None) is not None, "the engine works, and the condition does not come true"
+            worker.resume()
+            time.sleep(BURST)
+            worker.suspend()
+            time.sleep(PAUSE)
+
+    worker.suspend()
+    try:
+        yield work_until
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            worker.resume()
+
+
+def finished_requests(metrics: str) -> float:
+    """Count the POST requests that vLLM's API server has finished, aborted ones included, from the text of its metrics."""
+    lines = metrics.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("http_requests_total{") and 'method="POST"' in line)
 
 
 def real_model(identity: str, folder: Path, flags: Mapping[str, Flag] | None = None) -> Json:
@@ -123,30 +176,38 @@ class Real:
         [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.words_of(each))]
         return found
 
-    @contextmanager
-    def held(self) -> Iterator[Callable[[Callable[[], bool]], None]]:
-        """vLLM generates nothing inside the `with`, but in bursts while the function that it gives waits for a condition.
+    def held(self) -> AbstractContextManager[WorkUntil]:
+        """Stop the engine, or let it work in bursts; see ``held``."""
+        return held(self.process("Worker"))
 
-        On two cores vLLM's busy engine starves its own API server: a whole answer of 1900 tokens, six seconds' work, may be
-        generated before its first byte goes out, or another request comes in. So what is to happen in mid-answer is not left to luck.
+    def leave_in_mid_response(self, leave: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
+        """Have clients leave while the engine is held; return when the API server has finished with all requests that arrived.
+
+        ``leave`` returns when its clients have left. ``tokens``: of the complete responses. ``gateway``: which one the clients ask,
+        by default this one.
+
+        Raises:
+            NotAchieved: the engine had generated all tokens before the clients left.
         """
-        worker = self.process("Worker")
+        asked = gateway or self.gateway
+        generated, arrived, finished = self.count(GENERATED), self.arrived(), self.finished()
+        with self.held() as work_until:
+            result = leave(work_until)
+            process.wait_for(lambda: asked.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
+            process.wait_for(lambda: self.finished() - finished == self.arrived() - arrived)
+            complete = self.count(GENERATED) - generated >= tokens
+        if complete:
+            process.wait_for(lambda: self.count("vllm:num_requests_running") == 0)
+            raise NotAchieved
+        return result
 
-        def work_until(condition: Callable[[], bool]) -> None:
-            bursts = iter(range(BURSTS))
-            while not condition():
-                assert next(bursts, None) is not None, "the engine works, and the condition does not come true"
-                worker.resume()
-                time.sleep(BURST)
-                worker.suspend()
-                time.sleep(PAUSE)
+    def arrived(self) -> int:
+        """How many POST requests the tee has passed to the server."""
+        return sum(path.read_bytes().count(b"POST /") for path in self.folder.glob("*.in"))
 
-        worker.suspend()
-        try:
-            yield work_until
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                worker.resume()
+    def finished(self) -> float:
+        """How many POST requests the server has finished, those included that their clients left."""
+        return finished_requests(self._direct("GET", "/metrics").decode())
 
     def wait_until_up(self) -> None:
         process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.said[-4000:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -15,9 +14,9 @@ import pytest
 
 from tests.support.process import configuration, gateway, wait_for
 from tests.support.shaky_server import shaky_server
-from tests.vllm.gateway import HEADERS, LEDGER, MODEL, Real, chat
+from tests.vllm.gateway import GENERATED, HEADERS, LEDGER, MODEL, NotAchieved, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
-from tests.vllm.test_gateway_counts import CHAT, MIXED, difference, usage, wait_until_nothing_is_in_flight
+from tests.vllm.test_gateway_counts import CHAT, ENDLESS, MIXED, difference, usage
 from tests.vllm.test_gateway_faults import option
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
@@ -58,35 +57,55 @@ def finished(real: Real) -> tuple[float, float]:
 
 def test_a_mixed_run_is_the_same_in_all_books(real: Real, tmp_path: Path) -> None:
     """Streamed and not, with errors of the client's and the server's, cancels, and second attempts, all in one run."""
-    with beside_a_shaky_one(real, tmp_path) as beside:
-        before = finished(real)
-        wrong = (CHAT, chat("Who are you?", temperature="hot"))
-        with ThreadPoolExecutor(4) as pool:
-            answers = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
-        left = _leave_in_mid_answer(real, beside)
-        answers += [beside.post(*each) for each in MIXED]
-        sent = len(answers) + left
-        wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
-        kept = {each["request_id"]: each for each in every_row(beside)}
-        assert len(kept) == sent
-        assert beside.gateway.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
-        _check_ends(beside, answers, kept)
-        told = [row for row in kept.values() if row["status"] == 200]
-        ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in told)) for kind in ("prompt", "completion"))
-        assert (beside.tokens("prompt"), beside.tokens("completion")) == ledger
-        wait_for(lambda: real.count("vllm:num_requests_running") == 0)
-        wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
+
+    def scenario(attempt: int) -> None:
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with beside_a_shaky_one(real, folder) as beside:
+            _check_a_mixed_run(real, beside)
+
+    attempted(scenario)
+
+
+def _check_a_mixed_run(real: Real, beside: Real) -> None:
+    before = finished(real)
+    wrong = (CHAT, chat("Who are you?", temperature="hot"))
+    with ThreadPoolExecutor(4) as pool:
+        answers = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
+    left = _leave_in_mid_answer(real, beside)
+    answers += [beside.post(*each) for each in MIXED]
+    sent = len(answers) + left
+    wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
+    kept = {each["request_id"]: each for each in every_row(beside)}
+    assert len(kept) == sent
+    assert beside.gateway.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
+    _check_ends(beside, answers, kept)
+    told = [row for row in kept.values() if row["status"] == 200]
+    ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in told)) for kind in ("prompt", "completion"))
+    assert (beside.tokens("prompt"), beside.tokens("completion")) == ledger
+    wait_for(lambda: real.count("vllm:num_requests_running") == 0)
+    wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
 
 
 def _leave_in_mid_answer(real: Real, beside: Real) -> int:
-    """Streams that their clients leave while vLLM works on them; how many were asked for."""
-    request = {"model": MODEL, **chat("Never stop.", stream=True, max_tokens=1900)}
-    with real.held() as work_until, ThreadPoolExecutor(8) as pool:
-        reading = [pool.submit(_leave_after, 5, beside.gateway.url + CHAT, request) for _ in range(8)]
-        work_until(lambda: all(each.done() for each in reading))
-        wait_for(lambda: beside.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
-        time.sleep(1.5)  # for the server to see that its connections have been closed
-    return len(reading)
+    """Leave eight streams while vLLM works on them; return their number.
+
+    Raises:
+        NotAchieved: vLLM had finished one of them before.
+    """
+    request = {"model": MODEL, **chat("Never stop.", stream=True, max_tokens=ENDLESS)}
+    before = finished(real)
+
+    def leave(work_until: WorkUntil) -> int:
+        with ThreadPoolExecutor(8) as pool:
+            reading = [pool.submit(_leave_after, 5, beside.gateway.url + CHAT, request) for _ in range(8)]
+            work_until(lambda: all(each.done() for each in reading))
+        return len(reading)
+
+    left = real.leave_in_mid_response(leave, tokens=8 * ENDLESS, gateway=beside.gateway)
+    if finished(real) != before:
+        raise NotAchieved
+    return left
 
 
 def _check_ends(beside: Real, answers: Sequence[httpx2.Response], kept: Mapping[str, Mapping[str, Any]]) -> None:
@@ -103,17 +122,23 @@ def _check_ends(beside: Real, answers: Sequence[httpx2.Response], kept: Mapping[
 
 def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
     """At least the pieces that passed, and never more than the engine made."""
-    made = real.count("vllm:generation_tokens_total")
-    request = {"model": "tests/tiny", **chat("Never stop.", stream=True, max_tokens=1900)}
-    with real.held() as work_until, ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(_leave_after, 5, real.gateway.url + CHAT, request)
-        work_until(reading.done)
-        identity = reading.result()
-        wait_until_nothing_is_in_flight(real)
+    request = {"model": "tests/tiny", **chat("Never stop.", stream=True, max_tokens=ENDLESS)}
+
+    def leave(work_until: WorkUntil) -> str:
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(_leave_after, 5, real.gateway.url + CHAT, request)
+            work_until(reading.done)
+            return reading.result()
+
+    def scenario(_: int) -> tuple[str, float]:
+        before = real.count(GENERATED)
+        return real.leave_in_mid_response(leave, tokens=ENDLESS), before
+
+    identity, before = attempted(scenario)
     row = rows(real, [identity])[identity]
     assert (row["status"], row["incomplete"], row["estimated"], row["prompt_tokens"]) == (499, "client", 1, None)
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
-    assert 0 <= row["completion_tokens"] <= real.count("vllm:generation_tokens_total") - made
+    assert 0 <= row["completion_tokens"] <= real.count(GENERATED) - before
 
 
 def _leave_after(events: int, url: str, request: dict[str, Any]) -> str:
