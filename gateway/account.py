@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import field
 
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.catalog import Entry
 from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.gate import Gate
@@ -54,7 +54,7 @@ class Account(msgspec.Struct, eq=False):
     waited for its client, ``queued`` those in which the request waited for a server.
     """
 
-    call: Call
+    call: ClientRequest
     gate: Gate
     started: float = field(default_factory=time)
     key: Key | None = None
@@ -94,12 +94,13 @@ class Account(msgspec.Struct, eq=False):
             record = self._record()
             self.settle_limits(record.status)
             self.gate.settled(record)
-            self.call.settled()
+            self.call.release()
         return isinstance(error, Exception | asyncio.CancelledError)
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, UpstreamError) and self.delivered:
-            self.call.finish()  # the server left between its stream's last event and the end of its body: the client misses nothing
+            # The server closed the connection between its stream's last event and the end of its body: the client misses nothing.
+            self.call.finish_response()
             return
         refusal = _refusal_for(error, self)
         if refusal is not None:
@@ -128,11 +129,11 @@ class Account(msgspec.Struct, eq=False):
         """The request goes to this fallback; the client is told."""
         self.asked = self.asked or self.entry
         self.entry = entry
-        self.call.told = b"x-vllm-gateway-fallback: %b\r\n" % quote(entry.model.id, safe=_VISIBLE).encode()
+        self.call.extra_headers = b"x-vllm-gateway-fallback: %b\r\n" % quote(entry.model.id, safe=_VISIBLE).encode()
 
     def stay(self) -> None:
         """No fallback could take it: it counts for the model that was asked for."""
-        self.entry, self.asked, self.call.told = self.asked or self.entry, None, b""
+        self.entry, self.asked, self.call.extra_headers = self.asked or self.entry, None, b""
 
     def _failures_of(self, attempt: Attempt) -> Iterator[tuple[str, str, str]]:
         owner = self.entry.model.base if self.entry is not None else OTHER
@@ -163,12 +164,12 @@ class Account(msgspec.Struct, eq=False):
         call, passing, attempt = self.call, self.passing or _NOTHING, self.attempt
         if passing.aborted:
             self.incomplete = "upstream"
-        if call.events and passing.failure is not None:
+        if call.is_event_stream and passing.failure is not None:
             self.code, self.incomplete = passing.failure.code, "upstream"
         if attempt is not None and attempt.failures:
             self.failures += self._failures_of(attempt)
-        edge, tried = call.edge, attempt.tried if attempt is not None else ()
-        began, first_byte, first_token = call.began, passing.first_byte, passing.first_token
+        connection, tried = call.connection, attempt.tried if attempt is not None else ()
+        began, first_byte, first_token = call.received_at, passing.first_byte, passing.first_token
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         composed_at = self.outbound.composed_at if self.outbound is not None else None
         overhead = (composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
@@ -176,7 +177,7 @@ class Account(msgspec.Struct, eq=False):
             id=call.id,
             started=self.started,
             endpoint=call.target.route.endpoint,
-            client=edge.client_of(call.headers) if edge.proxied else edge.address,
+            client=connection.client_of(call.head.headers) if connection.proxied else connection.address,
             status=CLIENT_CLOSED_REQUEST if call.disconnected and not self.delivered else call.status,
             code=self.code,
             key=self.key,
@@ -184,7 +185,7 @@ class Account(msgspec.Struct, eq=False):
             asked=self.asked.model.id if self.asked else None,
             server=tried[-1].spec.name if tried else None,
             stream=self.stream,
-            request_bytes=call.bytes_in,
+            request_bytes=call.body.size,
             answer_bytes=call.bytes_out,
             usage=passing.usage,
             incomplete=self.incomplete,
@@ -238,7 +239,7 @@ def _refuse(account: Account, refusal: Refusal) -> None:
     account.code = refusal.code
     if call.disconnected or call.response_complete:
         return
-    if call.started:
+    if call.response_started:
         account.incomplete = account.incomplete or "upstream"
         account.settle_limits(call.status)
         break_off(call, refusal, (account.passing or _NOTHING).events)

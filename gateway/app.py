@@ -28,11 +28,11 @@ from gateway.addresses import Connections, Proxies, shown
 from gateway.admission import House, part
 from gateway.auth import Keyring
 from gateway.body_shape import Sample
-from gateway.call import Call, request_ids
+from gateway.call import ClientRequest, request_ids
 from gateway.catalog import Catalog, Entry
 from gateway.certificate import Certificate
 from gateway.cors import Cors
-from gateway.edge import FORWARDED, EdgeProtocol
+from gateway.edge import FORWARDED, ClientConnection
 from gateway.errors import Refusal, internal_error, render, unknown_model
 from gateway.eviction import Unauthenticated
 from gateway.exchange import authenticate, exchange
@@ -203,9 +203,9 @@ class Worker:
 
     # The data port
 
-    def protocol(self) -> Callable[..., EdgeProtocol]:
+    def protocol(self) -> Callable[..., ClientConnection]:
         """The protocol class of the data port's connections, bound to this worker."""
-        return functools.partial(EdgeProtocol, door=self)
+        return functools.partial(ClientConnection, door=self)
 
     def server(self) -> uvicorn.Server:
         """The data port's server; its sockets are given to it when it is served."""
@@ -229,7 +229,7 @@ class Worker:
         headers = self.cors.headers(origin.decode("latin-1"))
         return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
 
-    def unknown(self, call: Call) -> Refusal | None:
+    def unknown(self, call: ClientRequest) -> Refusal | None:
         """Why a request that waits for its turn would be refused for its key now; None when it would not."""
         try:
             authenticate(call, self.keyring)
@@ -237,7 +237,7 @@ class Worker:
             return refusal
         return None
 
-    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
         """The story of a request of the data port."""
         return exchange(call, self)
 

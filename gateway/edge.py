@@ -1,7 +1,7 @@
-"""Client connections: from bytes to a ``Call``, one request after the other.
+"""Client connections: from bytes to a ``ClientRequest``, one request after the other.
 
 uvicorn's httptools protocol carries the connection and every route that Starlette serves. An inference request
-is taken out of it here: it gets a ``Call``, which the story reads and writes directly, with no ASGI messages in
+is taken out of it here: it gets a ``ClientRequest``, which the story reads and writes directly, with no ASGI messages in
 between, so that a chunk goes from the server's callback to the client's transport without a task switch.
 
 The rules: reading from a client never pauses once its body is in, or its leaving would not be seen; when a
@@ -25,7 +25,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.addresses import Connections, Proxies, counted_as, shown
-from gateway.call import Call
+from gateway.call import ClientRequest, RequestBody, RequestHead
 from gateway.catalog import Target
 from gateway.errors import Refusal, render
 from gateway.eviction import Unauthenticated
@@ -91,20 +91,20 @@ class Door(Protocol):
     def targets(self) -> Mapping[bytes, Target]:
         """What can be asked, by its path."""
 
-    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
         """The story of a request."""
 
-    def unknown(self, call: Call) -> Refusal | None:
+    def unknown(self, call: ClientRequest) -> Refusal | None:
         """Why the request would be refused for its key now; None when it would not."""
 
     def cors_lines(self, origin: bytes) -> bytes:
         """The headers for a page of an origin."""
 
 
-class EdgeProtocol(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """uvicorn's protocol, with the inference routes taken out of it."""
 
-    cycle: Any  # uvicorn's RequestResponseCycle or a Call
+    cycle: Any  # uvicorn's RequestResponseCycle or a ClientRequest
     transport: Outlet
     parser: Any
     pipeline: Any  # of what waits for its turn: requests, and as the last of all perhaps the Refusal of what is none
@@ -112,8 +112,8 @@ class EdgeProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, door: Door, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.door = door
-        self._call: Call | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
-        self._incoming: Call | None = None  # whose body is being parsed, when it is one of ours
+        self._call: ClientRequest | None = None  # the last one whose turn came; uvicorn's ``cycle`` may be one that waits behind it
+        self._incoming: ClientRequest | None = None  # whose body is being parsed, when it is one of ours
         self._head_size = 0  # of what is no body: a head, chunks' framing and trailers, as far as it is more than a body's usual
         self._lingering = False
         self._resuming = False
@@ -227,7 +227,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.transport.lost()
         waiting = [cycle for cycle, _ in self.pipeline]
         for cycle in (self._call, *waiting):
-            if isinstance(cycle, Call):
+            if isinstance(cycle, ClientRequest):
                 cycle.lost()
         self.pipeline.clear()
         self.door.unauthenticated.remove(self)
@@ -295,26 +295,20 @@ class EdgeProtocol(HttpToolsProtocol):
             self._reading = _BODY
             return
         self._reading = _BODY
-        call = self._incoming = Call(
-            self,
-            target,
-            unique,
-            next(door.request_ids),
-            limit,
-            door.body_allowance,
-            b"content-length" in unique and int(unique[b"content-length"]) > limit,
-            http10,
-            parser.should_keep_alive() and not door.leaving,
-        )
+        length = int(unique[b"content-length"]) if b"content-length" in unique else None
+        head = RequestHead(self.url, unique, http10, length)
+        body = RequestBody(self, head, limit, door.body_allowance, target.route.takes_form, length is not None and length > limit)
+        keep_alive = parser.should_keep_alive() and not door.leaving
+        call = self._incoming = ClientRequest(self, target, next(door.request_ids), head, body, keep_alive)
         if busy:
             self._let_wait(call)
         else:
             self._start(call)
 
-    def _let_wait(self, call: Call) -> None:
+    def _let_wait(self, call: ClientRequest) -> None:
         """It was sent ahead. Without a good key no body of it is kept, so in its turn it is refused, whatever has become of the key."""
         if (unknown := self.door.unknown(call)) is not None:
-            call.refuse_body(unknown)
+            call.body.refuse(unknown)
         self.pipeline.appendleft((call, self.app))
 
     def _look_at_host(self, headers: Mapping[bytes, bytes], http10: bool) -> None:
@@ -345,7 +339,7 @@ class EdgeProtocol(HttpToolsProtocol):
         left = self._head_size - _FRAMING_PER_BYTE * len(body)
         self._head_size = left if left > 0 else 0
         if self._incoming is not None:
-            self._incoming.received(body)  # no other route reads its body
+            self._incoming.body.feed(body)  # no other route reads its body
 
     def on_message_complete(self) -> None:
         call = self._incoming
@@ -357,7 +351,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._head_size = 0
         self._incoming = None
         if call is not None:
-            call.received_all()
+            call.body.finish()
             if call.response_complete:
                 self._close_or_wait(call)
         elif not self._lingering:
@@ -374,7 +368,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._lingering = True  # what comes behind it is nobody's
             return
-        framing = [b"%b: %b\r\n" % (name, call.headers[name]) for name in _FRAMING if name in call.headers]
+        framing = [b"%b: %b\r\n" % (name, call.head.headers[name]) for name in _FRAMING if name in call.head.headers]
         if not call.keep_alive:
             framing.append(b"connection: close\r\n")
         self.parser = httptools.HttpRequestParser(self)
@@ -409,9 +403,10 @@ class EdgeProtocol(HttpToolsProtocol):
     def _busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: ClientRequest) -> None:
         self.cycle = self._call = call
-        call.task = story = Story(self.door.serve(call))
+        call.body.served = True
+        call.handler = story = Story(self.door.serve(call))
         self.tasks.add(story)  # type: ignore[arg-type]  # it can be cancelled, which is all that is done to what is in there
         self.due = story.step
 
@@ -420,12 +415,12 @@ class EdgeProtocol(HttpToolsProtocol):
         if due is not None:
             due()
 
-    def on_call_settled(self, call: Call) -> None:
+    def on_call_settled(self, call: ClientRequest) -> None:
         """Nothing more happens for it."""
-        self.tasks.discard(call.task)
+        self.tasks.discard(call.handler)
 
     def _start_asgi_task(self, cycle: Any, app: ASGI3Application) -> None:
-        if isinstance(cycle, Call):
+        if isinstance(cycle, ClientRequest):
             self._start(cycle)
             self.loop.call_soon(self._go_on)
         elif isinstance(cycle, Refusal):
@@ -434,17 +429,17 @@ class EdgeProtocol(HttpToolsProtocol):
             self.cycle = cycle
             super()._start_asgi_task(cycle, app)
 
-    def on_call_complete(self, call: Call) -> None:
+    def on_call_complete(self, call: ClientRequest) -> None:
         """The answer has been written: close, wait for the next request, or begin the one that waits."""
         self.server_state.total_requests += 1
-        if call.more_body:
+        if not call.body.complete:
             self._linger()
         else:
             self._close_or_wait(call)
 
     def cut(self) -> None:
         """Close at once. An older client may know an answer's end by that of its connection alone, so to it this is none in order."""
-        if self._call is not None and self._call.http10:
+        if self._call is not None and self._call.head.http10:
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
@@ -452,7 +447,7 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # check does it for all connections with one clock
 
-    def _close_or_wait(self, call: Call) -> None:
+    def _close_or_wait(self, call: ClientRequest) -> None:
         if not call.keep_alive:
             self.transport.close()
             return
@@ -495,8 +490,8 @@ class EdgeProtocol(HttpToolsProtocol):
         call = self._incoming
         if call is None:
             return (Wait.NOTHING if self._busy else Wait.REST), self.headers, 0
-        if call.awaits_body and not self.flow.read_paused:
-            return Wait.BODY, call, call.bytes_in
+        if call.body.is_awaited and not call.response_started and not self.flow.read_paused:
+            return Wait.BODY, call, call.body.size
         return Wait.NOTHING, None, 0
 
     def _give_up(self, wait: Wait) -> None:
@@ -525,7 +520,7 @@ class EdgeProtocol(HttpToolsProtocol):
             return  # nothing more is parsed
         self._lingering = True
         if call is not None:
-            call.spoil(refusal)  # its answer is the last one
+            call.fail_body(refusal)  # its answer is the last one
         elif self._reading is _BODY:
             self._end_behind_the_last()
         elif self._busy:

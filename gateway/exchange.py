@@ -15,7 +15,7 @@ from gateway.account import Account, Elsewhere
 from gateway.auth import Keyring
 from gateway.beginning import hint
 from gateway.body_shape import shape
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.catalog import Catalog, Entry, named_model
 from gateway.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.errors import Refusal, draining
@@ -37,18 +37,18 @@ _ERROR_PATIENCE = 5.0  # seconds for the body of an error
 _WRITTEN_AT_ONCE = 8 * 1024  # bytes of a body from which its document, which takes up to thirty times as much memory, is not kept
 
 
-async def exchange(call: Call, gate: Gate) -> None:
+async def exchange(call: ClientRequest, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     if gate.sampler is not None:
-        call.trace = gate.sampler.begin(call.headers.get(b"traceparent"))
+        call.trace = gate.sampler.begin(call.head.headers.get(b"traceparent"))
     with Account(call, gate) as account:
         if gate.draining:
             raise draining()
         account.key = key = authenticate(call, gate.keyring)
-        if call.more_body:
-            call.holder = key.id
+        if not call.body.complete:
+            call.body.owner = key.id
         if gate.house is not None:
-            gate.house.admit(call.under_way, gate.admission.ticket(key).in_flight, monotonic())
+            gate.house.admit(call.requests_in_flight, gate.admission.ticket(key).in_flight, monotonic())
         with gate.admission.ticket(key):
             if key.allowances:
                 call.permit = gate.limits.permit(key, call.id)
@@ -57,7 +57,7 @@ async def exchange(call: Call, gate: Gate) -> None:
             if call.target.route.takes_form:
                 outbound = await _form(call, gate, account, key)
             else:
-                body = call.whole_body() if encoding is None and not call.more_body else await _body(call, account, key, encoding)
+                body = call.body.take() if encoding is None and call.body.complete else await _body(call, account, key, encoding)
                 if len(body) <= SMALL:
                     outbound = await _json(body, call, gate.catalog, account, key)
                 else:
@@ -92,28 +92,30 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
 # The steps
 
 
-def authenticate(call: Call, keyring: Keyring) -> Key:
+def authenticate(call: ClientRequest, keyring: Keyring) -> Key:
     """Whose key a request shows. Raises Refusal."""
-    headers = call.headers
+    headers = call.head.headers
     authorization = headers.get(b"authorization")
     if authorization is not None:
         return keyring.authenticate(authorization)
     return keyring.authenticate(None, headers.get(b"x-api-key") if call.target.route.anthropic else None, headers)
 
 
-async def _body(call: Call, account: Account, key: Key, encoding: str | None) -> bytes | bytearray:
+async def _body(call: ClientRequest, account: Account, key: Key, encoding: str | None) -> bytes | bytearray:
     """The whole body of a JSON route, of which something is still to come or to be decoded."""
     asked, gate = monotonic(), account.gate
-    body = await call.body()
+    body = await call.body.read()
     account.waited += monotonic() - asked
     if encoding is None:
         return body
-    call.holder = key.id
+    call.body.owner = key.id
     async with gate.steps.turn(len(body)) as pace:
-        return await pace.run(decoded(body, encoding, call.limit, call.hold))
+        return await pace.run(decoded(body, encoding, call.body.limit, call.body.reserve))
 
 
-async def _json(body: bytes | bytearray, call: Call, catalog: Catalog, account: Account, key: Key, pace: Pace | None = None) -> Outbound:
+async def _json(
+    body: bytes | bytearray, call: ClientRequest, catalog: Catalog, account: Account, key: Key, pace: Pace | None = None
+) -> Outbound:
     """The body of a JSON route: merged, authorised, made fit to send. ``pace``: of a large body, which is processed in steps."""
     if pace is None:
         document = merge(parse(body, account.gate.snapshot.body_values))
@@ -136,7 +138,7 @@ async def _json(body: bytes | bytearray, call: Call, catalog: Catalog, account: 
 async def _prepared(
     document: Document,
     body: bytes | bytearray,
-    call: Call,
+    call: ClientRequest,
     entry: Entry,
     name: str,
     account: Account,
@@ -156,18 +158,18 @@ async def _prepared(
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
-        outbound.hint = hint(prepared.document, call.headers.get(b"x-session-id"))
+        outbound.hint = hint(prepared.document, call.head.headers.get(b"x-session-id"))
     if size > _WRITTEN_AT_ONCE:
         if pace is not None:
             await pace.rest()
         written = outbound.encode_at_once(prepared)
-        call.hold(written + size if entry.model.fallbacks else written)
+        call.body.reserve(written + size if entry.model.fallbacks else written)
         if pace is not None:
             await pace.rest()
     return outbound
 
 
-async def _again(body: bytes | bytearray, call: Call, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+async def _again(body: bytes | bytearray, call: ClientRequest, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
     """A body that was prepared for another model."""
     if len(body) <= SMALL:
         return await _prepared(merge(parse(body)), body, call, entry, name, account, key, None)
@@ -176,16 +178,16 @@ async def _again(body: bytes | bytearray, call: Call, entry: Entry, name: str, a
         return await _prepared(document, body, call, entry, name, account, key, pace)
 
 
-async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
+async def _form(call: ClientRequest, gate: Gate, account: Account, key: Key) -> Outbound:
     """The body of a form route: read up to its model, authorised; the rest is streamed on.
 
     The catalog is that of the moment in which the model is known: a body may be long on its way, and the configuration change.
     """
-    form = Form.of(call.headers[b"content-type"])
+    form = Form.of(call.head.headers[b"content-type"])
     asked = monotonic()
-    name = await form.read_model(call.next_bytes)
+    name = await form.read_model(call.body.read_piece)
     account.waited += monotonic() - asked
-    if call.all_read:
+    if call.body.consumed:
         form.check_end()
     catalog, mounted = gate.catalog, call.target.mounted
     entry = account.entry = catalog.resolve(name, key, mounted) if name else catalog.unnamed(key, mounted)
@@ -193,13 +195,13 @@ async def _form(call: Call, gate: Gate, account: Account, key: Key) -> Outbound:
     form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     if (books := gate.books) is not None:
         books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
-    call.pass_on()
+    call.body.stream_on()
     if entry.model.fallbacks and mounted is None:
         account.elsewhere = Elsewhere(catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
     return Outbound.of_form(call, entry, name, form)
 
 
-async def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound:
+async def _form_for(entry: Entry, call: ClientRequest, name: str, form: Form) -> Outbound:
     """A form whose beginning was checked for another model."""
     form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
     return Outbound.of_form(call, entry, name, form)
@@ -208,9 +210,9 @@ async def _form_for(entry: Entry, call: Call, name: str, form: Form) -> Outbound
 _MEDIA_TYPES = {Body.JSON: (b"application/json", b""), Body.FORM: (b"multipart/form-data",)}
 
 
-def _check_media_type(call: Call) -> str | None:
+def _check_media_type(call: ClientRequest) -> str | None:
     """The encoding of a body that has one. Raises Refusal unsupported_media_type for another type than the route's, or another encoding."""
-    headers = call.headers
+    headers = call.head.headers
     allowed, given = _MEDIA_TYPES[call.target.route.body], headers.get(b"content-type", b"")
     if given not in allowed and given.partition(b";")[0].strip().lower() not in allowed:
         raise Refusal("unsupported_media_type", f"The content type must be {allowed[0].decode()}.")
@@ -234,7 +236,7 @@ async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: O
     gate, model, since, before = account.gate, outbound.entry.model.base, monotonic(), account.queued
     if not (error.full or gate.lobby.is_expected(model)):
         raise error
-    outbound.call.read_ahead()
+    outbound.call.body.read_ahead()
     while True:
         try:
             with gate.lobby.place(model, key, since) as place:
@@ -268,7 +270,7 @@ async def _elsewhere(error: NoServerError | ConnectFailed | Refusal, account: Ac
     raise first
 
 
-async def _relay(call: Call, answer: Answer, account: Account, outbound: Outbound) -> None:
+async def _relay(call: ClientRequest, answer: Answer, account: Account, outbound: Outbound) -> None:
     """Give the client the answer, or the contract's error for the server's."""
     if not 200 <= answer.status < 300:
         body = await answer.collect(_ERROR_BODY_LIMIT, _ERROR_PATIENCE)
@@ -289,7 +291,7 @@ async def _relay(call: Call, answer: Answer, account: Account, outbound: Outboun
             name=outbound.entry.name,
             document=outbound.document,
         )
-    elif call.started:
+    elif call.response_started:
         raise BadAnswer(answer.server.name, "its answer is no stream, and a stream has been begun")
     elif outbound.translation is not None:
         relay = TranslatedRelay(call, answer, outbound.translation, outbound.entry.name)

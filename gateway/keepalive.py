@@ -7,7 +7,7 @@ is written between whole events only, which is the only place where the relay ev
 
 from __future__ import annotations
 
-from gateway.call import Call
+from gateway.call import ClientRequest
 from upstream.deadlines import Deadlines
 
 COMMENT = b": keep-alive\n\n"
@@ -19,12 +19,12 @@ class Keepalive:
 
     __slots__ = ("_call", "_deadlines", "_every", "_seen", "_since")
 
-    def __init__(self, call: Call, every: float, deadlines: Deadlines) -> None:
+    def __init__(self, call: ClientRequest, every: float, deadlines: Deadlines) -> None:
         self._call = call
         self._every = every
         self._deadlines = deadlines
         self._seen = call.bytes_out
-        self._since = call.began
+        self._since = call.received_at
         deadlines.watch(self)
 
     def end(self) -> None:
@@ -40,7 +40,7 @@ class Keepalive:
             self._seen, self._since = call.bytes_out, now
 
     def _comment(self) -> None:
-        if not self._call.started:
-            self._call.begin(200, _HEAD, None, COMMENT, events=True)
-        elif self._call.events:
+        if not self._call.response_started:
+            self._call.start_response(200, _HEAD, None, COMMENT, event_stream=True)
+        elif self._call.is_event_stream:
             self._call.write(COMMENT)

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from time import monotonic
 
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.metrics import BETWEEN, Gaps
 from gateway.response_fields import Marks
 from upstream.attempt import Answer
@@ -40,7 +40,7 @@ _SIZE_LINES = _size_lines()
 
 
 def lane(
-    answer: Answer, call: Call, gaps: Gaps, held: bytearray, write: Callable[[bytes], None], marks: Marks, connection: Connection
+    answer: Answer, call: ClientRequest, gaps: Gaps, held: bytearray, write: Callable[[bytes], None], marks: Marks, connection: Connection
 ) -> Callable[[bytes], None]:
     """What reads a connection in place of its ``data_received``, once the answer has begun.
 

@@ -11,7 +11,7 @@ from time import monotonic
 
 import msgspec
 
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.catalog import Entry
 from gateway.form import Form
 from gateway.payload import Document, Prepared
@@ -24,7 +24,7 @@ class Outbound(msgspec.Struct):
     """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written;
     ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
 
-    call: Call
+    call: ClientRequest
     entry: Entry
     name: str
     encode: Callable[[str], bytes]
@@ -46,7 +46,7 @@ class Outbound(msgspec.Struct):
     """The JSON body as it was sent; a server's error is explained by it."""
 
     @classmethod
-    def of_json(cls, call: Call, entry: Entry, name: str, prepared: Prepared) -> Outbound:
+    def of_json(cls, call: ClientRequest, entry: Entry, name: str, prepared: Prepared) -> Outbound:
         """A JSON body that was checked."""
         return cls(
             call,
@@ -63,13 +63,13 @@ class Outbound(msgspec.Struct):
         )
 
     @classmethod
-    def of_form(cls, call: Call, entry: Entry, name: str, form: Form) -> Outbound:
+    def of_form(cls, call: ClientRequest, entry: Entry, name: str, form: Form) -> Outbound:
         """A form whose beginning was checked; the rest is checked as it streams. How long that will be is known only where all of it
         has been read, since the gateway may add to its end."""
-        length = call.headers.get(b"content-length")
+        length = call.head.headers.get(b"content-length")
         chunked = length is None or not form.ended
         encode = form.opening_chunk if chunked else form.opening
-        upload = form.upload(call.next_bytes, chunked=chunked)
+        upload = form.upload(call.body.read_piece, chunked=chunked)
         return cls(
             call,
             entry,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.errors import Refusal, from_failure, render, render_event
 from gateway.lane import lane
 from gateway.limits.estimate import Outcome
@@ -75,7 +75,7 @@ class Passing:
     """The engine was stopped: vLLM ends such answers as if they were whole."""
     uncounted = False
     """The answer has no place for a count."""
-    _call: Call
+    _call: ClientRequest
     _answer: Answer
 
     @property
@@ -108,7 +108,7 @@ class Passing:
 class BodyRelay(Passing):
     """An answer that is not a stream of events: JSON, text, audio. ``name``: what it is to call its model."""
 
-    def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
+    def __init__(self, call: ClientRequest, answer: Answer, name: str | None = None) -> None:
         self._call = call
         self._answer = answer
         kind = answer.content_type
@@ -139,14 +139,14 @@ class BodyRelay(Passing):
 
     async def _flow(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
         """Relay as it comes, behind a head with these lines. Raises UpstreamError."""
-        self._call.begin(self._answer.status, lines, length)
+        self._call.start_response(self._answer.status, lines, length)
         _couple(self._call, self._answer, sink)
         try:
             await self._ended()
         finally:
             self._note_observed()
         self._settle()
-        self._call.finish()
+        self._call.finish_response()
 
     async def _ended(self) -> None:
         """Wait for the end. Raises UpstreamError.
@@ -197,7 +197,7 @@ class BytesRelay(BodyRelay):
     """Vectors in bytes (``encoding_format: bytes``): what the server tells of them, its count too, is in a header, unless the client
     wants none of that (``bytes_only``). It is there that they have a model's ``name``."""
 
-    def __init__(self, call: Call, answer: Answer, name: str | None = None) -> None:
+    def __init__(self, call: ClientRequest, answer: Answer, name: str | None = None) -> None:
         super().__init__(call, answer)
         self._told_name = name
 
@@ -224,7 +224,7 @@ class BytesRelay(BodyRelay):
 class TranslatedRelay(BodyRelay):
     """A JSON answer that is put into other words, for which the whole of it is needed."""
 
-    def __init__(self, call: Call, answer: Answer, translation: Translation, name: str | None = None) -> None:
+    def __init__(self, call: ClientRequest, answer: Answer, translation: Translation, name: str | None = None) -> None:
         super().__init__(call, answer, name)
         self._translation = translation
 
@@ -250,7 +250,7 @@ class EventRelay(Passing):
 
     def __init__(
         self,
-        call: Call,
+        call: ClientRequest,
         answer: Answer,
         *,
         model: str,
@@ -271,7 +271,7 @@ class EventRelay(Passing):
         self._hides_usage = hides_usage
         self._translation = translation
         self._name = name
-        self._splitter = Splitter(EVENT_LIMIT + 2 * call.bytes_in)
+        self._splitter = Splitter(EVENT_LIMIT + 2 * call.body.size)
         self._last = b""
         self._refusal: Refusal | None = None  # an error as the first event, which is still to be told
 
@@ -317,7 +317,7 @@ class EventRelay(Passing):
         if self._translation is not None or _has_any(whole, self._marks):
             events = split(whole)
             first = self._seen(events[0], len(events))
-            if self.failure is not None and not self._call.started:
+            if self.failure is not None and not self._call.response_started:
                 self._refusal, self.gaps, self.first_token = self.failure, None, None
                 return
             whole = first + b"".join(self._seen(event, len(events) - place) for place, event in enumerate(events[1:], 1))
@@ -327,8 +327,10 @@ class EventRelay(Passing):
             whole = b"".join(renamed(event, self._name) for event in split(whole))
         if self._call.permit is not None and self._has_ended():
             self._settle()
-        if not self._call.started:
-            self._call.begin(self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, events=True)
+        if not self._call.response_started:
+            self._call.start_response(
+                self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, event_stream=True
+            )
             if self._translation is None and self._name is None:
                 self._open_lane(self.gaps)
         else:
@@ -389,7 +391,7 @@ class EventRelay(Passing):
     @property
     def delivered(self) -> bool:
         """The stream's own end has gone out: many clients leave there and do not wait for that of the body."""
-        return self._call.started and self._has_ended()
+        return self._call.response_started and self._has_ended()
 
     def _has_ended(self) -> bool:
         last = _LAST_EVENT[self._route.dialect]
@@ -402,7 +404,7 @@ class EventRelay(Passing):
             raise Disconnected(self._answer.server.name, "ended its stream before its last event")
         self._settle()
         self._call.write(rest)
-        self._call.finish()
+        self._call.finish_response()
 
 
 def _has_any(events: bytes, marks: Marks) -> bool:
@@ -422,12 +424,12 @@ def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
     return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
 
 
-def break_off(call: Call, refusal: Refusal, passed: int) -> None:
+def break_off(call: ClientRequest, refusal: Refusal, passed: int) -> None:
     """End an answer that has begun and can't be completed: with an error event in a stream, of which so many have ``passed``, by
     cutting it otherwise."""
-    if call.events:
+    if call.is_event_stream:
         call.write(render_event(refusal, dialect=call.target.route.dialect, number=passed))
-        call.finish()
+        call.finish_response()
     else:
         call.abort()
 
@@ -457,7 +459,7 @@ def _length(answer: Answer) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _couple(call: Call, answer: Answer, sink: Callable[[bytes], None]) -> None:
+def _couple(call: ClientRequest, answer: Answer, sink: Callable[[bytes], None]) -> None:
     """Let the answer flow; a client that reads slowly slows its server down, also one that had fallen behind before."""
     call.on_pause, call.on_resume = answer.pause, answer.resume
     answer.flow_to(sink)

@@ -28,7 +28,7 @@ from gateway.acceptor import Acceptor, Seats
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Worker
 from gateway.descriptors import raise_limit
-from gateway.edge import LINGER, EdgeProtocol
+from gateway.edge import LINGER, ClientConnection
 from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
@@ -196,9 +196,9 @@ class _Process:
             if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
 
-    def _connections(self) -> list[EdgeProtocol]:
+    def _connections(self) -> list[ClientConnection]:
         assert self._server is not None
-        return [connection for connection in self._server.server_state.connections if isinstance(connection, EdgeProtocol)]
+        return [connection for connection in self._server.server_state.connections if isinstance(connection, ClientConnection)]
 
     async def _drain(self, seconds: float) -> None:
         """No new connections; what runs may finish; the rest is told that it was cut."""

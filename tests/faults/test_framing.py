@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from gateway.access_log import AccessLog
 from gateway.app import Worker
-from gateway.call import Call
-from gateway.edge import MAX_HEAD, EdgeProtocol
+from gateway.call import ClientRequest
+from gateway.edge import MAX_HEAD, ClientConnection
 from gateway.errors import Refusal
 from gateway.metrics import WorkerMetrics
 from gateway.state import Snapshot
@@ -350,19 +350,19 @@ class Taking(Worker):
 
     taken: list[bytes]
 
-    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
         return self._take(call)
 
-    async def _take(self, call: Call) -> None:
+    async def _take(self, call: ClientRequest) -> None:
         try:
-            self.taken.append(bytes(await call.body()))
+            self.taken.append(bytes(await call.body.read()))
             call.respond(200, b"", b"{}")
         except Refusal as refusal:
             call.respond(refusal.row.status, b"", b"")
         except asyncio.CancelledError:
             pass  # the client has left
         finally:
-            call.settled()
+            call.release()
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +382,7 @@ async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -
     worker.taken = []
     uvicorn = worker.server()
     uvicorn.config.load()
-    connection: EdgeProtocol = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
+    connection: ClientConnection = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
     connection.connection_made(Wire())
     at = 0
     for size in [*pieces, len(data)]:

@@ -21,7 +21,7 @@ import pytest
 
 from gateway.access_log import AccessLog, access_log
 from gateway.app import Worker
-from gateway.edge import EdgeProtocol
+from gateway.edge import ClientConnection
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.link import Health
@@ -82,7 +82,7 @@ class Still(Turn):
 class Path(NamedTuple):
     """The way of a request: a client's connection, and a kept one to the only server."""
 
-    client: EdgeProtocol
+    client: ClientConnection
     client_wire: Wire
     server: Connection
     server_wire: Wire

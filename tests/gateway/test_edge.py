@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from gateway import edge
-from gateway.edge import MAX_PIPELINED, EdgeProtocol, is_host
+from gateway.edge import MAX_PIPELINED, ClientConnection, is_host
 from gateway.errors import Refusal
 from gateway.patience import KEEP_ALIVE
 from tests.support.running import KEY, Served, key, model, serving, until
@@ -35,9 +35,9 @@ async def answers(talk: Conversation) -> None:
         await talk.respond(COMPLETION)
 
 
-def only(served: Served) -> EdgeProtocol:
+def only(served: Served) -> ClientConnection:
     (connection,) = served.connections
-    assert isinstance(connection, EdgeProtocol)
+    assert isinstance(connection, ClientConnection)
     return connection
 
 
@@ -125,7 +125,7 @@ async def test_too_many_sent_ahead(ahead: bytes, more: int) -> None:
 
 
 @asynccontextmanager
-async def lazy(served: Served) -> AsyncIterator[tuple[Client, EdgeProtocol]]:
+async def lazy(served: Served) -> AsyncIterator[tuple[Client, ClientConnection]]:
     """A client that does not read yet, behind small buffers, and its connection at the gateway."""
     small = socket.socket()
     small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.call import Call
-from gateway.edge import EdgeProtocol
+from gateway.call import ClientRequest
+from gateway.edge import ClientConnection
 from gateway.relay import EventRelay
 from tests.support.running import Served, model, serving, soon, until
 from tests.support.scripted import Conversation, scripted
@@ -125,7 +125,7 @@ async def test_nothing_of_a_stream_waits_for_the_collector(leaves: bool) -> None
             await talk.chunk(DONE)
             await talk.end_stream()
 
-    kinds = (Call, Answer, EventRelay, EdgeProtocol, *((Connection,) if leaves else ()))
+    kinds = (ClientRequest, Answer, EventRelay, ClientConnection, *((Connection,) if leaves else ()))
     async with scripted(script) as server, serving([model(server.port)]) as served:
         gc.collect()
         gc.disable()

@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.access_log import AccessLog
 from gateway.app import Worker
-from gateway.call import Call
+from gateway.call import ClientRequest
 from gateway.ledger.books import Books
 from gateway.link import Health
 from gateway.metrics import WorkerMetrics, summed
@@ -51,7 +51,7 @@ class Watched(Worker):
         self.records: list[Record] = []
         super().__init__(*args, **kwargs)
 
-    def serve(self, call: Call) -> Coroutine[Any, Any, None]:
+    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
         self.started += 1
         return super().serve(call)
 
