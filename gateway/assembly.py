@@ -18,7 +18,7 @@ from gateway.discovery import Discovery
 from gateway.fleet import Fleet
 from gateway.key_sets import key_sets
 from gateway.launch_check import LaunchCheck
-from gateway.relays import running_workers
+from gateway.relays import WorkerEvents, running_workers
 from gateway.reload import Reloader
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
 from upstream.health import Prober
@@ -63,7 +63,7 @@ async def assembled(
         control.discovery = Discovery(sources)
         control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
         control.ledger = ledger
-        served = running_workers(data, config.server.workers, control.nudged, control.key_sets.ask, ledger)
+        served = running_workers(data, config.server.workers, WorkerEvents(control.nudged, control.key_sets.ask), ledger)
         control.workers = await stack.enter_async_context(served)
         control.fleet = Fleet(config, control.launcher, control.workers, control)
         launches = LaunchCheck(around.environ, _log.info)

@@ -28,7 +28,7 @@ from gateway.metrics import tokens_by_model
 from gateway.operations import RefusedOperation
 from gateway.picture import counted
 from gateway.rates import Rates
-from gateway.relays import LOOK, WorkerSupervisor
+from gateway.relays import WorkerSupervisor
 from gateway.reload import History, Reading, Reloader
 from gateway.service_manager import ServiceManager
 from upstream.discovery import Standing
@@ -106,7 +106,7 @@ class Control:
     def leave(self) -> None:
         """Say that no more requests should come."""
         self._leaving = True
-        self.workers.leave()
+        self.workers.stop_keep_alive()
         self.manager.stopping(self.config.server.linger + self.config.server.drain + STOP_GRACE + _ENDING)
 
     async def end(self) -> None:
@@ -149,7 +149,7 @@ class Control:
         return self.dependencies
 
     def _observed_dependencies(self) -> Iterator[Observation]:
-        store = self.workers.store()
+        store = self.workers.store_status()
         if store is not None:
             yield Observation("limits_store", error=store.error)
         if self.ledger is not None:
@@ -157,18 +157,12 @@ class Control:
         yield from self.key_sets.dependencies()
         yield from self.discovery.dependencies(self.config)
 
-    async def watch_workers(self) -> None:
-        """See whether the workers answer, again and again."""
-        while True:
-            self.workers.look(time.monotonic())
-            await asyncio.sleep(LOOK)
-
     # What the service manager is told
 
     def broken(self) -> str | None:
         """What has stopped working and will not work again by itself; None while all is well."""
         ended = next((task for task in self.lasting if task.done()), None)
-        return self.workers.broken(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
+        return self.workers.failure(time.monotonic()) if ended is None else f"{ended.get_name()} has ended"
 
     def headline(self) -> str:
         """How the gateway is, in a line."""
@@ -242,7 +236,7 @@ class Control:
 
     async def taken(self, number: int) -> None:
         """Wait until every worker serves by what it was told under this number, within reason."""
-        await self.workers.taken(number)
+        await self.workers.wait_applied(number)
 
     def read(self, reading: Reading) -> None:
         """Tell the operator of a reading of the files."""
@@ -321,7 +315,7 @@ class Control:
         """Have the workers serve by the servers that there are now; returns the number of that word."""
         self.version += 1
         snapshot = plan.build_snapshot(self.config, self.known, self.version, int(self.started))
-        return self._said(self.workers.configure(snapshot, self._health()))
+        return self._said(self.workers.apply_snapshot(snapshot, self._health()))
 
     def _watch_servers(self) -> None:
         self.prober.set_targets(plan.targets(self.config, self.known))
@@ -329,7 +323,7 @@ class Control:
 
     def tell_health(self) -> int:
         """Tell the workers what is known of servers and models; returns the number of that word."""
-        return self._said(self.workers.tell(self._health()))
+        return self._said(self.workers.apply_health(self._health()))
 
     def _said(self, number: int) -> int:
         if self._opening is None and not self._awaited:
@@ -425,7 +419,7 @@ class Control:
 
     def _have_heard(self) -> bool:
         """Whether every worker knows what the first looks found; once it is so, a worker that is replaced changes nothing."""
-        self._opened = self._opened or (self._opening is not None and self.workers.hold(self._opening))
+        self._opened = self._opened or (self._opening is not None and self.workers.have_applied(self._opening))
         return self._opened
 
     def _look_for_results(self) -> list[str]:

@@ -220,9 +220,9 @@ class Fleet:
 
     def _view(self, resident: Resident) -> View:
         return resident.view(
-            asked=self._workers.asked_since(resident.id),
+            asked=self._workers.requested_since(resident.id),
             in_flight=self._in_flight(resident.names),
-            acknowledged=self._workers.hold(resident.told),
+            acknowledged=self._workers.have_applied(resident.told),
         )
 
     def _in_flight(self, servers: Iterable[str]) -> int:
@@ -257,7 +257,7 @@ class Fleet:
         """A model as operators see it."""
         now = time.monotonic()
         one = self._found.get(model) or self._residents[model]
-        queued, asked = int(self._tally.sum("queued_requests", model)), self._workers.asked_since(model)
+        queued, asked = int(self._tally.sum("queued_requests", model)), self._workers.requested_since(model)
         waiting = now - asked if queued and asked is not None else None
         return Standing(one.phase, time.time() - (now - one.since), queued, waiting)
 
@@ -319,7 +319,7 @@ class Fleet:
         if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
             resident.ordered = time.monotonic()
         self.look()
-        await self._workers.taken(self._host.tell_health())
+        await self._workers.wait_applied(self._host.tell_health())
 
     async def wake(self, model: str) -> None:
         """Have a model woken as a request would, but also one that is held down. Raises RefusedOperation."""
@@ -351,7 +351,7 @@ class Fleet:
         specs = self._handling.in_turn(resident.specs)
         number = self._handling.set_aside(resident, [specs[0].name])
         self._spawn(resident, self._handling.roll(resident, specs))
-        await self._workers.taken(number)
+        await self._workers.wait_applied(number)
 
     def _resident(self, model: str) -> Resident:
         resident = self._residents.get(model)

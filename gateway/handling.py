@@ -136,7 +136,7 @@ class Handling:
         number = self.set_aside(resident, names)
         with suppress(TimeoutError):
             async with asyncio.timeout(None if patience == math.inf else patience):
-                await until(lambda: self._workers.hold(number) and not self._in_flight(names))
+                await until(lambda: self._workers.have_applied(number) and not self._in_flight(names))
 
     async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
         name = spec.name
@@ -149,7 +149,7 @@ class Handling:
         if self._host.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
         number = self._host.tell_health()
-        await until(lambda: self._workers.hold(number))
+        await until(lambda: self._workers.have_applied(number))
 
     def _targets(self, resident: Resident) -> list[Target]:
         return [

@@ -1,8 +1,8 @@
-"""What control and a worker say to each other, and how it is framed on their socket pair.
+"""The messages between control and a worker, and their framing on the socket pair.
 
-The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and
-of one of the kinds below; anything else ends the link, as does an end that leaves too much unread. The two processes are
-one program of one version, so a frame carries no version.
+The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and of one of the types below.
+Any other input closes the link, and so does a peer that leaves too much unread. Both processes run the same version of the program, so a
+frame carries no version number.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from gateway.state import Snapshot
 from upstream.server import Condition
 
 MAX_FRAME = 256 * 1024 * 1024
-AHEAD = 1024 * 1024
-"""Bytes that each end reads ahead of what is asked of it."""
+READ_AHEAD = 1024 * 1024
+"""Bytes that each end reads before a message is requested."""
 _LENGTH = struct.Struct("<I")
 
 
 class Health(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: what is known of servers by name, and of models' context lengths and tasks by id.
+    """control → worker: the condition of each server by name, and the context length and task of each model by ID.
 
-    ``expected``: by id, when a model that is not up may be, in seconds of the monotonic clock; one that is neither up nor
-    among these is not worth waiting for. ``number`` grows with each message.
+    ``expected`` gives, by model ID, when a model that is down may be up, in seconds of the monotonic clock. Requests do not wait for a
+    model that is neither up nor in it. ``number`` grows with each message.
     """
 
     conditions: Mapping[str, Condition]
@@ -36,97 +36,105 @@ class Health(msgspec.Struct, tag=True, frozen=True):
     tasks: Mapping[str, str] = {}
 
 
-class Configure(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: serve this snapshot from now on; ``health`` comes with it, so that no request finds its servers unknown."""
+class ApplySnapshot(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: serve by this snapshot. ``health`` is in the same message, so that no request meets an unknown server."""
 
     snapshot: Snapshot
     health: Health
 
 
-class Leave(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: serve on, and tell clients to come again on other connections."""
+class StopKeepAlive(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: continue to serve, but close each connection after its response, so that clients reconnect elsewhere."""
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: take no new connections, let what runs finish within ``seconds``, then exit."""
+    """control → worker: accept no connections, finish open requests within ``seconds``, then exit."""
 
     seconds: float
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """control → worker: say that you are there. worker → control: the same word back."""
+    """control → worker: a liveness check. worker → control: the reply."""
 
 
-class Taken(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: this version of the snapshot is served, and no request starts by an older one."""
+class SnapshotApplied(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: the snapshot of this version is in use. No request starts with an older one."""
 
     version: int
 
 
-class Learned(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: the ``Health`` of this number holds, and no request is sent by an older one."""
+class HealthApplied(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: the ``Health`` with this number is in use. No request is sent by an older one."""
 
     number: int
 
 
-class Asked(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: since when requests wait for a model here, in seconds of the monotonic clock; None: none does any more."""
+class ModelRequested(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: since when requests wait for a model, in seconds of the monotonic clock. None: none waits any longer."""
 
     model: str
     since: float | None
 
 
-class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: a token of this issuer came that is signed by a key that is not known here."""
+class UnknownSigningKey(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: a token of this issuer is signed with a key that its known JWKS does not contain."""
 
     issuer: str
 
 
-class StoreState(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: why the limits' store is away; None: it responds."""
+class StoreStatus(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: why the limits store is unreachable. None: it responds."""
 
     error: str | None
 
 
-Message = Configure | Health | Leave | Drain | Ping | Taken | Learned | Asked | Unknown | StoreState
+_FromControl = ApplySnapshot | Health | StopKeepAlive | Drain | Ping
+_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus
+Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class LinkBrokenError(Exception):
-    """What came is no frame of this link."""
+    """The received bytes are not a valid frame."""
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame."""
+    """Encode a message as a frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class Link:
-    """One end of the socket pair. ``most_unread``: bytes that may wait for the other one to read, when more is to be sent."""
+    """One end of the socket pair.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most_unread: int = MAX_FRAME) -> None:
+    ``max_unread`` is the number of sent bytes that the peer may leave unread. The next message then closes the link.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_unread: int = MAX_FRAME) -> None:
         self._reader = reader
         self._writer = writer
-        self._most_unread = most_unread
+        self._max_unread = max_unread
 
     @property
     def ended(self) -> bool:
-        """The other end is gone, and has nothing more to say."""
+        """Whether the peer closed its end, and every message has been read."""
         return self._reader.at_eof() or self._reader.exception() is not None
 
     def send(self, message: Message) -> None:
-        """Send in order, without waiting; a link whose other end is gone swallows it, and one whose other end does not read is ended."""
+        """Send a message in order, without waiting.
+
+        A message to a closed link is dropped. A link whose peer does not read is closed.
+        """
         if self._writer.is_closing():
             return
-        if self._writer.transport.get_write_buffer_size() > self._most_unread:
+        if self._writer.transport.get_write_buffer_size() > self._max_unread:
             self._writer.transport.abort()
         else:
             self._writer.write(encode(message))
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Every message until the other end is gone. Raises LinkBrokenError for bytes that are no frame."""
+        """Yield every message until the peer closes its end. Raises LinkBrokenError for bytes that are not a frame."""
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -141,4 +149,5 @@ class Link:
                 raise LinkBrokenError(str(error)) from error
 
     def close(self) -> None:
+        """Close this end."""
         self._writer.close()

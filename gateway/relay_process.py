@@ -33,7 +33,21 @@ from gateway.heap import keep_what_is_freed
 from gateway.ledger.books import Books
 from gateway.ledger.journal import Journal
 from gateway.limits.meters import Meters
-from gateway.link import AHEAD, Asked, Configure, Drain, Health, Learned, Leave, Link, Message, Ping, StoreState, Taken, Unknown
+from gateway.link import (
+    READ_AHEAD,
+    ApplySnapshot,
+    Drain,
+    Health,
+    HealthApplied,
+    Link,
+    Message,
+    ModelRequested,
+    Ping,
+    SnapshotApplied,
+    StopKeepAlive,
+    StoreStatus,
+    UnknownSigningKey,
+)
 from gateway.logs import LogSettings
 from gateway.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.parting import HANDSHAKE, is_awaited
@@ -88,12 +102,12 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
     """Serve; returns whether control was gone before the end."""
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
-    link = Link(*await asyncio.open_connection(sock=control, limit=AHEAD))
+    link = Link(*await asyncio.open_connection(sock=control, limit=READ_AHEAD))
     with fleet() as servers:
         process = _Process(arguments.number, link, WorkerMetrics(Board(arguments.board_fd)))
         messages = link.messages()
         first = await anext(messages, None)
-        if not isinstance(first, Configure):
+        if not isinstance(first, ApplySnapshot):
             return True
         process.speak_by(first.snapshot)
         process.worker = Worker(
@@ -136,19 +150,19 @@ class _Process:
     def learn(self, health: Health) -> None:
         """Take over what control found out, and say so."""
         self.worker.learn(health)
-        self.link.send(Learned(health.number))
+        self.link.send(HealthApplied(health.number))
 
     def ask(self, model: str, since: float | None) -> None:
         """Tell control since when a model is asked for."""
-        self.link.send(Asked(model, since))
+        self.link.send(ModelRequested(model, since))
 
     def want(self, issuer: str) -> None:
         """Tell control of a token that is signed by a key that is not known here."""
-        self.link.send(Unknown(issuer))
+        self.link.send(UnknownSigningKey(issuer))
 
     def report_store(self, error: str | None) -> None:
         """Tell control that the limits' store is away, or back."""
-        self.link.send(StoreState(error))
+        self.link.send(StoreStatus(error))
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this worker drained."""
@@ -164,17 +178,17 @@ class _Process:
 
     async def _listen(self, messages: AsyncIterator[Message]) -> None:
         """What control says; returns when it is gone or the drain is over."""
-        self.link.send(Taken(self.worker.snapshot.version))
+        self.link.send(SnapshotApplied(self.worker.snapshot.version))
         async for message in messages:
             match message:
-                case Configure(snapshot=snapshot, health=health):
+                case ApplySnapshot(snapshot=snapshot, health=health):
                     self.speak_by(snapshot)
                     self.worker.take(snapshot)
                     self.learn(health)
-                    self.link.send(Taken(snapshot.version))
+                    self.link.send(SnapshotApplied(snapshot.version))
                 case Health():
                     self.learn(message)
-                case Leave():
+                case StopKeepAlive():
                     self.worker.leaving = True
                 case Ping():
                     self.link.send(message)

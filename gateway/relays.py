@@ -1,8 +1,8 @@
-"""The worker processes, as control keeps them: started, told, watched, replaced.
+"""The worker processes as control runs them: started, sent snapshots and health, monitored and replaced.
 
-The rules: a worker's number, listening socket, scoreboard, meters, seat and journal outlive its process, so its successor takes over its
-counts; what every worker must know is sent to a new one first; a worker that dies is replaced at once, and one that
-dies young again and again, or cannot be started, is replaced more slowly; one that hangs is killed, so that it is replaced too.
+The rules: a worker's number, listening socket, counters, buckets, seat and journal outlive its process, so its successor continues its
+counts. A new process first gets what every worker must know. A worker that exits is replaced at once; one that exits repeatedly soon
+after its start, or cannot be started, is replaced after a growing pause. A worker that hangs is killed, and so replaced.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import msgspec
 from gateway.acceptor import Seats
 from gateway.limits.meters import Meters
 from gateway.link import (
-    AHEAD,
-    Asked,
-    Configure,
+    READ_AHEAD,
+    ApplySnapshot,
     Drain,
     Health,
-    Learned,
-    Leave,
+    HealthApplied,
     Link,
     LinkBrokenError,
     Message,
+    ModelRequested,
     Ping,
-    StoreState,
-    Taken,
-    Unknown,
+    SnapshotApplied,
+    StopKeepAlive,
+    StoreStatus,
+    UnknownSigningKey,
 )
 from gateway.scoreboard import Board
 from gateway.state import Snapshot
@@ -43,15 +43,15 @@ from gateway.state import Snapshot
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
+CHECK_INTERVAL = 5.0
+"""Seconds between two liveness checks of the workers."""
+_MAX_UNANSWERED = 6  # checks in a row without a reply, after which a worker hangs: half a minute, whatever the clock does
+_MAX_UNANSWERED_AT_START = 12  # the same for a worker that does not serve yet: a start on a slow machine takes time
 _EXIT_GRACE = 5.0  # seconds that a drained worker may take to exit
-_SHORT_LIFE = 5.0  # a worker that dies younger than this is replaced after a pause
-_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds: doubled each time
-LOOK = 5.0
-"""Seconds between two looks at whether workers answer."""
-_PATIENCE = 6  # looks without an answer, after which a worker hangs: half a minute, and no matter what the clock does
-_PATIENCE_AT_BIRTH = 12  # the same for one that does not serve yet: on a slow machine a start takes its time
-_TAKEN = 5.0  # seconds in which every worker should have taken a word
-_WITHOUT = 60.0  # seconds without any worker, after which none will come up by itself
+_SHORT_LIFE = 5.0  # seconds: a worker that exits earlier is replaced after a pause
+_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds; doubled each time
+_APPLY_TIMEOUT = 5.0  # seconds in which every worker should have applied a message
+_MAX_WITHOUT_WORKERS = 60.0  # seconds without a running worker, after which none is expected to start
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -60,7 +60,7 @@ class WorkerStatus:
     """A worker as /status shows it.
 
     ``version`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
-    consecutive health checks without a reply.
+    consecutive liveness checks without a reply.
     """
 
     number: int
@@ -71,164 +71,174 @@ class WorkerStatus:
     unanswered: int
 
 
-class _WorkerSlot:
-    """One worker: its place, and the process that fills it at the moment."""
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """What the supervisor reports.
 
-    def __init__(
-        self,
-        number: int,
-        listener: socket.socket,
-        board: Board,
-        meters: Meters,
-        seats: Seats | None,
-        on_word: Callable[[], None],
-        on_unknown: Callable[[str], None],
-        ledger: Ledger | None,
-    ) -> None:
+    ``changed`` is called after a message from a worker and after its exit. ``unknown_signing_key`` is called with the issuer of a token
+    whose signing key a worker does not have.
+    """
+
+    changed: Callable[[], None]
+    unknown_signing_key: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What every worker process inherits. ``seats`` is None for a single worker, ``ledger`` where none is configured."""
+
+    listener: socket.socket
+    meters: Meters
+    seats: Seats | None
+    ledger: Ledger | None
+
+
+class _WorkerSlot:
+    """One worker: its number and counters, and the process that runs in it at the moment."""
+
+    def __init__(self, number: int, inherited: _Inherited, events: WorkerEvents) -> None:
         self.number = number
-        self.board = board
-        self._meters = meters
-        self._seats = seats
-        self._ledger = ledger
-        self._listener = listener
-        self._on_word = on_word
-        self._on_unknown = on_unknown
+        self.board = Board.create(f"worker-{number}")
+        self._inherited = inherited
+        self._events = events
+        # Of the present process
         self._link: Link | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self.version = 0
-        self.learned = 0
-        self.asked: dict[str, float] = {}
-        self.store: StoreState | None = None
-        self.restarts = 0
         self._unanswered = 0
-        self._ending: Drain | None = None  # the word by which it ends, once that was said
+        self._version = 0
+        self._health_number = 0
+        self.requested: dict[str, float] = {}
+        self.store: StoreStatus | None = None
+        # Of all processes so far
+        self._restarts = 0
+        self._drain: Drain | None = None  # set once the worker is to exit and not to be replaced
 
     @property
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
-        return WorkerStatus(self.number, pid, self._link is not None and self.version > 0, self.version, self.restarts, self._unanswered)
+        up = self._link is not None and self._version > 0
+        return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered)
 
-    def holds(self, number: int) -> bool:
-        """Whether nothing is done here by an older ``Health`` than this."""
-        return self._link is None or self.learned >= number
+    def has_applied(self, number: int) -> bool:
+        """Whether the worker has applied this ``Health`` message or a later one. A worker without a process applies it at its start."""
+        return self._link is None or self._health_number >= number
 
     def send(self, message: Message) -> None:
         if self._link is not None:
             self._link.send(message)
 
-    def look(self) -> None:
-        """Ask a worker whether it is there, from its birth on; one that has not answered for too long is killed, and so replaced."""
+    def check(self) -> None:
+        """Send a liveness check, and kill a process that has not replied to too many of them."""
         process = self._process
-        if process is None or process.returncode is not None or self._link is None or self._ending:
+        if process is None or process.returncode is not None or self._link is None or self._drain:
             return
-        if self._unanswered >= (_PATIENCE if self.status.up else _PATIENCE_AT_BIRTH):
-            _log.error("worker %d does not answer any more and is killed", self.number)
+        if self._unanswered >= (_MAX_UNANSWERED if self.status.up else _MAX_UNANSWERED_AT_START):
+            _log.error("worker %d does not respond and is killed", self.number)
             process.kill()
             return
         self._unanswered += 1
         self.send(Ping())
 
     def drain(self, seconds: float) -> None:
-        """Have the process drain and exit, and put no other in its place."""
-        self._ending = Drain(seconds)
-        self.send(self._ending)
+        """Let the process finish its requests and exit, without a successor."""
+        self._drain = Drain(seconds)
+        self.send(self._drain)
 
-    async def live(self, greeting: Callable[[], Sequence[Message]]) -> None:
-        """Keep a process in this place until it is drained, or this is cancelled."""
+    async def run(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+        """Keep a process running until it is drained, or until cancelled."""
         pause = 0.0
-        while not self._ending:
-            born = time.monotonic()
-            await self._tried(greeting)
-            if not self._ending:
-                pause = pause_after(time.monotonic() - born, pause)
+        while not self._drain:
+            started = time.monotonic()
+            try:
+                await self._run_process(first_messages)
+            except (OSError, RuntimeError) as error:  # no file descriptor, no process, or no thread (RuntimeError of threading)
+                _log.error("worker %d cannot be started and will be retried: %s", self.number, error)
+            else:
+                if not self._drain:
+                    self._restarts += 1
+                    _log.error("worker %d exited unexpectedly and is restarted", self.number)
+            if not self._drain:
+                pause = pause_after(time.monotonic() - started, pause)
                 await asyncio.sleep(pause)
 
-    async def _tried(self, greeting: Callable[[], Sequence[Message]]) -> None:
-        try:
-            await self._one_life(greeting)
-        except (OSError, RuntimeError) as error:  # no descriptor, no process, or (threading's RuntimeError) no thread to be had
-            _log.error("worker %d cannot be started; it is tried again: %s", self.number, error)
-            return
-        if not self._ending:
-            self.restarts += 1
-            _log.error("worker %d ended unexpectedly; starting it again", self.number)
-
-    async def _one_life(self, greeting: Callable[[], Sequence[Message]]) -> None:
-        async with self._running() as link:
+    async def _run_process(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+        """Run one process to its end. Raises OSError or RuntimeError where it cannot be started."""
+        async with self._started() as link:
             self._link = link
             try:
-                for message in greeting():
+                for message in first_messages():
                     link.send(message)
-                if self._ending is not None:  # said while the process was being started
-                    link.send(self._ending)
-                await self._listen(link)
+                if self._drain is not None:  # requested while the process was being started
+                    link.send(self._drain)
+                await self._receive(link)
             except LinkBrokenError as error:
                 _log.error("worker %d: %s", self.number, error)
             finally:
-                self._link, self.version, self.learned, self.asked, self._unanswered = None, 0, 0, {}, 0
-                self.store = None
-                self._on_word()
+                self._link, self._version, self._health_number, self._unanswered = None, 0, 0, 0
+                self.requested, self.store = {}, None
+                self._events.changed()
 
-    async def _listen(self, link: Link) -> None:
+    async def _receive(self, link: Link) -> None:
         async for message in link.messages():
             match message:
                 case Ping():
                     self._unanswered = 0
                     continue
-                case Taken(version=version):
-                    self.version = version
-                case Learned(number=number):
-                    self.learned = number
-                case Asked(model=model, since=since) if since is not None:
-                    self.asked[model] = since
-                case Asked(model=model):
-                    self.asked.pop(model, None)
-                case Unknown(issuer=issuer):
-                    self._on_unknown(issuer)
-                case StoreState():
+                case SnapshotApplied(version=version):
+                    self._version = version
+                case HealthApplied(number=number):
+                    self._health_number = number
+                case ModelRequested(model=model, since=since) if since is not None:
+                    self.requested[model] = since
+                case ModelRequested(model=model):
+                    self.requested.pop(model, None)
+                case UnknownSigningKey(issuer=issuer):
+                    self._events.unknown_signing_key(issuer)
+                case StoreStatus():
                     self.store = message
                     continue
-            self._on_word()
+            self._events.changed()
 
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[Link]:
-        """A process and the link to it. In the end it is gone: by itself when its link closes, by SIGKILL otherwise."""
+    async def _started(self) -> AsyncIterator[Link]:
+        """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, else by SIGKILL."""
         ours, theirs = socket.socketpair()
+        inherited, ledger = self._inherited, self._inherited.ledger
         fds = {
-            "--listen-fd": self._listener.fileno(),
+            "--listen-fd": inherited.listener.fileno(),
             "--control-fd": theirs.fileno(),
             "--board-fd": self.board.fd,
-            "--meters-fd": self._meters.fd,
+            "--meters-fd": inherited.meters.fd,
         }
-        if self._seats is not None:
-            fds["--seats-fd"] = self._seats.fd
-        words = ["--spool", str(self._ledger.folder)] if self._ledger is not None else []
-        if self._ledger is not None:
-            fds["--journal-fd"] = self._ledger.journals[self.number].fd
-        words += [word for flag, fd in fds.items() for word in (flag, str(fd))]
+        if inherited.seats is not None:
+            fds["--seats-fd"] = inherited.seats.fd
+        arguments = ["--spool", str(ledger.folder)] if ledger is not None else []
+        if ledger is not None:
+            fds["--journal-fd"] = ledger.journals[self.number].fd
+        arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
         with theirs:
-            link = Link(*await asyncio.open_connection(sock=ours, limit=AHEAD))
+            link = Link(*await asyncio.open_connection(sock=ours, limit=READ_AHEAD))
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "gateway.relay_process", "worker", str(self.number), *words,
+                    sys.executable, "-P", "-m", "gateway.relay_process", "worker", str(self.number), *arguments,
                     stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
                 )  # fmt: skip
             except BaseException:
                 link.close()
                 raise
-        try:  # from the process's start to here nothing waits: who is cancelled leaves no process behind
+        try:  # nothing is awaited between the process's start and this line, so a cancellation leaves no process behind
             yield link
         finally:
             link.close()
-            await _gone(process)
-            if self._seats is not None:
-                self._seats.vacate(self.number)
-            if self._ledger is not None:
-                self._ledger.worker_gone(self.number)
+            await _ended(process)
+            if inherited.seats is not None:
+                inherited.seats.vacate(self.number)
+            if ledger is not None:
+                ledger.worker_gone(self.number)
 
 
-async def _gone(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process's end; it is killed when it takes too long, or when nobody waits any longer."""
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process to exit. It is killed after a timeout, and when the wait is cancelled."""
     try:
         async with asyncio.timeout(_EXIT_GRACE):
             await process.wait()
@@ -241,131 +251,132 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
 
 
 class WorkerSupervisor:
-    """All workers. ``on_word`` is called when one has said something, or is gone, ``on_unknown`` with the issuer of a token that one
-    has no key for."""
+    """All workers of a gateway, each kept running in a slot of its own."""
 
-    def __init__(
-        self, listener: socket.socket, count: int, on_word: Callable[[], None], on_unknown: Callable[[str], None], ledger: Ledger | None
-    ) -> None:
+    def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
         self._meters = Meters.create("meters", count)
         self._seats = Seats.create(count) if count > 1 else None
-        self._workers = tuple(
-            _WorkerSlot(number, listener, Board.create(f"worker-{number}"), self._meters, self._seats, on_word, on_unknown, ledger)
-            for number in range(count)
-        )
+        inherited = _Inherited(listener, self._meters, self._seats, ledger)
+        self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._tasks: list[asyncio.Task[None]] = []
         self._snapshot: Snapshot | None = None
         self._health = Health({}, {})
-        self._leaving = False
-        self._seen = time.monotonic()
+        self._is_keep_alive_stopped = False
+        self._last_up = time.monotonic()
 
     @property
     def boards(self) -> tuple[Board, ...]:
-        """The scoreboards; they stay the same for the whole life of control."""
-        return tuple(worker.board for worker in self._workers)
+        """The workers' shared counters. They stay the same for the life of control."""
+        return tuple(slot.board for slot in self._slots)
 
     @property
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        return tuple(worker.status for worker in self._workers)
+        return tuple(slot.status for slot in self._slots)
 
-    def configure(self, snapshot: Snapshot, health: Health) -> int:
-        """Have every worker serve by this version, with what is known of its servers; the first one starts them.
+    def apply_snapshot(self, snapshot: Snapshot, health: Health) -> int:
+        """Send a snapshot, with the health of its servers, to every worker. The first call starts the processes.
 
-        Returns the number of that word, as ``tell`` does.
+        Returns the number of the health message, as ``apply_health`` does.
         """
         self._snapshot = snapshot
-        self._send(health, lambda numbered: Configure(snapshot, numbered))
+        number = self._send(health, lambda numbered: ApplySnapshot(snapshot, numbered))
         if not self._tasks:
-            self._tasks = [asyncio.create_task(worker.live(self._greeting)) for worker in self._workers]
-        return self._health.number
+            self._tasks = [asyncio.create_task(slot.run(self._first_messages)) for slot in self._slots]
+        return number
 
-    def tell(self, health: Health) -> int:
-        """Tell every worker what is known of the servers, under the number that is returned."""
-        self._send(health, lambda numbered: numbered)
-        return self._health.number
+    def apply_health(self, health: Health) -> int:
+        """Send the health of servers to every worker. Returns the number under which ``have_applied`` knows the message."""
+        return self._send(health, lambda numbered: numbered)
 
-    def _send(self, health: Health, message: Callable[[Health], Message]) -> None:
+    def _send(self, health: Health, message: Callable[[Health], Message]) -> int:
         self._health = msgspec.structs.replace(health, number=self._health.number + 1)
-        for worker in self._workers:
-            worker.send(message(self._health))
+        for slot in self._slots:
+            slot.send(message(self._health))
+        return self._health.number
 
-    def look(self, now: float) -> None:
-        """See whether workers answer, every ``LOOK`` seconds; ``now`` is the monotonic clock's."""
-        if any(status.up for status in self.statuses):
-            self._seen = now
-        for worker in self._workers:
-            worker.look()
+    def _first_messages(self) -> Sequence[Message]:
+        assert self._snapshot is not None
+        current = ApplySnapshot(self._snapshot, self._health)
+        return (current, StopKeepAlive()) if self._is_keep_alive_stopped else (current,)
 
-    def broken(self, now: float) -> str | None:
-        """Why no worker will come up again by itself; None while that may be."""
-        if any(task.done() for task in self._tasks):
-            return "a worker is not looked after any more"
-        return "no worker comes up" if now - self._seen > _WITHOUT else None
+    def have_applied(self, number: int) -> bool:
+        """Whether every worker has applied the health message with this number, or a later one."""
+        return all(slot.has_applied(number) for slot in self._slots)
 
-    def hold(self, number: int) -> bool:
-        """Whether no worker does anything by an older word than the one told under this number."""
-        return all(worker.holds(number) for worker in self._workers)
-
-    async def taken(self, number: int, within: float = _TAKEN) -> None:
-        """Wait until they hold this word, or for so many seconds."""
+    async def wait_applied(self, number: int, within: float = _APPLY_TIMEOUT) -> None:
+        """Wait until every worker has applied the health message with this number, for ``within`` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                while not self.hold(number):  # noqa: ASYNC110  # what is waited for is in other processes
+                while not self.have_applied(number):  # noqa: ASYNC110  the condition is in other processes
                     await asyncio.sleep(0.005)
 
-    def asked_since(self, model: str) -> float | None:
-        """Since when requests wait for a model, in seconds of the monotonic clock; None: none does."""
-        return min((worker.asked[model] for worker in self._workers if model in worker.asked), default=None)
+    def requested_since(self, model: str) -> float | None:
+        """Since when requests wait for a model, in seconds of the monotonic clock. None: no request waits."""
+        return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
 
-    def store(self) -> StoreState | None:
-        """How the limits' store is: away if it is away for any worker. None: no worker has reported it, or it is not used any more."""
+    def store_status(self) -> StoreStatus | None:
+        """The status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""
         if self._snapshot is None or not self._snapshot.uses_store:
             return None
-        known = [worker.store for worker in self._workers if worker.store is not None]
-        return next((state for state in known if state.error is not None), known[0] if known else None)
+        known = [slot.store for slot in self._slots if slot.store is not None]
+        return next((status for status in known if status.error is not None), known[0] if known else None)
 
-    def _greeting(self) -> Sequence[Message]:
-        assert self._snapshot is not None
-        word = Configure(self._snapshot, self._health)
-        return (word, Leave()) if self._leaving else (word,)
+    async def watch(self) -> None:
+        """Check the workers every ``CHECK_INTERVAL`` seconds, until cancelled."""
+        while True:
+            self.check(time.monotonic())
+            await asyncio.sleep(CHECK_INTERVAL)
 
-    def leave(self) -> None:
-        """Have clients told to come again on other connections."""
-        self._leaving = True
-        for worker in self._workers:
-            worker.send(Leave())
+    def check(self, now: float) -> None:
+        """Check whether the workers respond. ``now`` is the time of the monotonic clock."""
+        if any(status.up for status in self.statuses):
+            self._last_up = now
+        for slot in self._slots:
+            slot.check()
+
+    def failure(self, now: float) -> str | None:
+        """Explain why no worker will start again without help. None: the supervisor is working."""
+        if any(task.done() for task in self._tasks):
+            return "the supervision of a worker has ended"
+        return "no worker starts" if now - self._last_up > _MAX_WITHOUT_WORKERS else None
+
+    def stop_keep_alive(self) -> None:
+        """Let clients reconnect elsewhere: each connection closes after its response."""
+        self._is_keep_alive_stopped = True
+        for slot in self._slots:
+            slot.send(StopKeepAlive())
 
     async def drain(self, seconds: float) -> None:
-        """Let what is in flight finish within ``seconds`` and the workers exit."""
-        for worker in self._workers:
-            worker.drain(seconds)
+        """Let open requests finish within ``seconds``, and the workers exit."""
+        for slot in self._slots:
+            slot.drain(seconds)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
 
     async def close(self) -> None:
-        """End every worker, drained or not."""
+        """End every worker, drained or not, and release the shared memory."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self._workers:
-            worker.board.close()
+        for slot in self._slots:
+            slot.board.close()
         self._meters.close()
         if self._seats is not None:
             self._seats.close()
 
 
-def pause_after(lived: float, before: float) -> float:
-    """Seconds until a worker that lived so long is replaced; ``before``: the pause before it."""
-    return 0.0 if lived >= _SHORT_LIFE else min(max(2 * before, _PAUSE), _LONGEST_PAUSE)
+def pause_after(lifetime: float, previous: float) -> float:
+    """Return the seconds before a worker that ran for ``lifetime`` seconds is replaced. ``previous`` is the pause before it."""
+    return 0.0 if lifetime >= _SHORT_LIFE else min(max(2 * previous, _PAUSE), _LONGEST_PAUSE)
 
 
 @asynccontextmanager
 async def running_workers(
-    listener: socket.socket, count: int, on_word: Callable[[], None], on_unknown: Callable[[str], None], ledger: Ledger | None = None
+    listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None = None
 ) -> AsyncIterator[WorkerSupervisor]:
-    """The workers, all of which are gone when the block ends. ``ledger`` has a journal for each."""
-    kept = WorkerSupervisor(listener, count, on_word, on_unknown, ledger)
+    """Run workers for the length of the block. ``ledger`` has a journal for each of them."""
+    supervisor = WorkerSupervisor(listener, count, events, ledger)
     try:
-        yield kept
+        yield supervisor
     finally:
-        await kept.close()
+        await supervisor.close()

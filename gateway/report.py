@@ -135,7 +135,7 @@ class Report:
 
     async def status_with_logs(self) -> dict[str, Any]:
         shown, launcher = self.status(), self._control.launcher
-        await self._control.workers.taken(self._control.tell_health(), _HEARD)  # what is shown as ready is served
+        await self._control.workers.wait_applied(self._control.tell_health(), _HEARD)  # what is shown as ready is served
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
         logs = [launcher.log(server["name"]) for server in launched]
         tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])

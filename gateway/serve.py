@@ -97,7 +97,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         if commands is not None:
             control.lasting.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         control.lasting += [
-            await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.watch_workers())
+            await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.workers.watch())
         ]
         announcer.summary(config, data, admin)
         if config.server.admin.token is None and not is_loopback(config.server.admin.host):

@@ -625,7 +625,7 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
         told = ended(streams, 60)
         assert sorted(each.count(HELLO) for each in told) == sorted(source.sent) and len(told) == len(source.sent)
         assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
-        assert in_flight(running, "beside") == 0 and running.workers() and "ended unexpectedly" not in running.said
+        assert in_flight(running, "beside") == 0 and running.workers() and "exited unexpectedly" not in running.said
     measured("two days forth and back: 10 of 10 streams whole, every request served")
 
 

@@ -10,13 +10,25 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.link import MAX_FRAME, Asked, Configure, Drain, Health, Learned, Link, LinkBrokenError, Message, Taken, encode
+from gateway.link import (
+    MAX_FRAME,
+    ApplySnapshot,
+    Drain,
+    Health,
+    HealthApplied,
+    Link,
+    LinkBrokenError,
+    Message,
+    ModelRequested,
+    SnapshotApplied,
+    encode,
+)
 from gateway.state import Key, Model, Queue, Snapshot
 from upstream.address import Address
 from upstream.deadlines import Timeouts
 from upstream.server import Condition, ServerSpec
 
-STATE = Snapshot(
+SNAPSHOT = Snapshot(
     7,
     (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5, ends={b"\xff" * 32: 2.5}, revoked=True),
      Key("b", anonymous=True)),
@@ -33,15 +45,15 @@ STATE = Snapshot(
     cors_origins=("https://a",),
 )  # fmt: skip
 MESSAGES: list[Message] = [
-    Configure(STATE, Health({"a": Condition.UP}, {"m": 3})),
+    ApplySnapshot(SNAPSHOT, Health({"a": Condition.UP}, {"m": 3})),
     Health({"m#0": Condition.UP, "m#1": Condition.LOADING}, {"m": 2048}),
     Health({}, {}, {"m": 12.5}, 3),
     Drain(1.5),
-    Learned(3),
-    Asked("m", 0.25),
-    Asked("m", None),
-    Taken(7),
-    Configure(Snapshot(0, (), ()), Health({}, {})),
+    HealthApplied(3),
+    ModelRequested("m", 0.25),
+    ModelRequested("m", None),
+    SnapshotApplied(7),
+    ApplySnapshot(Snapshot(0, (), ()), Health({}, {})),
 ]
 
 
@@ -83,19 +95,19 @@ async def test_both_ends() -> None:
     assert [await anext(heard) for _ in MESSAGES] == MESSAGES
     one.close()
     assert [message async for message in heard] == []
-    two.send(Taken(1))
-    two.send(Taken(2))
+    two.send(SnapshotApplied(1))
+    two.send(SnapshotApplied(2))
     two.close()
-    two.send(Taken(3))
+    two.send(SnapshotApplied(3))
     await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("end", [b"", b"\x05", b"\x05\x00\x00\x00", b"\x05\x00\x00\x00abc"])
 async def test_half_a_frame_is_the_end(end: bytes) -> None:
     async with pair() as (link, writer):
-        writer.write(encode(Taken(1)) + end)
+        writer.write(encode(SnapshotApplied(1)) + end)
         writer.close()
-        assert [message async for message in link.messages()] == [Taken(1)]
+        assert [message async for message in link.messages()] == [SnapshotApplied(1)]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +122,9 @@ async def test_half_a_frame_is_the_end(end: bytes) -> None:
 )
 async def test_what_is_no_frame_ends_the_link(frame: bytes) -> None:
     async with pair() as (link, writer):
-        writer.write(encode(Taken(1)) + frame)
+        writer.write(encode(SnapshotApplied(1)) + frame)
         heard = link.messages()
-        assert await anext(heard) == Taken(1)
+        assert await anext(heard) == SnapshotApplied(1)
         with pytest.raises(LinkBrokenError):
             await anext(heard)
 
@@ -120,7 +132,7 @@ async def test_what_is_no_frame_ends_the_link(frame: bytes) -> None:
 async def test_an_end_that_reads_nothing_is_given_up() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        link = Link(*await asyncio.open_connection(sock=ours), most_unread=1 << 20)
+        link = Link(*await asyncio.open_connection(sock=ours), max_unread=1 << 20)
         word = Health({f"server {number}": Condition.UP for number in range(10_000)}, {})
         sent = 0
         while not link.ended and sent < 1000:

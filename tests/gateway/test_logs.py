@@ -191,6 +191,6 @@ def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
 
 def test_a_worker_that_dies_is_told_in_the_same_form(machine: Gateway) -> None:
     os.kill(machine.workers()[0], signal.SIGKILL)
-    wait_for(lambda: "worker 0 ended unexpectedly" in machine.said)
+    wait_for(lambda: "worker 0 exited unexpectedly" in machine.said)
     wait_for(lambda: machine.get("/readyz").status_code == 200)
     assert all(lines(machine))

@@ -12,18 +12,20 @@ import psutil
 import pytest
 
 from gateway.link import Health
-from gateway.relays import pause_after, running_workers
+from gateway.relays import WorkerEvents, pause_after, running_workers
 from gateway.serve import listen
 from gateway.state import Snapshot
 from tests.support.running import until
+
+NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: int) -> None:
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(Snapshot(1, (), ()), Health({}, {}))
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
     assert set(psutil.Process().children()) <= before
@@ -32,31 +34,31 @@ async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: i
 @pytest.mark.parametrize("turns", [0, 1, 3])
 async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(Snapshot(1, (), ()), Health({}, {}))
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
             async with asyncio.timeout(60):  # to start and to end; nothing is in flight
-                await kept.drain(600)
+                await supervisor.drain(600)
 
 
 async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
-        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(Snapshot(1, (), ()), Health({}, {}))
-            await until(lambda: kept.statuses[0].up, 60)
-            pid = kept.statuses[0].pid
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            pid = supervisor.statuses[0].pid
             assert pid is not None
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays, and nothing more can be opened
             try:
                 os.kill(pid, signal.SIGKILL)
                 await until(lambda: "worker 0 cannot be started" in caplog.text, 60)
-                assert not kept.statuses[0].up
+                assert not supervisor.statuses[0].up
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            await until(lambda: kept.statuses[0].up, 60)
-            assert (kept.statuses[0].pid, kept.statuses[0].restarts) != (pid, 0)
+            await until(lambda: supervisor.statuses[0].up, 60)
+            assert (supervisor.statuses[0].pid, supervisor.statuses[0].restarts) != (pid, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gateway.announce import Announcer
 from gateway.config import Config, load
 from gateway.control import Control
 from gateway.link import Health
-from gateway.relays import running_workers
+from gateway.relays import WorkerEvents, running_workers
 from gateway.service_manager import VARIABLES, ServiceManager
 from tests.support.process import SIMULATOR, configuration, gateway, launched, wait_for, write
 from tests.support.running import until
@@ -80,10 +80,10 @@ def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_w
         told.look(stage, tick / 4)
     assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
     inbox.forget()
-    stage.wrong = "no worker comes up"
+    stage.wrong = "no worker starts"
     for tick in range(12, 24):
         told.look(stage, tick / 4)
-    assert inbox.told == [{"STATUS": "no worker comes up"}]
+    assert inbox.told == [{"STATUS": "no worker starts"}]
     stage.wrong = None
     told.look(stage, 7)
     assert inbox.has("WATCHDOG", "1")
@@ -91,9 +91,9 @@ def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_w
 
 def test_a_start_that_is_broken_is_not_extended(inbox: Inbox) -> None:
     told, stage = manager(inbox), Stage()
-    stage.wrong = "no worker comes up"
+    stage.wrong = "no worker starts"
     told.look(stage, 0)
-    assert inbox.told == [{"STATUS": "no worker comes up"}]
+    assert inbox.told == [{"STATUS": "no worker starts"}]
 
 
 @pytest.mark.parametrize(("microseconds", "pid"), [(None, 0), (3_000_000, 1)], ids=["none", "another's"])
@@ -237,46 +237,46 @@ def stopped(pid: int) -> None:
 async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 2)
     with closing(listener):
-        async with running_workers(listener, 2, lambda: None, lambda _: None) as kept:
-            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
-            await until(lambda: all(worker.up for worker in kept.statuses), 60)
-            first, second = (worker.pid for worker in kept.statuses)
+        async with running_workers(listener, 2, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: all(worker.up for worker in supervisor.statuses), 60)
+            first, second = (worker.pid for worker in supervisor.statuses)
             assert first is not None
             stopped(first)
             for _ in range(7):
-                kept.look(time.monotonic())
-                await until(lambda: not kept.statuses[1].unanswered, 60)
-            await until(lambda: kept.statuses[0].up and kept.statuses[0].pid != first, 60)
-            assert [(worker.restarts, worker.pid) for worker in kept.statuses][1] == (0, second)
-            assert kept.statuses[0].restarts == 1
+                supervisor.check(time.monotonic())
+                await until(lambda: not supervisor.statuses[1].unanswered, 60)
+            await until(lambda: supervisor.statuses[0].up and supervisor.statuses[0].pid != first, 60)
+            assert [(worker.restarts, worker.pid) for worker in supervisor.statuses][1] == (0, second)
+            assert supervisor.statuses[0].restarts == 1
 
 
 async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):
-        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
-            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
-            await until(lambda: kept.statuses[0].pid is not None, 60)
-            first = kept.statuses[0].pid
+        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].pid is not None, 60)
+            first = supervisor.statuses[0].pid
             assert first is not None
             stopped(first)
             for _ in range(13):
-                assert not kept.statuses[0].up
-                kept.look(time.monotonic())
+                assert not supervisor.statuses[0].up
+                supervisor.check(time.monotonic())
             # One that had begun before it was stopped may have said so, and counts as up until its end is noticed
-            await until(lambda: kept.statuses[0].up and kept.statuses[0].pid != first, 60)
-            assert kept.statuses[0].restarts == 1
+            await until(lambda: supervisor.statuses[0].up and supervisor.statuses[0].pid != first, 60)
+            assert supervisor.statuses[0].restarts == 1
 
 
 async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
     config, listener = served(tmp_path, 1)
     with closing(listener):
-        async with running_workers(listener, 1, lambda: None, lambda _: None) as kept:
+        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
             now = time.monotonic()
-            assert kept.broken(now) is None
-            kept.look(now)
-            assert kept.broken(now + 61) == "no worker comes up"
-            kept.configure(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
-            await until(lambda: kept.statuses[0].up, 60)
-            kept.look(now + 61)
-            assert kept.broken(now + 61) is None
+            assert supervisor.failure(now) is None
+            supervisor.check(now)
+            assert supervisor.failure(now + 61) == "no worker starts"
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            supervisor.check(now + 61)
+            assert supervisor.failure(now + 61) is None

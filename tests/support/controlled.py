@@ -78,7 +78,7 @@ class Controlled:
     async def heard(self) -> None:
         """Wait until the workers know what control knows; they hear of it a moment later. Raises TimeoutError."""
         number = self.control.tell_health()
-        await until(lambda: self.control.workers.hold(number), 30.0)
+        await until(lambda: self.control.workers.have_applied(number), 30.0)
 
     def value(self, family: str, *labels: str) -> float:
         """The first cell of a series, 0 when there is none."""
