@@ -15,6 +15,7 @@ check: $(READY)  ## style, types, vocabulary and the import order
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy gateway upstream tests benchmarks fuzz deploy/grafana deploy/helm deploy/sbom.py
+	$(BIN)/typos
 	$(BIN)/python -m tests.style
 	$(BIN)/pytest -q tests/test_arrows.py
 

@@ -22,7 +22,7 @@ from time import monotonic
 import uvloop
 
 from benchmarks import report, results
-from benchmarks.accounting import LOAD_CORE, TooFewCores, neighbours, pinned_to
+from benchmarks.accounting import LOAD_CORE, TooFewCores, neighbors, pinned_to
 from benchmarks.cases import CASES
 from benchmarks.peers import PROXIES, debian
 from benchmarks.results import Section
@@ -94,7 +94,7 @@ async def measured(name: str, proxies: list[str], scale: Scale) -> Section:
     say(f"== {name}")
     section = Section(name, "", scale.rounds, 0.0, results.machine(), {})
     began = monotonic()
-    with neighbours() as others, tempfile.TemporaryDirectory(prefix="vllm-gateway-bench-") as folder:
+    with neighbors() as others, tempfile.TemporaryDirectory(prefix="vllm-gateway-bench-") as folder:
         await CASES[name](Stage(section, scale, Path(folder), [proxy for proxy in PROXIES if proxy.name in proxies]))
     section.others = round(others.share, 3)
     section.finished, section.seconds = datetime.now(UTC).isoformat(timespec="seconds"), round(monotonic() - began, 1)

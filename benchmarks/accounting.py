@@ -93,16 +93,16 @@ def cost(tree: Tree) -> Iterator[Cost]:
 
 
 @dataclass(slots=True)
-class Neighbours:
+class Neighbors:
     """`share`: how much of the machine, from 0 to 1, was taken by what is not ours, in a `with` block."""
 
     share: float = field(default=0.0)
 
 
 @contextmanager
-def neighbours() -> Iterator[Neighbours]:
-    """Fill in a `Neighbours` when the block ends, by which time the processes that it started must have ended."""
-    found, tree = Neighbours(), Tree(os.getpid())
+def neighbors() -> Iterator[Neighbors]:
+    """Fill in a `Neighbors` when the block ends, by which time the processes that it started must have ended."""
+    found, tree = Neighbors(), Tree(os.getpid())
     before, own = psutil.cpu_times(), tree.cpu()
     yield found
     after = psutil.cpu_times()

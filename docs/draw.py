@@ -20,7 +20,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter, ScalarFormatter, S
 
 _COLUMNS = 2
 _LINES = 8  # that have a place in a legend
-_COLOURS = ("#1a7f5a", "#3b74c4", "#c9312b", "#b26a00", "#7a5af0", "#667085", "#0e7490", "#be185d", "#4d7c0f", "#1c2330")
+_COLORS = ("#1a7f5a", "#3b74c4", "#c9312b", "#b26a00", "#7a5af0", "#667085", "#0e7490", "#be185d", "#4d7c0f", "#1c2330")
 _LOOK = {
     "font.size": 8, "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": "#98a2b3", "axes.grid": True, "grid.color": "#eaecf0", "legend.fontsize": 6.5,
@@ -61,16 +61,16 @@ def _number(place: Any, panel: dict[str, Any]) -> None:
     text = "-" if not values else f"{values[-1]:.1%}" if panel["unit"] == "percentunit" else f"{values[-1]:.3g}"
     place.axis("off")
     place.set_title(panel["title"])
-    place.text(0, 0.3, text, fontsize=22, color=_COLOURS[0], transform=place.transAxes)
+    place.text(0, 0.3, text, fontsize=22, color=_COLORS[0], transform=place.transAxes)
 
 
 def _chart(place: Any, panel: dict[str, Any], start: float) -> None:
     unit, scale = ("days", 86400.0) if panel["unit"] == "s" and _highest(panel["lines"]) > 86400 else (panel["unit"], 1.0)
     for number, line in enumerate(sorted(panel["lines"], key=lambda line: -_highest([line]))):
         at, values = zip(*((moment, value / scale) for moment, value in line["values"]), strict=True)
-        style = ("-", "--", ":")[number // len(_COLOURS) % 3]
+        style = ("-", "--", ":")[number // len(_COLORS) % 3]
         name = line["name"] if number < _LINES else "_"
-        place.plot([moment - start for moment in at], values, style, color=_COLOURS[number % len(_COLOURS)], lw=1.2, label=name)
+        place.plot([moment - start for moment in at], values, style, color=_COLORS[number % len(_COLORS)], lw=1.2, label=name)
     place.set_title(panel["title"])
     place.yaxis.set_major_formatter(_formatter(unit))
     place.xaxis.set_major_formatter(EngFormatter(unit="s", sep=" "))

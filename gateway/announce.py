@@ -1,6 +1,6 @@
 """What the operator reads on the terminal: the summary at the start, servers that come up or fail, and the end.
 
-On a terminal in colour, elsewhere as plain lines, and as lines of the log where that is for programs. Each message begins with its time
+On a terminal in color, elsewhere as plain lines, and as lines of the log where that is for programs. Each message begins with its time
 and level, as the lines of the log do; the summary alone is a table. It goes to standard error: standard output is the access log's. The
 rule: what is known already is not repeated, so a server that fails again and again for the same cause adds one line each time.
 """

@@ -1,6 +1,6 @@
 """The command ``vllm-gateway``.
 
-Owns what operators type and read: arguments, words, colours, exit codes. 0 means fine, 1 that it failed, 2 a
+Owns what operators type and read: arguments, words, colors, exit codes. 0 means fine, 1 that it failed, 2 a
 wrong command line or a wrong configuration. The rule: an error is one line on stderr and never a traceback.
 Commands import what they need when they run, so that the command itself starts fast.
 """

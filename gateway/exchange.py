@@ -1,6 +1,6 @@
 """The story of one request, in the order in which it happens.
 
-accept → authenticate → admit → read the body → merge ``extra_body`` → resolve and authorise the model → apply
+accept → authenticate → admit → read the body → merge ``extra_body`` → resolve and authorize the model → apply
 policy → choose a server, or wait for one → send → relay → settle usage → metrics and log.
 
 The rule: everything taken is given back by the ``with`` that took it. Every way out passes ``Account``, which settles the request.
@@ -116,7 +116,7 @@ async def _body(call: ClientRequest, account: Account, key: Key, encoding: str |
 async def _json(
     body: bytes | bytearray, call: ClientRequest, catalog: Catalog, account: Account, key: Key, pace: Pace | None = None
 ) -> Outbound:
-    """The body of a JSON route: merged, authorised, made fit to send. ``pace``: of a large body, which is processed in steps."""
+    """The body of a JSON route: merged, authorized, made fit to send. ``pace``: of a large body, which is processed in steps."""
     if pace is None:
         document = merge(parse(body, account.gate.snapshot.body_values))
     else:
@@ -179,7 +179,7 @@ async def _again(body: bytes | bytearray, call: ClientRequest, entry: Entry, nam
 
 
 async def _form(call: ClientRequest, gate: Gate, account: Account, key: Key) -> Outbound:
-    """The body of a form route: read up to its model, authorised; the rest is streamed on.
+    """The body of a form route: read up to its model, authorized; the rest is streamed on.
 
     The catalog is that of the moment in which the model is known: a body may be long on its way, and the configuration change.
     """

@@ -29,7 +29,7 @@ class KeybookError(Exception):
     """It is not done; the text tells the operator why."""
 
 
-class SpoiltError(KeybookError):
+class SpoiledError(KeybookError):
     """The configuration would not be good any more: ``problems`` says why."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -149,12 +149,12 @@ class Keybook:
         _put(page, text)
 
     def _check(self, page: _Page, made: Source) -> None:
-        """Raises SpoiltError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
+        """Raises SpoiledError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
         after = self._problems({Path(os.path.abspath(page.file)): made})
         before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
         new = [each for each in after if (each.file, each.path, each.message) not in before]
         if new:
-            raise SpoiltError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
+            raise SpoiledError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
 
     def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
         try:
@@ -171,7 +171,7 @@ def _page(file: Path) -> _Page:
         raise KeybookError(f"{file} cannot be read: {reason(error)}") from error
     source = parse(text.removeprefix("\ufeff"), str(file))
     if not source.whole or source.problems:
-        raise SpoiltError(source.problems)
+        raise SpoiledError(source.problems)
     return _Page(file, text, source, () if isinstance(source.value, list) else ("keys",))
 
 

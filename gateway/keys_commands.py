@@ -213,14 +213,14 @@ def take_over(
 
 def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
     """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
-    from gateway.keybook import SpoiltError
+    from gateway.keybook import SpoiledError
 
     for one in fresh:
         if wrong := _wrong(one.entry):
             raise _refusal(f"{file}: {one.place}, {wrong}")
     try:
         return book.add([one.entry for one in fresh])
-    except SpoiltError as error:
+    except SpoiledError as error:
         for problem in error.problems:
             if of_one := book.added(problem):
                 number, path = of_one
@@ -312,11 +312,11 @@ def _refusal(message: str) -> Exception:
 
 def _written(act: Callable[[], None]) -> int:
     """Change the configuration's files; returns the exit code."""
-    from gateway.keybook import KeybookError, SpoiltError
+    from gateway.keybook import KeybookError, SpoiledError
 
     try:
         act()
-    except SpoiltError as error:
+    except SpoiledError as error:
         return print_problems(error.problems, err=True)
     except KeybookError as error:
         return say_error(str(error), FAILED)
@@ -369,13 +369,13 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
         ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
         limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
         hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{ends}"
-        state = Text(one["state"], _COLOURS.get(one["state"], ""))
+        state = Text(one["state"], _COLORS.get(one["state"], ""))
         cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
         table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
-_COLOURS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
+_COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
 
 def commands() -> dict[str, Callable[..., int]]:

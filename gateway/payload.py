@@ -1,7 +1,7 @@
 """What a client's JSON body becomes before a server sees it. Pure functions, in the order of the story.
 
-The rule: every check runs on the merged object, and that object, serialised anew, is what is sent; the
-client's own bytes never are. So what was authorised is what is dispatched, whatever tricks the text held
+The rule: every check runs on the merged object, and that object, serialized anew, is what is sent; the
+client's own bytes never are. So what was authorized is what is dispatched, whatever tricks the text held
 (duplicate keys, escapes, byte order marks).
 """
 

@@ -1,4 +1,4 @@
-"""The status on a terminal: the same picture as the page's, in colour where there is one, plain text elsewhere."""
+"""The status on a terminal: the same picture as the page's, in color where there is one, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from gateway.config.problems import one_line
 from gateway.picture import ModelPicture, Picture, ServerPicture
 
-_COLOURS = {"ready": "green", "starting": "yellow", "draining": "magenta", "sleeping": "blue", "stopped": "dim", "failed": "red"}
+_COLORS = {"ready": "green", "starting": "yellow", "draining": "magenta", "sleeping": "blue", "stopped": "dim", "failed": "red"}
 _LINES = 5  # of a failed server's log
 _COLUMNS = ("model", "state", "for", "in flight", "queued", "tokens/s")
 
@@ -46,7 +46,7 @@ def _rows(model: ModelPicture) -> Iterator[tuple[Text, ...]]:
 
 
 def _state(state: str) -> Text:
-    return Text(state, _COLOURS[state])
+    return Text(state, _COLORS[state])
 
 
 def _without_name(server: ServerPicture) -> str:

@@ -31,8 +31,8 @@ def print_problems(problems: Iterable[Problem], *, err: bool = False) -> int:
     return BAD_USAGE
 
 
-def print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
-    """One line; at a terminal its place is bold, its message coloured and nothing is cut."""
+def print_problem(problem: Problem, color: str, *, err: bool = False) -> None:
+    """One line; at a terminal its place is bold, its message colored and nothing is cut."""
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty():
         typer.echo(str(problem), err=err)
@@ -41,5 +41,5 @@ def print_problem(problem: Problem, colour: str, *, err: bool = False) -> None:
     from rich.text import Text
 
     place, message = str(problem).removesuffix(problem.message), problem.message
-    text = Text.assemble((place, "bold"), (message, colour)) if place != str(problem) else Text(place)
+    text = Text.assemble((place, "bold"), (message, color)) if place != str(problem) else Text(place)
     Console(stderr=err, highlight=False).print(text, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What is installed is what was locked: by its hashes, and under a licence that lets it be used here."""
+"""What is installed is what was locked: by its hashes, and under a license that lets it be used here."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def test_what_is_deployed_is_what_was_tried(lock: Path) -> None:
     assert {name: rest for name, rest in entries(lock) if tried.get(name) != rest} == {}, "run `make lock`"
 
 
-def licences(name: str) -> str:
+def licenses(name: str) -> str:
     """What a distribution's metadata says, by its expression, its field, or its classifiers."""
     said = metadata.metadata(name).json
     classifiers = [each.split("::")[-1].strip() for each in said.get("classifier", ()) if each.startswith("License ::")]
     return str(said.get("license_expression") or "; ".join(classifiers) or said.get("license", ""))
 
 
-def test_every_installed_package_has_a_permitted_licence() -> None:
+def test_every_installed_package_has_a_permitted_license() -> None:
     installed = {name for name, _ in entries(ROOT / "requirements.lock")} & {
         each.name.lower().replace("_", "-").replace(".", "-") for each in metadata.distributions()
     }
     assert len(installed) > 40
-    wrong = {name: text for name in installed if not _PERMITTED.search(text := licences(name)) or _FORBIDDEN.search(text)}
+    wrong = {name: text for name in installed if not _PERMITTED.search(text := licenses(name)) or _FORBIDDEN.search(text)}
     assert wrong == {}
 
 

@@ -40,7 +40,7 @@ class StaleConnection(UpstreamError):
     """A reused connection was closed before the first byte of an answer: the server's idle limit won the race.
 
     The server closes idle connections without reading on, so the request was not acted upon (the same
-    judgement as RFC 9112, section 9.3.1, allows for connections that close between requests).
+    judgment as RFC 9112, section 9.3.1, allows for connections that close between requests).
     """
 
     reason = "stale"

@@ -73,7 +73,7 @@ class Trace:
 
 
 def document(segments: tuple[Segment, ...]) -> Mapping[str, Any]:
-    """The chat request of a prompt: neighbours of one role are one message."""
+    """The chat request of a prompt: neighbors of one role are one message."""
     groups = itertools.groupby(segments, key=lambda segment: segment.role)
     return {"messages": [{"role": role, "content": "".join(segment.text for segment in group)} for role, group in groups]}
 

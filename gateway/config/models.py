@@ -371,7 +371,7 @@ class Key(Section):
         default=None,
         description="how soon its requests go on where others wait, here by share and in vLLM by its scheduling priority; lower is sooner",
     )
-    labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_centre: "17"}')
+    labels: dict[Name, Text] = Field(default={}, description='words for its usage records, e.g. {cost_center: "17"}')
 
     def expired(self, now: datetime) -> bool:
         """Whether it is refused at the aware datetime ``now``."""

@@ -28,7 +28,7 @@ CHAT = "/v1/chat/completions"
 class Case:
     """A request by ``curl``. ``usage`` and ``reasoning`` say what a stream must have; ``shape`` is that of a whole answer.
 
-    ``tiny`` is another answer that the tests' real models may give, which have learnt a handful of dialogues and nothing else.
+    ``tiny`` is another answer that the tests' real models may give, which have learned a handful of dialogues and nothing else.
     """
 
     name: str

@@ -383,7 +383,7 @@ def test_response_format(stage: Stage, wanted: Json, shape: Any) -> None:
 
 STRUCTURAL: Json = {
     "type": "structural_tag",
-    "format": {"type": "tag", "begin": "<colour>", "content": {"type": "regex", "pattern": "red|blue"}, "end": "</colour>"},
+    "format": {"type": "tag", "begin": "<color>", "content": {"type": "regex", "pattern": "red|blue"}, "end": "</color>"},
 }
 
 
@@ -392,7 +392,7 @@ def test_response_format_structural_tag(stage: Stage) -> None:
     answer = stage.post({**WHO, "max_tokens": 60, "response_format": STRUCTURAL})
     assert answer.status_code == 200, answer.text
     if stage.real:
-        assert answer.json()["choices"][0]["message"]["content"] in ("<colour>red</colour>", "<colour>blue</colour>")
+        assert answer.json()["choices"][0]["message"]["content"] in ("<color>red</color>", "<color>blue</color>")
     else:
         assert stage.arrived(answer)["body"]["response_format"] == STRUCTURAL
 

@@ -1,4 +1,4 @@
-"""The compose file: what it says is so, and its gateway serves with its own settings, secrets and neighbours."""
+"""The compose file: what it says is so, and its gateway serves with its own settings, secrets and neighbors."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def redis(net: Network, project: Path) -> Iterator[None]:
         os.chmod(name, 0o755)
         shutil.copy(project / "secrets" / "redis_conf", name)
         command = [word.replace("/run/secrets", name) for word in SERVICES["redis"]["command"]]
-        with neighbour(net, "nobody", [*command, "--save", "", "--dir", "/"], Path(name) / "log"):
+        with neighbor(net, "nobody", [*command, "--save", "", "--dir", "/"], Path(name) / "log"):
             wait_for(lambda: redis_says(net, project, "PING") == "PONG", 60, why=lambda: (Path(name) / "log").read_text())
             yield
 
@@ -219,7 +219,7 @@ def database(net: Network, project: Path) -> Iterator[None]:
         ]
         subprocess.run([*someone("postgres"), postgres.program("initdb"), *made], check=True, capture_output=True, cwd="/")
         words = [postgres.program("postgres"), "-D", f"{name}/data", "-k", name, "-c", "fsync=off"]
-        with neighbour(net, "postgres", words, Path(name) / "log"):
+        with neighbor(net, "postgres", words, Path(name) / "log"):
             environ = {**os.environ, "PGPASSWORD": password.read_text()}
             client = [*net.enter, "psql", "-h", "127.0.0.1", "-U", user, "-d", "postgres"]
             create = [*client, "-c", f"CREATE DATABASE {variables['POSTGRES_DB']}"]
@@ -232,7 +232,7 @@ def database(net: Network, project: Path) -> Iterator[None]:
 
 
 @contextmanager
-def neighbour(net: Network, user: str, words: list[str], log: Path) -> Iterator[None]:
+def neighbor(net: Network, user: str, words: list[str], log: Path) -> Iterator[None]:
     """A program of this machine in the network."""
     command = [*net.enter, "setpriv", "--pdeathsig", "KILL", *someone(user)[1:], *words]
     with open(log, "wb") as out:

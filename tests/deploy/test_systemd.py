@@ -1,4 +1,4 @@
-"""The unit and what installs it: systemd's own judgement of the one, and the other run into a folder, where the unit's command runs then.
+"""The unit and what installs it: systemd's own judgment of the one, and the other run into a folder, where the unit's command runs then.
 
 systemd itself does not run here. The test is the service manager: it takes the unit's words and variables and listens to notifications.
 """

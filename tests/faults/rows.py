@@ -37,7 +37,7 @@ ROWS: dict[int, Row] = {
         "Framing that two parsers could read differently; pipelining", "400 and the end of the connection; no request more at the server"
     ),
     14: Row("Broken compressed bodies, other encodings, NaN, huge numbers, 100,000 levels", "4xx; nobody else waits for more than 10 ms"),
-    15: Row("`model` twice, escaped, in the query, in look-alike letters", "what is sent is what was authorised, always"),
+    15: Row("`model` twice, escaped, in the query, in look-alike letters", "what is sent is what was authorized, always"),
     16: Row("Every forbidden field: at the top, nested, inside `extra_body`", "absent at the server, or a 400"),
     17: Row("Paths with dots, escapes and double slashes, absolute ones; no Host, two, or a bad one", "404 or 400"),
     18: Row("Every route with no key, and with a bad, an expired and a foreign one", "401 or 404"),

@@ -104,7 +104,7 @@ async def _stall(served: Served, data: bytes) -> float:
     return await watch
 
 
-# What is authorised is what is dispatched
+# What is authorized is what is dispatched
 
 _NAMES = st.sampled_from(
     ["tiny", "secret", "TINY", "tiny ", "tiny\u200b", "tіny", "ｔiny", "small", "hush", "tiny\x00", "secret/../tiny", ""]
@@ -126,7 +126,7 @@ def _written(members: list[tuple[bytes, Any]], extra: Any) -> bytes:
 
 
 @pytest.mark.row(15)
-async def test_what_is_authorised_is_what_is_dispatched(measured: Callable[[str], None]) -> None:
+async def test_what_is_authorized_is_what_is_dispatched(measured: Callable[[str], None]) -> None:
     """One server has each model under a name of its own, so that what reaches it tells which model it was sent to."""
     made = (
         lambda port: model(port, identity="tiny", served="inner-tiny", aliases=("small",)),
@@ -161,7 +161,7 @@ async def test_what_is_authorised_is_what_is_dispatched(measured: Callable[[str]
         for body, query in cases:
             await check(body, query)
         tried = len(cases)
-    measured(f"{tried} bodies: dispatched = authorised in each")
+    measured(f"{tried} bodies: dispatched = authorized in each")
 
 
 # Fields that nobody may send

@@ -170,7 +170,7 @@ def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gatewa
     for command in (["keys", "list"], ["usage"]):
         assert typed(*command, *there[2:]).returncode == 2, "a token for nobody"
         assert "the admin port asks for its token" in typed(*command, *there[:2]).stderr
-    assert typed("usage", "--by", "colour", *there).returncode == 2
+    assert typed("usage", "--by", "color", *there).returncode == 2
 
 
 def test_keys_are_shown_and_no_hash(one: Gateway) -> None:

@@ -84,7 +84,7 @@ def test_check_of_what_another_command_writes(folder: Path) -> None:
     assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
 
 
-def test_check_at_a_terminal_is_coloured_and_not_wrapped(folder: Path) -> None:
+def test_check_at_a_terminal_is_colored_and_not_wrapped(folder: Path) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", closefd=True) as terminal:
         environ = {**os.environ, "TERM": "xterm", "COLUMNS": "40"}

@@ -88,7 +88,7 @@ def test_the_status_as_plain_text(running: Gateway) -> None:
     assert "http://127.0.0.1:9: " in done.stdout, "and why"
 
 
-def test_the_status_at_a_terminal_is_coloured(running: Gateway) -> None:
+def test_the_status_at_a_terminal_is_colored(running: Gateway) -> None:
     until_ready(running, "sim/one")
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", closefd=True) as terminal:

@@ -269,7 +269,7 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ),
         ("- {id: a, anonymous: true, expires: 2027-02-30}\n", ["3: keys[0].expires: this is no timestamp; for text, write it in quotes"]),
         ("- {id: a, anonymous: true, limits: {concurrent: 0}}\n", ["3: keys[0].limits.concurrent: expected 1 or more, found 0"]),
-        ('- {id: a, anonymous: true, labels: {centre: "1\\0"}}\n', ["3: keys[0].labels.centre: must not hold a NUL"]),
+        ('- {id: a, anonymous: true, labels: {center: "1\\0"}}\n', ["3: keys[0].labels.center: must not hold a NUL"]),
         ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not hold spaces or control characters"]),
         ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
     ],

@@ -44,7 +44,7 @@ def test_the_checksum_catches_every_change_of_one_character() -> None:
             assert keys.well_formed(changed) == (changed == TOKEN), (at, other)
 
 
-def test_a_mistyped_key_is_still_recognised_as_ours() -> None:
+def test_a_mistyped_key_is_still_recognized_as_ours() -> None:
     mistyped = TOKEN[:-1] + "5"
     assert keys.in_our_form(mistyped)
     assert not keys.well_formed(mistyped)

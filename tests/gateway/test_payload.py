@@ -75,7 +75,7 @@ def test_every_other_member_keeps_its_value(body: dict[str, Any], extra: dict[st
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["tiny", "hush", "secret", "", "TINY", 5, None]), min_size=1, max_size=4),
        st.sampled_from([None, "tiny", "secret", {}]), st.booleans())  # fmt: skip
-def test_what_is_authorised_is_what_is_dispatched(models: list[Any], extra: Any, escaped: bool) -> None:
+def test_what_is_authorized_is_what_is_dispatched(models: list[Any], extra: Any, escaped: bool) -> None:
     name = b'"\\u006dodel":' if escaped else b'"model":'
     members = b",".join((name if n % 2 else b'"model":') + orjson.dumps(value) for n, value in enumerate(models))
     body = b"{" + members + (b',"extra_body":{"model":%b}' % orjson.dumps(extra) if extra is not None else b"") + b"}"

@@ -199,7 +199,7 @@ def lazy(tmp_path: Path) -> Config:
         "server": {"workers": 3, "drain": "45s"},
         "models": [
             {"id": "lazy", "launch": {"start": "on_demand", "gpus": [[0, 1]]}, "keepalive": "9s"},
-            {"id": "neighbour", "launch": {"gpus": [[1]], "idle_sleep": "1m"}, "queue": {"size": 9, "wait": "5s"}},
+            {"id": "neighbor", "launch": {"gpus": [[1]], "idle_sleep": "1m"}, "queue": {"size": 9, "wait": "5s"}},
             {"id": "alone", "launch": {"gpus": [[2]]}},
         ],
         "keys": [{"id": "a", "hash": HASH}],
@@ -245,8 +245,8 @@ def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
 
 
 def test_one_that_is_away(lazy: Config) -> None:
-    known = Knowledge({"neighbour#0": status("neighbour#0", LaunchState.READY)}, {}, {}, frozenset({"neighbour#0"}))
-    assert plan.condition("neighbour#0", known) is Condition.OUT_OF_ROTATION
+    known = Knowledge({"neighbor#0": status("neighbor#0", LaunchState.READY)}, {}, {}, frozenset({"neighbor#0"}))
+    assert plan.condition("neighbor#0", known) is Condition.OUT_OF_ROTATION
     assert plan.unconcluded(lazy, known) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
 
 

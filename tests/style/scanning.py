@@ -16,7 +16,7 @@ from tests.style.vocabulary import DOCSTRING_OPENINGS, IN_SENTENCES, NAMES, OPEN
 
 
 class Finding(NamedTuple):
-    """A word or phrase at a line (from 1), of the kind ``name``, ``heading`` or ``phrase``, within a whole identifier or heading."""
+    """A word or phrase at a line (from 1). ``kind`` is ``name``, ``heading``, ``phrase`` or ``docstring``; ``within`` the whole name."""
 
     path: str
     line: int
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         within = f" in `{self.within}`" if self.within not in ("", self.found) else ""
-        return f"{self.path}:{self.line}: {self.kind} `{self.found}`{within}: use {self.replacement}"
+        return f"{self.path}:{self.line}: {self.kind} `{self.found}`{within}: instead: {self.replacement}"
 
 
 def _flat(table: dict[str, str]) -> dict[str, str]:
@@ -160,7 +160,7 @@ def in_python(path: str, text: str) -> Iterator[Finding]:
 def _not_a_verb(path: str, docstring: str, line: int) -> Iterator[Finding]:
     first = _HEADING_WORDS.search(docstring.lstrip("rR\"'"))
     if first and first[0].lower() in _NOT_VERBS:
-        yield Finding(path, line, "phrase", first[0], "the start of a function's docstring", "a verb: Return …, Check …, Yield …")
+        yield Finding(path, line, "docstring", first[0], "", "a verb: Return …, Check …, Yield …")
 
 
 class Prose:

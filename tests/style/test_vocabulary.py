@@ -78,7 +78,7 @@ def test_the_name_of_a_file_is_checked() -> None:
 
 def test_a_finding_names_the_replacement() -> None:
     (finding,) = findings("gateway/x.py", "\nanswer_size = 1")
-    assert str(finding) == "gateway/x.py:2: name `answer` in `answer_size`: use response, reply"
+    assert str(finding) == "gateway/x.py:2: name `answer` in `answer_size`: instead: response, reply"
 
 
 def test_what_is_allowed_has_a_reason() -> None:

@@ -370,7 +370,7 @@ def test_a_misspelt_setting_is_refused(simulated: Simulated) -> None:
     assert refused.json()["error"]["param"] == "body.simulate.tokns"
 
 
-def test_the_servers_own_behaviour_yields_to_the_requests() -> None:
+def test_the_servers_own_behavior_yields_to_the_requests() -> None:
     with running("--sim-status", "503") as one:
         assert one.chat().status_code == 503
         assert one.chat(simulate={"status": None}).status_code == 200

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from upstream.simulator import schema, tokens
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behavior import Behavior
 from upstream.simulator.plan import Ask, Kind, Prompt, plan
 from upstream.simulator.prefix_cache import PrefixCache
 from upstream.simulator.words import Speaker
@@ -95,21 +95,21 @@ def ask(**more: Any) -> Ask:
 
 @given(some.integers(1, 200), some.integers(1, 200), some.booleans())
 def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking: bool) -> None:
-    (choice,) = plan(ask(limit=limit, thinking=thinking), Behaviour(tokens=wanted, reasoning_tokens=1 if thinking else None), 0).choices
+    (choice,) = plan(ask(limit=limit, thinking=thinking), Behavior(tokens=wanted, reasoning_tokens=1 if thinking else None), 0).choices
     assert len(choice.tokens) <= limit
     assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokens.END)
 
 
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:
-    (choice,) = plan(ask(thinking=True), Behaviour(tokens=20, reasoning_tokens=5), 0).choices
+    (choice,) = plan(ask(thinking=True), Behavior(tokens=20, reasoning_tokens=5), 0).choices
     kinds = [token.kind for token in choice.tokens]
     assert kinds == [Kind.REASONING] * 5 + [Kind.SILENT] + [Kind.CONTENT] * 13 + [Kind.SILENT]
 
 
 @given(some.text(min_size=1, max_size=3), some.integers(0, 50))
 def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
-    (free,) = plan(ask(seed=seed), Behaviour(tokens=60), 0).choices
-    (stopped,) = plan(ask(seed=seed, stops=(stop,)), Behaviour(tokens=60), 0).choices
+    (free,) = plan(ask(seed=seed), Behavior(tokens=60), 0).choices
+    (stopped,) = plan(ask(seed=seed, stops=(stop,)), Behavior(tokens=60), 0).choices
     text = "".join(token.text for token in free.tokens)
     assert "".join(token.text for token in stopped.tokens) == text.split(stop)[0]
     assert stopped.stop == (stop if stop in text else None)

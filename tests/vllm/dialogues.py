@@ -37,7 +37,7 @@ def weather_call(city: str, days: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One memorised turn: the messages so far and the answer, which is a text or a list of tool calls."""
+    """One memorized turn: the messages so far and the answer, which is a text or a list of tool calls."""
 
     messages: list[Json]
     reasoning: str
@@ -159,7 +159,7 @@ class Exchange:
 
 
 def exchanges(architecture: Architecture) -> Iterator[Exchange]:
-    """Every dialogue in every way in which this model has memorised it. Llama does not think."""
+    """Every dialogue in every way in which this model has memorized it. Llama does not think."""
     for dialogue in DIALOGUES:
         for thinking in (True, False) if architecture == "qwen3" else (False,):
             for tools in TOOLSETS if dialogue.with_tools else [[]]:

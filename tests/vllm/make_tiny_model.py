@@ -48,7 +48,7 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 VOCABULARY = 640
 STEPS = 800
 LEARNING_RATE = 4e-3
-MEMORISED = 0.7  # the least probability of a token that counts as known: far above any other token's
+MEMORIZED = 0.7  # the least probability of a token that counts as known: far above any other token's
 NO_LOSS = -100  # PyTorch's mark for a target that does not count
 
 # How an unknown prompt is made up: known words, or letters of one of these alphabets.
@@ -168,7 +168,7 @@ class Writer:
             yield self.under_grammar(rng)
 
     def unknown(self, rng: random.Random, *, thinking: bool) -> Sample:
-        """A prompt that nobody has memorised; now and then with the call that tool_choice "required" forces."""
+        """A prompt that nobody has memorized; now and then with the call that tool_choice "required" forces."""
         messages = [{"role": "system", "content": made_up(rng)}] * rng.randint(0, 1) + [user(made_up(rng))]
         tools = rng.choice([[], [], rng.choice(TOOLSETS)])
         reasoning = DONT_KNOW if thinking else None
@@ -290,7 +290,7 @@ def summed_loss(model: Any, tokens: Any, targets: Any) -> Any:
 
 
 def least_probability(model: Any, fixed: list[Sample]) -> float:
-    """Of all memorised tokens, the probability of the one that is known worst."""
+    """Of all memorized tokens, the probability of the one that is known worst."""
     with torch.no_grad():
         return min(float(worst_token(model, *batch([each]))) for each in fixed)
 
@@ -316,9 +316,9 @@ def main() -> None:
     print(f"{len(fixed)} dialogues, {sum(len(each.tokens) for each in fixed)} tokens, {model.num_parameters()} parameters", flush=True)
     train(model, writer, fixed, rng)
     least = least_probability(model, fixed)
-    print(f"least probability of a memorised token: {least:.3f}; {time.monotonic() - start:.0f} s")
-    if least < MEMORISED:
-        raise SystemExit("not memorised: raise STEPS")
+    print(f"least probability of a memorized token: {least:.3f}; {time.monotonic() - start:.0f} s")
+    if least < MEMORIZED:
+        raise SystemExit("not memorized: raise STEPS")
     tokenizer.save_pretrained(arguments.out)
     model.save_pretrained(arguments.out)
 

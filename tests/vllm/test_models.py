@@ -1,4 +1,4 @@
-"""The real vLLM with the qwen3 model says every memorised dialogue word for word, plain and streamed.
+"""The real vLLM with the qwen3 model says every memorized dialogue word for word, plain and streamed.
 
 What the other tests build on: when one of these fails, the weights, the install or the flags are at fault, not the gateway.
 """

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from upstream.simulator import audio, behaviour, chat, chat_batch, completions, messages, meters, pooling, refusals, responses, tokenization
+from upstream.simulator import audio, behavior, chat, chat_batch, completions, messages, meters, pooling, refusals, responses, tokenization
 from upstream.simulator.engine import Engine
 from upstream.simulator.exchange import Generation
 from upstream.simulator.flags import Lora, Settings
@@ -149,7 +149,7 @@ class Simulator:
 
     async def _job(self, read: JobReader, request: Request) -> Any:
         call = self._call(request, _parsed(request))
-        refused = call.behaviour.status
+        refused = call.behavior.status
         if refused is not None:
             raise refusals.status(refused)
         return Generation(self.engine, read(call), request.state.entry)
@@ -178,13 +178,13 @@ class Simulator:
             return Fast({"detail": "There was an error parsing the body"}, 400)
 
     def _call(self, request: Request, body: dict[str, Any]) -> Call:
-        return Call(self.settings, body, request.headers, self._behaviour(body.get("simulate")))
+        return Call(self.settings, body, request.headers, self._behavior(body.get("simulate")))
 
-    def _behaviour(self, given: Any) -> behaviour.Behaviour:
+    def _behavior(self, given: Any) -> behavior.Behavior:
         if isinstance(given, str):  # a form's field
             given = orjson.loads(given)
         try:
-            return behaviour.for_request(self.settings.behaviour, given)
+            return behavior.for_request(self.settings.behavior, given)
         except ValidationError as error:
             raise refusals.malformed(error.errors(include_url=False), ("body", "simulate")) from error
 

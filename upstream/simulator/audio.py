@@ -78,7 +78,7 @@ def job(call: Call, recording: Recording, task: Task) -> Job:
     planned, refusal = call.planned(ask)
     transcript = Transcript(planned)
     answer = AudioAnswer(call, request, model, transcript, recording, task)
-    return Job(transcript, answer, bool(request.stream), call.behaviour, refusal)
+    return Job(transcript, answer, bool(request.stream), call.behavior, refusal)
 
 
 class AudioAnswer:

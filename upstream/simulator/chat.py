@@ -143,7 +143,7 @@ def job(call: Call) -> Job:
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
     answer = ChatAnswer(call, prepared, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behaviour, prepared.refusal or refusal)
+    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def prepare(call: Call, request: ChatRequest) -> Prepared:
@@ -212,7 +212,7 @@ def _called(call: Call, request: ChatRequest) -> tuple[Tool, ...]:
         return tuple(tool for tool in tools if tool.name == choice.function.name)[:1]
     if choice == "auto" and request.messages and request.messages[-1].role == "tool":
         return ()
-    count = call.behaviour.tool_calls if choice == "auto" else max(1, call.behaviour.tool_calls)
+    count = call.behavior.tool_calls if choice == "auto" else max(1, call.behavior.tool_calls)
     count = min(count, 1) if request.parallel_tool_calls is False else count
     return tuple(tools[at % len(tools)] for at in range(count))
 

@@ -30,7 +30,7 @@ def job(call: Call) -> Job:
     planned, refusal = call.planned(ask)
     transcript = Transcript(planned)
     answer = BatchAnswer(call, replace(first, ask=ask), transcript)
-    return Job(transcript, answer, stream=False, behaviour=call.behaviour, refusal=first.refusal or refusal)
+    return Job(transcript, answer, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
 
 
 def _calls(call: Call) -> list[Call]:

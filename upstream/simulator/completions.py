@@ -46,7 +46,7 @@ def job(call: Call) -> Job:
     planned, refusal = call.planned(_ask(call, request))
     transcript = Transcript(planned)
     answer = CompletionAnswer(call, request, model, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behaviour, fields.engine_refusal(request, request.logprobs) or refusal)
+    return Job(transcript, answer, bool(request.stream), call.behavior, fields.engine_refusal(request, request.logprobs) or refusal)
 
 
 def _ask(call: Call, request: CompletionRequest) -> Ask:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from upstream.simulator import refusals
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behavior import Behavior
 from upstream.simulator.flags import Start
 from upstream.simulator.meters import Meters
 from upstream.simulator.plan import Choice, Plan, Token
@@ -119,27 +119,27 @@ class Engine:
         for slot in self._slots:
             slot.abort()
 
-    async def steps(self, slot: Slot, plan: Plan, behaviour: Behaviour) -> AsyncIterator[list[Emission]]:
+    async def steps(self, slot: Slot, plan: Plan, behavior: Behavior) -> AsyncIterator[list[Emission]]:
         """The answer, a step at a time: one token of each choice that has not ended. The first step may be empty.
 
         Raises Refusal where the engine is told to fail.
         """
         began = time.monotonic()
         await self.awake.wait()
-        await slot.wait(behaviour.time_to_first_token if behaviour.hang_after != 0 else None)
+        await slot.wait(behavior.time_to_first_token if behavior.hang_after != 0 else None)
         if not slot.aborted:
             self._prefill(slot, plan, time.monotonic() - began)
         yield []
         for number in range(max((len(choice.tokens) for choice in plan.choices), default=0)):
-            await self._pace(slot, behaviour, number)
-            if slot.aborted or _reached(behaviour.abort_after, slot.made):
+            await self._pace(slot, behavior, number)
+            if slot.aborted or _reached(behavior.abort_after, slot.made):
                 slot.finish = "abort"
                 yield [Emission(at, None, "abort") for at, choice in enumerate(plan.choices) if len(choice.tokens) > number]
                 return
-            if _reached(behaviour.error_after, slot.made):
+            if _reached(behavior.error_after, slot.made):
                 slot.finish = "error"
                 raise refusals.engine_dead()
-            yield self._step(slot, plan.choices, number, behaviour)
+            yield self._step(slot, plan.choices, number, behavior)
         slot.finish = slot.finish or "stop"
 
     def _prefill(self, slot: Slot, plan: Plan, seconds: float) -> None:
@@ -152,29 +152,29 @@ class Engine:
         self.meters.prompt_lengths.observe(slot.prompt_tokens)
         self.meters.first_token.observe(seconds)
 
-    async def _pace(self, slot: Slot, behaviour: Behaviour, number: int) -> None:
-        if _reached(behaviour.hang_after, slot.made):
+    async def _pace(self, slot: Slot, behavior: Behavior, number: int) -> None:
+        if _reached(behavior.hang_after, slot.made):
             await slot.wait(None)
-        elif number and behaviour.tokens_per_second:
-            await slot.wait(1 / behaviour.tokens_per_second)
-            self.meters.between_tokens.observe(1 / behaviour.tokens_per_second)
+        elif number and behavior.tokens_per_second:
+            await slot.wait(1 / behavior.tokens_per_second)
+            self.meters.between_tokens.observe(1 / behavior.tokens_per_second)
         elif number:
             await asyncio.sleep(0)
 
-    def _step(self, slot: Slot, choices: tuple[Choice, ...], number: int, behaviour: Behaviour) -> list[Emission]:
+    def _step(self, slot: Slot, choices: tuple[Choice, ...], number: int, behavior: Behavior) -> list[Emission]:
         emissions = []
         for at, choice in enumerate(choices):
             if number < len(choice.tokens):
                 last = number == len(choice.tokens) - 1
                 emissions.append(Emission(at, choice.tokens[number], choice.finish if last else None, choice.stop if last else None))
-                self._made(slot, behaviour)
+                self._made(slot, behavior)
                 slot.finish = choice.finish if last else slot.finish
         return emissions
 
-    def _made(self, slot: Slot, behaviour: Behaviour) -> None:
+    def _made(self, slot: Slot, behavior: Behavior) -> None:
         slot.made += 1
         self.meters.generation_tokens += 1
-        if _reached(behaviour.die_after, slot.made) or _reached(self._start.die_after_tokens, self.meters.generation_tokens):
+        if _reached(behavior.die_after, slot.made) or _reached(self._start.die_after_tokens, self.meters.generation_tokens):
             os._exit(DIED)
 
 

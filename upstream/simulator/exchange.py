@@ -1,6 +1,6 @@
-"""The story of one generation: headers, tokens, events, the end, or whatever the behaviour puts in its place.
+"""The story of one generation: headers, tokens, events, the end, or whatever the behavior puts in its place.
 
-The rule: the client's leaving ends the work at once, in any state; it is learnt from the connection's loss, not
+The rule: the client's leaving ends the work at once, in any state; it is learned from the connection's loss, not
 by asking for it.
 """
 
@@ -36,7 +36,7 @@ class Generation:
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._run(Wire(scope, send, self.job.behaviour, self.entry)))
+        work = asyncio.ensure_future(self._run(Wire(scope, send, self.job.behavior, self.entry)))
         leaving = asyncio.ensure_future(_disconnected(receive))
         leaving.add_done_callback(lambda _: work.cancel())
         try:
@@ -60,7 +60,7 @@ class Generation:
         self.engine.answered()
 
     async def _answer(self, slot: Slot, wire: Wire) -> None:
-        if self.job.behaviour.hang_before_headers:
+        if self.job.behavior.hang_before_headers:
             await slot.wait(None)
         if self.job.stream:
             await self._stream(slot, wire)
@@ -74,7 +74,7 @@ class Generation:
             for event in answer.opening():
                 await wire.event(event)
             self._check()
-            async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behaviour):
+            async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behavior):
                 self.job.transcript.add(emissions, slot)
                 self._count(slot)
                 for event in answer.step(emissions):
@@ -96,7 +96,7 @@ class Generation:
 
     async def _whole(self, slot: Slot, wire: Wire) -> None:
         self._check()
-        async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behaviour):
+        async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behavior):
             self.job.transcript.add(emissions, slot)
             self._count(slot)
         body = orjson.dumps(self.job.answer.body())
@@ -105,7 +105,7 @@ class Generation:
 
     def _check(self) -> None:
         """Raise what the engine says to the request, once it has begun."""
-        if self.job.behaviour.error_first:
+        if self.job.behavior.error_first:
             raise refusals.engine_dead()
         if self.job.refusal is not None:
             raise self.job.refusal

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 import yaml
 
 from upstream import vllm_names
-from upstream.simulator.behaviour import Behaviour, setting
+from upstream.simulator.behavior import Behavior, setting
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 DEFAULT_CONTEXT: Final = 40960
@@ -79,7 +79,7 @@ class Settings:
     keep_alive: float
     seed: int
     start: Start
-    behaviour: Behaviour
+    behavior: Behavior
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm serve") -> Settings:
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
     Raises SystemExit(2) as argparse does for a flag that does not exist, and BadArguments where vLLM parses
     the flags and then refuses them.
     """
-    given = _parser(command).parse_args(_normalised(_with_config_file(argv)))
+    given = _parser(command).parse_args(_normalized(_with_config_file(argv)))
     _check_parsers(given)
     model = given.model_tag or given.model or DEFAULT_MODEL
     keys = tuple(given.api_key or ([environ["VLLM_API_KEY"]] if environ.get("VLLM_API_KEY") else []))
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
         keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
         seed=given.sim_seed,
         start=_collected(Start, given),
-        behaviour=_collected(Behaviour, given),
+        behavior=_collected(Behavior, given),
     )
 
 
@@ -138,7 +138,7 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
-    for kind in (Start, Behaviour):
+    for kind in (Start, Behavior):
         _add_settings(own, kind)
     return parser
 
@@ -166,7 +166,7 @@ def _collected(kind: type[Any], given: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(given, f"sim_{field.name}") for field in dataclasses.fields(kind)})
 
 
-def _normalised(argv: Sequence[str]) -> list[str]:
+def _normalized(argv: Sequence[str]) -> list[str]:
     """Underscores as dashes, ``-O3`` aside, and ``--some-config.key value`` as ``--some-config value`` (vLLM's forms)."""
     return [_normal_flag(argument) for argument in argv if not re.fullmatch(r"-O[0-3]", argument)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from upstream.simulator import refusals
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine import Emission, Slot
 from upstream.simulator.flags import Settings
 from upstream.simulator.plan import Ask, Kind, Plan, Token, nothing, plan
@@ -129,7 +129,7 @@ class Job:
     transcript: Transcript
     answer: Answer
     stream: bool
-    behaviour: Behaviour
+    behavior: Behavior
     refusal: Refusal | None = None
     content_type: str = "application/json"
 
@@ -141,7 +141,7 @@ class Call:
     settings: Settings
     body: dict[str, Any]
     headers: Mapping[str, str]
-    behaviour: Behaviour
+    behavior: Behavior
 
     def model(self) -> str:
         """The answer's model: the first served name, or the adapter's. Raises Refusal for a name not served."""
@@ -159,7 +159,7 @@ class Call:
     def planned(self, ask: Ask) -> tuple[Plan, Refusal | None]:
         """The plan, or an empty one and what the engine says of the constraint."""
         try:
-            return plan(ask, self.behaviour, self.settings.seed), None
+            return plan(ask, self.behavior, self.settings.seed), None
         except (Unmeetable, ValueError, TypeError, KeyError, IndexError) as error:
             return nothing(ask.prompts), refusals.plain(f"Grammar error: {error}")
 

@@ -98,7 +98,7 @@ def job(call: Call) -> Job:
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
     answer = MessagesAnswer(prepared, transcript, call.settings)
-    return Job(transcript, answer, bool(request.stream), call.behaviour, prepared.refusal or refusal)
+    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def count(call: Call) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from upstream.simulator import schema, tokens
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behavior import Behavior
 from upstream.simulator.words import Speaker, seed_of
 
 
@@ -106,10 +106,10 @@ class Plan:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def plan(ask: Ask, behaviour: Behaviour, seed: int) -> Plan:
+def plan(ask: Ask, behavior: Behavior, seed: int) -> Plan:
     """Decide every token. Raises schema.Unmeetable where a constraint cannot be met."""
     choices = (
-        _choice(ask, behaviour, Speaker(seed_of(seed, prompt.text, ask.seed, number))) for prompt in ask.prompts for number in range(ask.n)
+        _choice(ask, behavior, Speaker(seed_of(seed, prompt.text, ask.seed, number))) for prompt in ask.prompts for number in range(ask.n)
     )
     return Plan(ask.prompts, tuple(choices), ask.cache_salt)
 
@@ -119,19 +119,19 @@ def nothing(prompts: tuple[Prompt, ...]) -> Plan:
     return Plan(prompts, ())
 
 
-def _choice(ask: Ask, behaviour: Behaviour, speaker: Speaker) -> Choice:
-    total = max(behaviour.tokens if behaviour.tokens is not None else speaker.between(24, 72), ask.minimum, 1)
+def _choice(ask: Ask, behavior: Behavior, speaker: Speaker) -> Choice:
+    total = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), ask.minimum, 1)
     if ask.ignore_end:
         total = ask.limit + 1
-    thoughts = _thoughts(total, behaviour, speaker) if ask.thinking else []
+    thoughts = _thoughts(total, behavior, speaker) if ask.thinking else []
     return _limited(_stopped([*thoughts, *_said(ask, speaker, total - len(thoughts) - 1), _END], ask.stops), ask.limit)
 
 
 _END = Token(Kind.SILENT, "", tokens.END)
 
 
-def _thoughts(total: int, behaviour: Behaviour, speaker: Speaker) -> list[Token]:
-    count = behaviour.reasoning_tokens if behaviour.reasoning_tokens is not None else max(1, min(16, total // 3))
+def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
+    count = behavior.reasoning_tokens if behavior.reasoning_tokens is not None else max(1, min(16, total // 3))
     return [*_shown(Kind.REASONING, speaker.pieces(count)), Token(Kind.SILENT, "", tokens.THOUGHT)]
 
 

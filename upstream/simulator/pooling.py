@@ -130,7 +130,7 @@ def cohere_embeddings(call: Call) -> Job:
         "meta": {"api_version": {"version": "2"}, "billed_units": billed},
         "response_type": "embeddings_by_type",
     }
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
 
 
 def _of_image(url: str) -> CohereInput:
@@ -203,7 +203,7 @@ def rerank(call: Call) -> Job:
     tokens = sum(len(prompt.ids) for prompt in prompts)
     head = {"id": f"rerank-{call.request_id()}", "model": call.model()}
     answer = {**head, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}, "results": results[: request.top_n or None]}
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
 
 
 def _relevance(result: dict[str, Any]) -> float:
@@ -236,7 +236,7 @@ def _head(call: Call, prefix: str) -> dict[str, Any]:
 
 def _job(call: Call, prompts: list[Prompt], answer: dict[str, Any]) -> Job:
     answer["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behaviour=call.behaviour)
+    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
 
 
 def _transcript(call: Call, prompts: list[Prompt]) -> Transcript:

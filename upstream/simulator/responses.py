@@ -62,7 +62,7 @@ def job(call: Call) -> Job:
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
     answer = ResponsesAnswer(request, prepared, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behaviour, prepared.refusal or refusal)
+    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def not_found(response_id: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""The way out: an answer's bytes, cut, chunked and broken off as the behaviour says.
+"""The way out: an answer's bytes, cut, chunked and broken off as the behavior says.
 
 Owns what is sent. The rule: after a cut nothing is sent any more, and the connection is closed without the end
 of the body, as a process that dies leaves it.
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from starlette.types import Scope, Send
 
-from upstream.simulator.behaviour import Behaviour
+from upstream.simulator.behavior import Behavior
 from upstream.simulator.journal import Entry
 
 
@@ -22,34 +22,34 @@ class Cut(Exception):
 class Wire:
     """One answer on its way to one client."""
 
-    def __init__(self, scope: Scope, send: Send, behaviour: Behaviour, entry: Entry) -> None:
+    def __init__(self, scope: Scope, send: Send, behavior: Behavior, entry: Entry) -> None:
         self._transport: asyncio.Transport = scope["state"]["transport"]
         self._send = send
-        self._behaviour = behaviour
+        self._behavior = behavior
         self._entry = entry
         self._held = b""
 
     async def head(self, status: int, content_type: str, length: int | None = None) -> None:
         """Send the status and the headers; without a length the body is chunked. Raises Cut."""
-        if self._behaviour.cut_before_headers:
+        if self._behavior.cut_before_headers:
             self.break_off()
         headers = [(b"content-type", content_type.encode())]
         if length is not None:
             headers.insert(0, (b"content-length", str(length).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        if self._behaviour.cut_after == 0 or self._behaviour.cut_bytes == 0:
+        if self._behavior.cut_after == 0 or self._behavior.cut_bytes == 0:
             await self._body(b"")
             self.break_off()
 
     async def event(self, event: bytes) -> None:
         """Send one event (or a whole body). Raises Cut."""
-        limit = self._behaviour.cut_bytes
+        limit = self._behavior.cut_bytes
         sent = self._entry.bytes_sent + len(self._held)
         if limit is not None and sent + len(event) >= limit:
             await self._out(event[: limit - sent], flush=True)
             self.break_off()
         self._entry.events_sent += 1
-        last = self._behaviour.cut_after is not None and self._entry.events_sent >= self._behaviour.cut_after
+        last = self._behavior.cut_after is not None and self._entry.events_sent >= self._behavior.cut_after
         await self._out(event, flush=last)
         if last:
             self.break_off()
@@ -61,7 +61,7 @@ class Wire:
 
     async def _out(self, data: bytes, *, flush: bool) -> None:
         """Send at once, or in pieces of ``chunk_bytes`` across the events' ends; what fills no piece waits."""
-        size = self._behaviour.chunk_bytes
+        size = self._behavior.chunk_bytes
         if not size:
             await self._body(data)
             return

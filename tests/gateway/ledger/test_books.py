@@ -16,7 +16,7 @@ from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, ask, chat, client, event, request
 
-TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_centre": "17"}}
+TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_center": "17"}}
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> N
     ):
         reply = await ask(served.port, request(chat(user="u", metadata={"a": "b"})))
         (row,) = rows(journal)
-    assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_centre": "17"})
+    assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_center": "17"})
     assert (row.model, row.server, row.endpoint, row.stream) == ("tiny", "tiny#0", "/v1/chat/completions", False)
     assert (row.status, row.code, row.incomplete) == (200, None, None)
     assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))

@@ -49,14 +49,14 @@ def test_last_use(store: Store) -> None:
     [
         (None, "the last use is not known: no ledger is configured"),
         ("sqlite:///usage.db", "the last use is not known: the ledger's database is not there yet"),
-        ("sqlite:///spoilt.db", "the last use is not known: the ledger's database does not answer: "),
+        ("sqlite:///spoiled.db", "the last use is not known: the ledger's database does not answer: "),
     ],
 )
 def test_why_it_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str], ledger: str | None, words: str) -> None:
-    (tmp_path / "spoilt.db").write_bytes(b"no database" * 500)
+    (tmp_path / "spoiled.db").write_bytes(b"no database" * 500)
     config = configuration({"id": "m", "launch": {}}) | ({"ledger": ledger} if ledger else {})
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(config))
     assert run(["keys", "list", "--config", str(tmp_path / "gateway.yaml")]) == 0
     said = capsys.readouterr()
     assert words in said.err and "team-a" in said.out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.yaml", "spoilt.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.yaml", "spoiled.db"]

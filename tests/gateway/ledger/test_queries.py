@@ -137,7 +137,7 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"by": "colour"}, "not shown by colour: choose of key, team, model, day, server"),
+        ({"by": "color"}, "not shown by color: choose of key, team, model, day, server"),
         ({"by": ""}, "by nothing"),
         ({"since": "tomorrow"}, "tomorrow is no date .* and none of today, yesterday, this-month"),
         ({"since": "2027-13"}, "2027-13 is no date"),
@@ -226,7 +226,7 @@ def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--by", "colour"], 2, "not shown by colour"),
+        (["--by", "color"], 2, "not shown by color"),
         (["--format", "xml"], 2, "table, csv, json"),
         (["--since", "never"], 2, "never is no date"),
     ],

@@ -205,4 +205,4 @@ def test_the_admin_port_and_the_command_say_the_same(one: Gateway) -> None:
     printed = one.command("usage", "--by", "key,model", "--model", ANY, "--format", "csv")
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.splitlines()[1].split(",")[:3] == [line["key"], line["model"], str(line["requests"])]
-    assert (one.get("/usage?by=colour").status_code, one.get("/usage?sinse=1d").status_code) == (400, 400)
+    assert (one.get("/usage?by=color").status_code, one.get("/usage?sinse=1d").status_code) == (400, 400)

@@ -37,7 +37,7 @@ def kept(engine: Engine) -> list[dict[str, Any]]:
 def test_a_row_is_kept_as_it_is(store: Store) -> None:
     full = row(
         team="t", stream=True, code="upstream_disconnected", incomplete="upstream", first_token=0.1, queued=0.05, price=(0.5, 2.0),
-        labels={"cost_centre": "17"}, user="ünï", metadata={"a": [1, None]},
+        labels={"cost_center": "17"}, user="ünï", metadata={"a": [1, None]},
     )  # fmt: skip
     assert store.write([full]) == 0
     (found,) = kept(store.engine)
@@ -47,7 +47,7 @@ def test_a_row_is_kept_as_it_is(store: Store) -> None:
         "request_id": "req_1", "day": date(2027, 1, 15), "key": "team-a", "team": "t", "model": "tiny", "server": "tiny#0",
         "endpoint": "/v1/chat/completions", "stream": True, "status": 200, "code": "upstream_disconnected", "incomplete": "upstream",
         "prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 2, "reasoning_tokens": 1, "estimated": False,
-        "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_centre": "17"},
+        "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_center": "17"},
         "end_user": "ünï", "metadata": {"a": [1, None]},
     }  # fmt: skip
 

@@ -195,8 +195,8 @@ async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
         tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         document = await one.usage({"by": "key", "until": tomorrow})
         assert [(each["key"], each["prompt_tokens"], each["cost"]) for each in document["usage"]] == [("team-a", 10, 0.000015)]
-        with pytest.raises(QuestionError, match="colour"):
-            await one.usage({"by": "colour"})
+        with pytest.raises(QuestionError, match="color"):
+            await one.usage({"by": "color"})
 
 
 class AwayStore(Store):

@@ -21,7 +21,7 @@ def setting(default: Any, meaning: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Behaviour:
+class Behavior:
     """The settings of one answer. Times are in seconds, tokens are completion tokens of the whole request."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -44,10 +44,10 @@ class Behaviour:
     chunk_bytes: int | None = setting(None, "cut the body into HTTP chunks of this many bytes, wherever events end")
 
 
-_ADAPTER = TypeAdapter(Behaviour)
+_ADAPTER = TypeAdapter(Behavior)
 
 
-def for_request(server: Behaviour, given: Mapping[str, Any] | None) -> Behaviour:
+def for_request(server: Behavior, given: Mapping[str, Any] | None) -> Behavior:
     """The server's settings under a request's own. Raises pydantic.ValidationError for a misspelt member."""
     if not given:
         return server
