@@ -19,7 +19,7 @@ from gateway.catalog import Target
 from gateway.errors import Refusal
 from gateway.memory import FREE
 from gateway.tracing import Trace
-from upstream.story import Signal, Story
+from upstream.story import InlineTask, Signal
 
 if TYPE_CHECKING:
     from gateway.edge import ClientConnection
@@ -231,7 +231,7 @@ class RequestBody(msgspec.Struct, eq=False):
     def _wake(self) -> None:
         """Resume the handler when the parser has returned."""
         if self._waiter is not None:
-            self.connection.due, self._waiter = self._waiter.tell, None
+            self.connection.due, self._waiter = self._waiter.set, None
 
     def _may_have(self, size: int) -> bool:
         """Return whether the body may grow to this size. If not, it is dropped."""
@@ -283,7 +283,7 @@ class ClientRequest(msgspec.Struct, eq=False):
     """The position of the request in its trace, if it is traced."""
     permit: Permit | None = None
     """The request's share of its key's limits, if the key has any."""
-    handler: Story | None = None
+    handler: InlineTask | None = None
     disconnected: bool = False
     message_event: _Unheard = _UNHEARD
     # The response

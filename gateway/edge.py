@@ -35,7 +35,7 @@ from gateway.patience import Patience, Wait
 from gateway.state import Clients
 from gateway.steps import Steps
 from upstream.outlet import Outlet, Turn
-from upstream.story import Story
+from upstream.story import InlineTask
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -406,9 +406,9 @@ class ClientConnection(HttpToolsProtocol):
     def _start(self, call: ClientRequest) -> None:
         self.cycle = self._call = call
         call.body.served = True
-        call.handler = story = Story(self.door.serve(call))
-        self.tasks.add(story)  # type: ignore[arg-type]  # it can be cancelled, which is all that is done to what is in there
-        self.due = story.step
+        call.handler = task = InlineTask(self.door.serve(call))
+        self.tasks.add(task)  # type: ignore[arg-type]  # it can be cancelled, which is all that is done to what is in there
+        self.due = task.step
 
     def _go_on(self) -> None:
         due, self.due = self.due, None

@@ -57,7 +57,7 @@ class Steps:
         signal = self._waiting.popleft()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._resume_next)
-        signal.tell()
+        signal.set()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[Pace]:

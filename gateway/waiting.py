@@ -249,7 +249,7 @@ class Place:
         """Its wait is over, and it is in the room no longer."""
         self.waits = False
         self._refusal = refusal
-        self._called.tell()
+        self._called.set()
 
     def check(self, now: float) -> None:
         if self.waits and now - self.since > self._room.queue.wait:

@@ -229,14 +229,14 @@ class Answer(msgspec.Struct, eq=False):
     def on_writable(self) -> None:
         writable, self._writable = self._writable, None
         if writable is not None:
-            writable.tell()
+            writable.set()
 
     def _wake(self) -> None:
         if self._writable is not None and not self._wanted:
             self.on_writable()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            waiter.tell()
+            waiter.set()
 
     # What the clock calls
 

@@ -1,11 +1,11 @@
-"""Running a coroutine without a task: its steps happen inside the callbacks that they waited for.
+"""Runs a coroutine without an asyncio task: each step runs inside the callback that the coroutine waited for.
 
-``asyncio.Task`` takes every step in a turn of the loop of its own, with a future, a handle and a context for each. A
-request that waits for its body and for its answer pays more for those than for its relay (docs/performance.md). A
-``Story`` takes its first step where it is started and every further one inside ``Signal.tell``.
+``asyncio.Task`` runs each step in an event-loop iteration of its own, and creates a future, a handle and a context for it. A request
+waits for its body and for its response, and these objects cost more than relaying it (docs/performance.md). An ``InlineTask`` runs its
+first step where it is started, and each further step inside ``Signal.set``.
 
-The rule: a story may await a ``Signal`` or any asyncio future, a task too, but nothing that asks for the current task
-(``asyncio.timeout``): that belongs into a task of its own.
+The rule: an inline task may await a ``Signal``, an asyncio future or an asyncio task. It must not await anything that needs the current
+task (``asyncio.timeout``): such code runs in an asyncio task.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 
 
 class Signal:
-    """What one coroutine waits for and somebody tells it, once. In a story the waiter goes on at once, inside ``tell``.
+    """An event that one coroutine awaits and that is set once. ``set`` runs the waiting inline task's next step before it returns.
 
-    Also what asyncio's tasks take for a future, so that whoever awaits one need not be a story.
+    A signal has the methods of an asyncio future, so an asyncio task can await it too.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_cancelled", "_told", "waiter")
+    __slots__ = ("_asyncio_future_blocking", "_cancelled", "_is_set", "waiter")
 
     def __init__(self) -> None:
         self._asyncio_future_blocking = False
         self._cancelled = False
-        self._told = False
+        self._is_set = False
         self.waiter: Callable[[], None] | None = None
 
-    def tell(self) -> None:
-        """It has happened. A second time means nothing."""
-        self._told = True
+    def set(self) -> None:
+        """Resume the waiting coroutine. A second call has no effect."""
+        self._is_set = True
         waiter, self.waiter = self.waiter, None
         if waiter is not None:
             waiter()
 
     def __await__(self) -> Generator[Signal, None, None]:
-        if not self._told:
+        if not self._is_set:
             self._asyncio_future_blocking = True
             yield self
         self.result()
 
-    # What asyncio.Task asks of a future
+    # The part of a future's interface that asyncio.Task uses
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
@@ -51,16 +51,16 @@ class Signal:
     def add_done_callback(self, callback: Callable[[Signal], object], *, context: Context | None = None) -> None:
         loop = asyncio.get_running_loop()
 
-        def go_on() -> None:
+        def schedule() -> None:
             loop.call_soon(callback, self, context=context)
 
-        self.waiter = go_on
+        self.waiter = schedule
 
     def cancel(self, _: object = None) -> bool:
-        if self._told:
+        if self._is_set:
             return False
         self._cancelled = True
-        self.tell()
+        self.set()
         return True
 
     def result(self) -> None:
@@ -68,8 +68,11 @@ class Signal:
             raise asyncio.CancelledError
 
 
-class Story:
-    """A coroutine that is run by what it waits for. What it raises goes to whoever caused the step, so it should raise nothing."""
+class InlineTask:
+    """A coroutine whose steps run inside the callbacks that it waits for.
+
+    An exception of the coroutine is raised in the code that caused the step, so the coroutine should raise none.
+    """
 
     __slots__ = ("_cancelled", "_coroutine", "_future", "_signal", "done")
 
@@ -81,7 +84,7 @@ class Story:
         self.done = False
 
     def step(self) -> None:
-        """Go on until the next wait. Called once to begin; after that by what was waited for."""
+        """Run until the next wait. The first call starts the task; the later ones come from what it awaited."""
         self._signal = self._future = None
         try:
             self._wait_for(self._coroutine.send(None))
@@ -89,7 +92,7 @@ class Story:
             self.done = True
 
     def cancel(self, msg: object = None) -> bool:
-        """Raise CancelledError where it waits, now; in a story that is running or has not begun, at its next wait."""
+        """Raise CancelledError where the task waits, at once. A running or unstarted task is cancelled at its next wait."""
         if self.done:
             return False
         self._cancelled = True
@@ -108,20 +111,20 @@ class Story:
         except StopIteration:
             self.done = True
 
-    def _wait_for(self, waited: Any) -> None:
-        if type(waited) is Signal:
-            self._signal = waited
-            waited.waiter = self.step
+    def _wait_for(self, awaited: Any) -> None:
+        if type(awaited) is Signal:
+            self._signal = awaited
+            awaited.waiter = self.step
             if self._cancelled:
                 self.cancel()
             return
-        waited._asyncio_future_blocking = False
-        waited.add_done_callback(self._future_done)
-        self._future = waited
+        awaited._asyncio_future_blocking = False
+        awaited.add_done_callback(self._on_future_done)
+        self._future = awaited
         if self._cancelled:
-            waited.cancel()
+            awaited.cancel()
 
-    def _future_done(self, _: asyncio.Future[Any]) -> None:
+    def _on_future_done(self, _: asyncio.Future[Any]) -> None:
         if self._cancelled:
             self._throw()
         else:

@@ -104,7 +104,7 @@ class Pending:
         self.reply = reply
         if self.on_reply is not None:
             self.on_reply(reply)
-        self.signal.tell()
+        self.signal.set()
 
 
 class Line(asyncio.Protocol):
@@ -376,7 +376,7 @@ class Store:
         """Let those go on who came before it was known whether the store is there."""
         comers, self._comers = self._comers, []
         for comer in comers:
-            comer.tell()
+            comer.set()
 
     def close(self) -> None:
         """Leave it."""

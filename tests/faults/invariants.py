@@ -63,7 +63,7 @@ async def settled(served: Served) -> None:
 
     The other routes (``/health``, the model lists) have records too, and are not begun as stories.
     """
-    await until(lambda: served.in_flight == 0 and served.total("queued_requests") == 0 and not served.stories, _SETTLES_WITHIN)
+    await until(lambda: served.in_flight == 0 and served.total("queued_requests") == 0 and not served.inline_tasks, _SETTLES_WITHIN)
     records = [record for record in served.worker.records if record.endpoint in ENDPOINTS]
     assert served.worker.started == len(records), f"{served.worker.started} requests were begun and {len(records)} recorded"
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"

@@ -18,7 +18,7 @@ from upstream.ejection import LONGEST_PAUSE
 from upstream.errors import ConnectFailed
 from upstream.pool import NoServerError, Pool
 from upstream.server import Condition, Server, ServerSpec
-from upstream.story import Signal, Story
+from upstream.story import InlineTask, Signal
 
 KEYS = tuple(Key(name, weight=weight) for name, weight in (("a", 1.0), ("b", 1.0), ("c", 4.0)))
 FOR_EVER = 1e9
@@ -32,8 +32,8 @@ class Visitor:
         self.key = key
         self.fate = "waits"
         self.over = Signal()
-        self.story = Story(self._visit(world))
-        self.story.step()
+        self.task = InlineTask(self._visit(world))
+        self.task.step()
 
     async def _visit(self, world: World) -> None:
         since = monotonic()
@@ -96,13 +96,13 @@ class World(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def one_is_done(self, which: int) -> None:
         served = self.those("served")
-        served[which % len(served)].over.tell()
+        served[which % len(served)].over.set()
 
     @precondition(lambda self: self.those("served") or self.those("waits"))
     @rule(which=st.integers(0, 99))
     def one_leaves(self, which: int) -> None:
         there = self.those("served") + self.those("waits")
-        there[which % len(there)].story.cancel()
+        there[which % len(there)].task.cancel()
 
     @rule(
         limits=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
@@ -169,9 +169,9 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _ in range(len(self.visitors) + 1):
             for one in self.those("served"):
-                one.over.tell()
+                one.over.set()
         for one in self.those("waits"):
-            one.story.cancel()
+            one.task.cancel()
         assert {one.fate for one in self.visitors} <= {"done", "refused", "gone"}
         assert all(server.in_flight == 0 for server in self.servers) and not len(self.deadlines) and not self.gauge[0]
 

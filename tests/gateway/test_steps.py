@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.steps import MEDIUM, SLICE, SMALL, Steps, finished
 from tests.support.bodies import LIMIT, PLACES, TEXTS, UNITS, filled, processed, text
 from tests.support.running import until
-from upstream.story import Story
+from upstream.story import InlineTask
 
 GENEROUS = 5
 """How much slower than the machine of the figures a machine may be."""
@@ -54,7 +54,7 @@ async def test_one_iteration_resumes_one_waiting_work() -> None:
             resumed.append(name)
 
     for name in "ab":
-        Story(work(name)).step()
+        InlineTask(work(name)).step()
     counts = []
     while len(resumed) < 6:
         before = len(resumed)
@@ -112,10 +112,10 @@ async def test_a_request_that_is_cancelled_gives_its_turn_back(where: str) -> No
         except asyncio.CancelledError:
             done.append(-number)
 
-    stories = [Story(work(number)) for number in (1, 2, 3)]
-    for story in stories:
-        story.step()
-    stories[1 if where == "waiting for its turn" else 0].cancel()
+    tasks = [InlineTask(work(number)) for number in (1, 2, 3)]
+    for task in tasks:
+        task.step()
+    tasks[1 if where == "waiting for its turn" else 0].cancel()
     await until(lambda: len(done) == 3)
     assert sorted(done) == ([-2, 1, 3] if where == "waiting for its turn" else [-1, 2, 3])
     assert gc.isenabled()

@@ -69,7 +69,7 @@ class Served:
     board: Board
     log: AccessLog
     connections: set[Any] = field(default_factory=set)
-    stories: set[Any] = field(default_factory=set)
+    inline_tasks: set[Any] = field(default_factory=set)
     """Those that are not over."""
     asked: list[tuple[str, float | None]] = field(default_factory=list)
     """What control would have been told of waiting requests."""

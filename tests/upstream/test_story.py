@@ -1,4 +1,4 @@
-"""A coroutine run by what it waits for."""
+"""Inline tasks: steps, cancellation, and what they can await."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.support.running import until
-from upstream.story import Signal, Story
+from upstream.story import InlineTask, Signal
 
 
 class Log(list[str]):
@@ -21,60 +21,60 @@ class Log(list[str]):
             self.append("cancelled")
 
 
-def test_every_step_is_taken_where_it_is_caused() -> None:
+def test_each_step_runs_inside_the_call_that_sets_its_signal() -> None:
     log, first, second = Log(), Signal(), Signal()
-    story = Story(log.wait(first, second))
+    task = InlineTask(log.wait(first, second))
     assert log == []
-    story.step()
+    task.step()
     assert log == ["waits 0"]
-    first.tell()
+    first.set()
     assert log == ["waits 0", "waits 1"]
-    first.tell()
-    assert log == ["waits 0", "waits 1"], "a second word means nothing"
-    second.tell()
-    assert log[-1] == "ends" and story.done and not story.cancel()
+    first.set()
+    assert log == ["waits 0", "waits 1"], "setting a signal again has no effect"
+    second.set()
+    assert log[-1] == "ends" and task.done and not task.cancel()
 
 
-def test_what_was_told_before_is_not_waited_for() -> None:
+def test_a_signal_set_earlier_is_not_waited_for() -> None:
     log, told = Log(), Signal()
-    told.tell()
-    Story(log.wait(told, told)).step()
+    told.set()
+    InlineTask(log.wait(told, told)).step()
     assert log == ["waits 0", "waits 1", "ends"]
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_cancelled_story_ends_at_its_wait(begun: bool) -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_a_cancelled_task_ends_at_its_wait(started: bool) -> None:
     log, signal = Log(), Signal()
-    story = Story(log.wait(signal))
-    if begun:
-        story.step()
-    assert story.cancel()
-    if not begun:
-        assert log == [], "it has not begun: its first step settles what was counted"
-        story.step()
-    assert log == ["waits 0", "cancelled"] and story.done
-    signal.tell()
+    task = InlineTask(log.wait(signal))
+    if started:
+        task.step()
+    assert task.cancel()
+    if not started:
+        assert log == [], "an unstarted task still runs its first step"
+        task.step()
+    assert log == ["waits 0", "cancelled"] and task.done
+    signal.set()
     assert log == ["waits 0", "cancelled"]
 
 
-def test_it_can_cancel_itself() -> None:
+def test_a_task_can_cancel_itself() -> None:
     log: list[str] = []
 
     async def run() -> None:
-        story.cancel()
-        log.append("runs on")
+        task.cancel()
+        log.append("continues")
         try:
             await Signal()
         finally:
             log.append("cancelled")
 
-    story = Story(run())
+    task = InlineTask(run())
     with pytest.raises(asyncio.CancelledError):
-        story.step()
-    assert log == ["runs on", "cancelled"]
+        task.step()
+    assert log == ["continues", "cancelled"]
 
 
-async def test_futures_and_tasks_are_waited_for() -> None:
+async def test_futures_and_tasks_can_be_awaited() -> None:
     log: list[object] = []
 
     async def run(future: asyncio.Future[int]) -> None:
@@ -82,40 +82,40 @@ async def test_futures_and_tasks_are_waited_for() -> None:
         log.append(await asyncio.create_task(asyncio.sleep(0, "slept")))
 
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    story = Story(run(future))
-    story.step()
+    task = InlineTask(run(future))
+    task.step()
     future.set_result(7)
-    await until(lambda: story.done)
+    await until(lambda: task.done)
     assert log == [7, "slept"]
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_wait_for_a_future_is_cancelled_even_when_it_has_just_ended(late: bool) -> None:
+async def test_a_wait_for_a_future_is_cancelled_even_if_it_has_just_finished(late: bool) -> None:
     log: list[str] = []
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run() -> None:
         try:
             await future
-            log.append("went on")
+            log.append("continued")
         except asyncio.CancelledError:
             log.append("cancelled")
 
-    story = Story(run())
-    story.step()
+    task = InlineTask(run())
+    task.step()
     if late:
         future.set_result(None)
-    story.cancel()
-    await until(lambda: story.done)
+    task.cancel()
+    await until(lambda: task.done)
     assert log == ["cancelled"]
 
 
-async def test_a_task_may_wait_for_a_signal() -> None:
+async def test_an_asyncio_task_can_await_a_signal() -> None:
     log, signal, other = Log(), Signal(), Signal()
     task = asyncio.create_task(log.wait(signal))
     cancelled = asyncio.create_task(log.wait(other))
     await asyncio.sleep(0)
-    signal.tell()
+    signal.set()
     cancelled.cancel()
     await asyncio.wait([task, cancelled])
     assert log == ["waits 0", "waits 0", "ends", "cancelled"]

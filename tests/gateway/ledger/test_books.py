@@ -113,7 +113,7 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
         one.send(request(chat(stream=True)))
         await one.events(4)
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
     assert row.generated == (3, True) and row.cost == 6000 and journal.held() == []
@@ -136,7 +136,7 @@ async def test_events_that_come_together_count_each(journal: Journal, together: 
         for _ in range(3 * together):
             await one.reader.readuntil(event)
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert row.generated == (3 * together - 1, True)
 
@@ -156,7 +156,7 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
         one.send(request(chat(stream=True, n=3)))
         await one.reader.readuntil(counted(2, 4))
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.completion, row.generated) == (4, (11, True))
 
@@ -174,7 +174,7 @@ async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Row:
         one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
         await one.events(len(events))
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
         return row
 
@@ -233,7 +233,7 @@ async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_coun
         one.send(request())
         await one.reader.readexactly(50_000)
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
         assert (await ask(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
@@ -249,7 +249,7 @@ async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal
         one.send(request())
         await one.reader.readuntil(COMPLETION[:20])
         one.leave()
-        await until(lambda: not served.stories, 30.0)
+        await until(lambda: not served.inline_tasks, 30.0)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
 
@@ -280,7 +280,7 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
         (payload,) = journal.held()
         row = decode(payload)
         one.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
         (settled,) = rows(journal)
     assert (row.id, row.incomplete, row.status, row.cost) == (settled.id, LOST, None, None)
     assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
@@ -309,7 +309,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
             left = [other] if later is None else [model(server.port, price=later), other]
             served.worker.take(replace(served.worker.snapshot, version=2, models=tuple(left)))
             go_on.set()
-            await until(lambda: not served.stories)
+            await until(lambda: not served.inline_tasks)
             (row,) = rows(journal)
             assert (row.model, row.prompt, row.completion, row.cost) == ("tiny", 3, 2, 3 * 1000 + 2 * 2000)
             await ask(served.port, request(chat(stream=True)))

@@ -297,7 +297,7 @@ async def test_what_a_request_used_is_known_when_a_stream_says_that_it_is_over()
         await first.reader.readuntil(DONE)
         known = meter(served)
         first.leave()
-        await until(lambda: not served.stories)
+        await until(lambda: not served.inline_tasks)
     assert (known.day, known.in_flight) == (USED, 0)
 
 
