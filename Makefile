@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test quick check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
+
+setup: $(READY)  ## the environment in .venv, with the locked packages
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
 test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`, `make clients` and `make deploy-tools`
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST_ARGS)
+
+quick: $(READY)  ## the tests of gateway/ and upstream/; needs no root and no other tool
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup tests/gateway tests/upstream tests/style $(PYTEST_ARGS)
 
 check: $(READY)  ## style, types, vocabulary and the import order
 	$(BIN)/ruff check .

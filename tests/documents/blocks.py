@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 CHART = ROOT / "deploy" / "helm" / "vllm-gateway"
-PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", CHART / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    README,
+    *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")),
+    CHART / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 
 REASONS = (
     "it needs a cluster",
