@@ -335,7 +335,7 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
     with way() as one:
         said = one.streamed([STREAM_HEAD, *pieces], asks=False)
         one.server.connection_lost(None)
-        one.turn.end()
+        one.write_batch.flush()
         said += one.client_wire.take()
         (noted,) = one.worker.records
         assert one.worker.metrics.cells("inflight_requests", "tiny")[0] == 0
@@ -371,10 +371,10 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
         for piece in pieces:
             if not one.client_wire.is_closing():
                 one.client.data_received(piece)
-                one.turn.end()
+                one.write_batch.flush()
         for _ in range(_TURNS):
             await asyncio.sleep(0)  # requests that are not inference, and those that wait for their turn behind them
-        one.turn.end()
+        one.write_batch.flush()
         answers = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
         assert b"500" not in answers
         return [(noted.endpoint, noted.status, noted.code) for noted in one.worker.records if noted.endpoint in ENDPOINTS]

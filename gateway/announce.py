@@ -22,20 +22,20 @@ from gateway import logs
 from gateway.config import Config, Model, Problem
 from gateway.discovery import Change, source_of
 from gateway.reload import Reading
-from upstream.health import Probe
+from upstream.health import ServerHealth
 from upstream.launcher import LaunchState, LaunchStatus
-from upstream.launcher.schedule import Action, Do
+from upstream.launcher.schedule import Action, ActionKind
 from upstream.vllm_failures import Cause
 
 _STYLES: Mapping[int, str] = MappingProxyType({logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"})
 _log = logging.getLogger("vllm_gateway.control")
 _DONE = {
-    Do.START: "is started",
-    Do.WAKE: "is woken",
-    Do.DRAIN: "takes no new requests",
-    Do.RESUME: "takes requests again",
-    Do.SLEEP: "is put to sleep",
-    Do.STOP: "is stopped",
+    ActionKind.START: "is started",
+    ActionKind.WAKE: "is woken",
+    ActionKind.DRAIN: "takes no new requests",
+    ActionKind.RESUME: "takes requests again",
+    ActionKind.SLEEP: "is put to sleep",
+    ActionKind.STOP: "is stopped",
 }
 
 
@@ -114,7 +114,7 @@ class Announcer:
             {"server": status.name, "cause": cause.code if cause else None},
         )
 
-    def probed(self, probe: Probe) -> None:
+    def probed(self, probe: ServerHealth) -> None:
         """A server's health has changed."""
         if probe.up:
             self._say(f"{escape(probe.name)} is up")
@@ -128,7 +128,7 @@ class Announcer:
 
     def acts(self, action: Action) -> None:
         """A model is brought up or down."""
-        self._say(f"{escape(action.model)} {_DONE[action.do]} ({escape(action.why)})")
+        self._say(f"{escape(action.model)} {_DONE[action.kind]} ({escape(action.why)})")
 
     def reloaded(self, reading: Reading) -> None:
         """The files of the configuration have been read again."""

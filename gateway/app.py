@@ -51,7 +51,7 @@ from gateway.unserved import shown as shown_text
 from gateway.unserved import unserved
 from gateway.waiting import Ask, Lobby, nobody
 from upstream.deadlines import Deadlines
-from upstream.pool import Fleet
+from upstream.pool import LiveServers
 
 if TYPE_CHECKING:
     from gateway.tokens import Tokens
@@ -71,7 +71,7 @@ class Worker:
         self,
         snapshot: Snapshot,
         *,
-        fleet: Fleet,
+        fleet: LiveServers,
         metrics: WorkerMetrics,
         log: AccessLog,
         ask: Ask = nobody,
@@ -84,7 +84,7 @@ class Worker:
     ) -> None:
         self.number = number
         self.fleet = fleet
-        self.turn = fleet.turn
+        self.write_batch = fleet.write_batch
         self.books = books
         self.sampler: Sampler | None = None
         self._spans = spans or Spans()
@@ -119,9 +119,9 @@ class Worker:
         self.metrics.expect(snapshot)
         for model in snapshot.bases:
             for index, spec in enumerate(model.servers):
-                servers[spec.name].count_in(self.metrics.cells("server_inflight", model.id, spec.name))
+                servers[spec.name].publish_in_flight(self.metrics.cells("server_inflight", model.id, spec.name))
                 servers[spec.name].limit = self._part(model.max_inflight, index, snapshot.workers)
-                servers[spec.name].ejected = self.metrics.cells("server_ejected", model.id, spec.name)
+                servers[spec.name].ejected_cells = self.metrics.cells("server_ejected", model.id, spec.name)
         self.snapshot = snapshot
         self.house = None if snapshot.max_inflight is None else House(part(snapshot.max_inflight, self.number, snapshot.workers))
         self.keyring = Keyring(snapshot.keys, self._tokens_of(snapshot))
@@ -182,7 +182,7 @@ class Worker:
 
     def _sweep(self) -> None:
         """What is done about once a second for all connections, the servers' and the clients'."""
-        self.fleet.sweep()
+        self.fleet.expire()
         now = time.monotonic()
         for connection in tuple(self.connections):
             connection.check(now)

@@ -31,17 +31,17 @@ from gateway.rates import Rates
 from gateway.relays import WorkerSupervisor
 from gateway.reload import History, Reading, Reloader
 from gateway.service_manager import ServiceManager
-from upstream.discovery import Standing
-from upstream.health import Probe, Prober
+from upstream.discovery import EndpointState
+from upstream.health import Prober, ServerHealth
 from upstream.launcher import Launcher, LaunchState, LaunchStatus
-from upstream.launcher.schedule import Action, Phase
+from upstream.launcher.schedule import Action, ModelPhase
 from upstream.server import Condition
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _LOOK_EVERY = 1.0  # seconds between two looks at the counts of tokens
-_AT_REST = frozenset({Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING})
+_AT_REST = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING, ModelPhase.DRAINING})
 _ENDING = 30.0  # seconds for what has no other bound of its own on the way down
 
 
@@ -253,13 +253,13 @@ class Control:
     @property
     def known(self) -> plan.Knowledge:
         statuses = plan.by_name(self.launcher.statuses())
-        probes = {probe.name: probe for probe in self.prober.probes()}
+        probes = {probe.name: probe for probe in self.prober.servers()}
         return plan.Knowledge(
             statuses,
             probes,
             {name: self.launcher.api_key(name) for name in statuses},
-            self.fleet.away() | self.discovery.named(Standing.LEAVING),
-            self.discovery.named(Standing.UNREADY),
+            self.fleet.away() | self.discovery.named(EndpointState.TERMINATING),
+            self.discovery.named(EndpointState.UNREADY),
             self.discovery.awaited(self.config, probes),
             self.key_sets.known(),
         )
@@ -285,7 +285,7 @@ class Control:
         if outcome is not None:
             self.launches[plan.launched_model(status.name), outcome] += 1
 
-    def probed(self, probe: Probe) -> None:
+    def probed(self, probe: ServerHealth) -> None:
         """The prober tells of a change."""
         stage = self._stages.get(probe.name)
         if stage not in (None, LaunchState.READY):
@@ -301,10 +301,10 @@ class Control:
         self.tell_health()
         self.fleet.nudge()
 
-    def lost(self, probe: Probe) -> None:
+    def lost(self, probe: ServerHealth) -> None:
         """The prober tells of a server that will not come back by itself; one that was launched here is started anew."""
         if probe.name in self.known.launched:
-            self.launcher.renew(probe.name, probe.reason, STOP_GRACE)
+            self.launcher.restart(probe.name, probe.reason, STOP_GRACE)
 
     def nudged(self) -> None:
         """A worker has said something."""
@@ -415,7 +415,7 @@ class Control:
     def _rests(self, model: conf.Model) -> bool:
         """Whether the gateway itself has taken a model's servers out of service, or is about to bring them back."""
         phase = self.fleet.phase(model.id)
-        return phase in _AT_REST or (phase is Phase.STARTING and plan.may_be_stopped(self.config, model))
+        return phase in _AT_REST or (phase is ModelPhase.STARTING and plan.may_be_stopped(self.config, model))
 
     def _have_heard(self) -> bool:
         """Whether every worker knows what the first looks found; once it is so, a worker that is replaced changes nothing."""

@@ -14,10 +14,10 @@ from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
 from gateway.dependencies import Observation
-from upstream.discovery import DnsName, Endpoint, Finding, Service, Source, Sources, Standing
-from upstream.health import Probe
+from upstream.discovery import DiscoveryStatus, DnsName, Endpoint, EndpointState, Service, Source, Sources
+from upstream.health import ServerHealth
 
-_NOTHING = Finding()
+_NOTHING = DiscoveryStatus()
 
 
 def source_of(discover: conf.Discover) -> Source:
@@ -34,14 +34,14 @@ def discovered(config: Config) -> Iterator[tuple[conf.Model, conf.Discover]]:
     return ((model, model.discover) for model in config.models if model.discover is not None)
 
 
-def filled(read: Config, findings: Mapping[Source, Finding]) -> Config:
+def filled(read: Config, findings: Mapping[Source, DiscoveryStatus]) -> Config:
     """The configuration with the servers that were found; itself where none are looked for."""
     if not any(discovered(read)):
         return read
     return read.model_copy(update={"models": tuple(_filled(model, findings) for model in read.models)})
 
 
-def _filled(model: conf.Model, findings: Mapping[Source, Finding]) -> conf.Model:
+def _filled(model: conf.Model, findings: Mapping[Source, DiscoveryStatus]) -> conf.Model:
     if model.discover is None:
         return model
     endpoints = findings.get(source_of(model.discover), _NOTHING).endpoints
@@ -52,10 +52,10 @@ def _server(discover: conf.Discover, url: str) -> conf.Server:
     return conf.Server.model_construct(url=url, model=discover.model, api_key=discover.api_key, weight=1)
 
 
-def standings(config: Config, findings: Mapping[Source, Finding]) -> dict[str, Standing]:
+def standings(config: Config, findings: Mapping[Source, DiscoveryStatus]) -> dict[str, EndpointState]:
     """By its name, how every server of a filled configuration stands that was found."""
     known = {
-        (model.id, endpoint.url): endpoint.standing
+        (model.id, endpoint.url): endpoint.state
         for model, discover in discovered(config)
         for endpoint in findings.get(source_of(discover), _NOTHING).endpoints
     }
@@ -95,31 +95,31 @@ class Discovery:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._settled: set[str] = set()
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, EndpointState] = {}
 
     def look_for(self, *configs: Config) -> None:
         """Look for the servers of these configurations, and for no others."""
-        self._sources.want(source_of(discover) for config in configs for _, discover in discovered(config))
+        self._sources.set_sources(source_of(discover) for config in configs for _, discover in discovered(config))
 
     def has_answers(self, config: Config) -> bool:
         """Whether every source of a configuration has answered, or failed, at least once."""
-        findings = self._sources.findings()
-        return all(findings.get(source_of(discover), _NOTHING).concluded for _, discover in discovered(config))
+        findings = self._sources.statuses()
+        return all(findings.get(source_of(discover), _NOTHING).first_result for _, discover in discovered(config))
 
     def fill(self, read: Config) -> Config:
         """A configuration with the servers that are known now."""
-        return filled(read, self._sources.findings())
+        return filled(read, self._sources.statuses())
 
     def serve(self, config: Config) -> None:
         """Remember how the servers of a filled configuration stand, by which workers are told from now on."""
-        self._standings = standings(config, self._sources.findings())
+        self._standings = standings(config, self._sources.statuses())
         self._settled &= {model.id for model, _ in discovered(config)}
 
-    def standing(self, name: str) -> Standing | None:
+    def standing(self, name: str) -> EndpointState | None:
         """How a server stands; None for one that was not found."""
         return self._standings.get(name)
 
-    def named(self, standing: Standing) -> Set[str]:
+    def named(self, standing: EndpointState) -> Set[str]:
         """The servers that stand so."""
         return {name for name, each in self._standings.items() if each is standing}
 
@@ -127,33 +127,33 @@ class Discovery:
         """Whether ``awaited`` may have any."""
         return any(model.id not in self._settled for model, _ in discovered(config))
 
-    def awaited(self, config: Config, probes: Mapping[str, Probe]) -> Set[str]:
+    def awaited(self, config: Config, probes: Mapping[str, ServerHealth]) -> Set[str]:
         """The models of which it is not known yet whether they are served. One that was once known never comes back here: its servers
         come and go, and the gateway is ready nevertheless."""
         waiting = {model.id: discover for model, discover in discovered(config) if model.id not in self._settled}
         if not waiting:
             return frozenset()
-        findings = self._sources.findings()
+        findings = self._sources.statuses()
         probed = {place.model.id for place in plan.places(config) if place.name in probes}
         for model, discover in waiting.items():
             finding = findings.get(source_of(discover), _NOTHING)
-            if finding.concluded and (model in probed or not _any_ready(finding.endpoints)):
+            if finding.first_result and (model in probed or not _any_ready(finding.endpoints)):
                 self._settled.add(model)
         return waiting.keys() - self._settled
 
     def well(self, config: Config) -> Iterator[tuple[str, bool]]:
         """For each model whose servers are found, whether its source has answered and there is nothing wrong with it."""
-        findings = self._sources.findings()
+        findings = self._sources.statuses()
         for model, discover in discovered(config):
             finding = findings.get(source_of(discover), _NOTHING)
-            yield model.id, finding.concluded and not finding.problem
+            yield model.id, finding.first_result and not finding.problem
 
     def dependencies(self, config: Config) -> Iterator[Observation]:
         """The source of each model whose servers are found, once it has answered or failed."""
-        findings = self._sources.findings()
+        findings = self._sources.statuses()
         for model, discover in discovered(config):
             finding = findings.get(source_of(discover), _NOTHING)
-            if finding.concluded:
+            if finding.first_result:
                 yield Observation("discovery", model.id, finding.problem or None)
 
     def shown(self, model: conf.Model) -> dict[str, Any] | None:
@@ -161,9 +161,9 @@ class Discovery:
         if model.discover is None:
             return None
         source = source_of(model.discover)
-        finding = self._sources.findings().get(source, _NOTHING)
+        finding = self._sources.statuses().get(source, _NOTHING)
         return {"source": str(source), "endpoints": len(finding.endpoints), "problem": finding.problem, "since": finding.since}
 
 
 def _any_ready(endpoints: Iterable[Endpoint]) -> bool:
-    return any(endpoint.standing is Standing.READY for endpoint in endpoints)
+    return any(endpoint.state is EndpointState.READY for endpoint in endpoints)

@@ -34,7 +34,7 @@ from gateway.metrics import WorkerMetrics
 from gateway.patience import Patience, Wait
 from gateway.state import Clients
 from gateway.steps import Steps
-from upstream.outlet import Outlet, Turn
+from upstream.outlet import BatchingTransport, WriteBatch
 from upstream.story import InlineTask
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Door(Protocol):
     """The gateway is about to end: each answer is the last one on its connection."""
     date_line: bytes
     """The Date header of this second."""
-    turn: Turn
+    write_batch: WriteBatch
 
     @property
     def targets(self) -> Mapping[bytes, Target]:
@@ -105,7 +105,7 @@ class ClientConnection(HttpToolsProtocol):
     """uvicorn's protocol, with the inference routes taken out of it."""
 
     cycle: Any  # uvicorn's RequestResponseCycle or a ClientRequest
-    transport: Outlet
+    transport: BatchingTransport
     parser: Any
     pipeline: Any  # of what waits for its turn: requests, and as the last of all perhaps the Refusal of what is none
 
@@ -133,7 +133,7 @@ class ClientConnection(HttpToolsProtocol):
     # Transport callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(Outlet(transport, self.door.turn))  # type: ignore[arg-type]  # both loops give a full Transport here
+        super().connection_made(BatchingTransport(transport, self.door.write_batch))  # type: ignore[arg-type]  # both loops give a full Transport here
         self.address = shown(self.client[0]) if self.client else ""
         self.proxied = self.door.proxies.trusts(self.address)
         self.door.unauthenticated.relieve(self.transport.get_extra_info("socket").fileno())
@@ -224,7 +224,7 @@ class ClientConnection(HttpToolsProtocol):
         self._line = start
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport.lost()
+        self.transport.mark_closed()
         waiting = [cycle for cycle, _ in self.pipeline]
         for cycle in (self._call, *waiting):
             if isinstance(cycle, ClientRequest):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gateway.admin_document import METRICS
 from upstream import engine_metrics
-from upstream.engine_metrics import UnreadableError
+from upstream.engine_metrics import MetricsUnavailableError
 from upstream.health import Target
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -41,7 +41,7 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
             return PlainTextResponse("no such server, or it is not up\n", 404)
         try:
             text = await engine_metrics.read(found.target, _DEADLINE)
-        except UnreadableError as error:
+        except MetricsUnavailableError as error:
             return PlainTextResponse(f"{error}\n", 502)
         return Response(text, headers={"content-type": METRICS, "x-content-type-options": "nosniff"})
 

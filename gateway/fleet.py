@@ -28,7 +28,7 @@ from gateway.relays import WorkerSupervisor
 from gateway.reshape import Reshape, can_roll, reshape, shape
 from gateway.resident import Resident
 from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
-from upstream.launcher.schedule import PARKED, Do, Phase, View, compete, decide, forecast
+from upstream.launcher.schedule import PARKED, ActionKind, ModelPhase, ModelView, compete, decide, forecast
 
 _LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one
 _GATHER = 0.01  # seconds in which more may come that calls for the same look
@@ -42,7 +42,7 @@ _log = logging.getLogger("vllm_gateway.fleet")
 class Standing:
     """A model as operators see it. ``since``: wall clock; ``waiting``: seconds for which the oldest of ``queued`` requests has waited."""
 
-    state: Phase
+    state: ModelPhase
     since: float
     queued: int
     waiting: float | None
@@ -59,18 +59,18 @@ class Fleet:
         self._handling = Handling(launcher, workers, host, self._in_flight)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}
-        self._found = {model.id: Found(servers, Phase.STARTING, now, comes(model)) for model, servers in found_servers(config)}
+        self._found = {model.id: Found(servers, ModelPhase.STARTING, now, comes(model)) for model, servers in found_servers(config)}
         self._index()
         self._told: Mapping[str, float] = {}
         self._nudged = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._does: Mapping[Do, Callable[[Resident], None]] = {
-            Do.START: self._start,
-            Do.WAKE: self._wake,
-            Do.DRAIN: self._drain,
-            Do.RESUME: self._resume,
-            Do.SLEEP: self._put_to_sleep,
-            Do.STOP: self._stop,
+        self._does: Mapping[ActionKind, Callable[[Resident], None]] = {
+            ActionKind.START: self._start,
+            ActionKind.WAKE: self._wake,
+            ActionKind.DRAIN: self._drain,
+            ActionKind.RESUME: self._resume,
+            ActionKind.SLEEP: self._put_to_sleep,
+            ActionKind.STOP: self._stop,
         }
 
     def _index(self) -> None:
@@ -99,7 +99,7 @@ class Fleet:
         now = time.monotonic()
         known, self._found = self._found, {}
         for model, servers in found_servers(config):
-            one = self._found[model.id] = known.get(model.id) or Found(servers, Phase.STARTING, now, comes(model))
+            one = self._found[model.id] = known.get(model.id) or Found(servers, ModelPhase.STARTING, now, comes(model))
             one.servers, one.comes = servers, comes(model)
 
     def _follow(self, resident: Resident, config: Config, model: conf.Model, launch: conf.Launch) -> None:
@@ -108,7 +108,7 @@ class Fleet:
         resident.follow(config, model, launch, running)
         for spec in resident.specs:
             if spec.name in running:
-                self._launcher.allow(spec.name, spec.startup_timeout)
+                self._launcher.set_startup_timeout(spec.name, spec.startup_timeout)
         if was_gone or shape(resident.specs) != before:
             self._break_off(resident)
 
@@ -119,7 +119,7 @@ class Fleet:
 
     def _reconsider(self, resident: Resident) -> None:
         """See whether its servers are those of the configuration; each change is tried once."""
-        if resident.held or resident.task is not None or resident.step not in (None, Phase.SLEEPING):
+        if resident.held or resident.task is not None or resident.step not in (None, ModelPhase.SLEEPING):
             return
         wanted = shape(resident.specs)
         if wanted == resident.tried:
@@ -128,7 +128,7 @@ class Fleet:
         change, resident.tried = reshape(running, resident.specs), wanted
         if not running or not change:
             resident.settled()
-        elif resident.phase is Phase.SLEEPING or not self._is_up(running):
+        elif resident.phase is ModelPhase.SLEEPING or not self._is_up(running):
             self._stop(resident)
         elif can_roll(running, change) and not self._is_crowded(resident, running, change):
             self._spawn(resident, self._handling.reshape(resident, change))
@@ -166,7 +166,7 @@ class Fleet:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _pause(self) -> float:
-        return CLOSE_LOOK if any(resident.step is Phase.DRAINING for resident in self._residents.values()) else _LOOK
+        return CLOSE_LOOK if any(resident.step is ModelPhase.DRAINING for resident in self._residents.values()) else _LOOK
 
     def nudge(self) -> None:
         """Something has changed that may call for a look."""
@@ -187,20 +187,25 @@ class Fleet:
             self._reconsider(resident)
         for action in decide([self._view(resident) for resident in self._residents.values()], now):
             self._host.acts(action)
-            self._does[action.do](self._residents[action.model])
+            self._does[action.kind](self._residents[action.model])
         if self._has_shifted(self.expected()):
             self._host.tell_health()
 
     def changed(self, status: LaunchStatus) -> None:
         """A launched server has changed its state."""
         resident = self._by_server.get(status.name)
-        if resident is not None and resident.step is Phase.SLEEPING and resident.task is None and status.state is not LaunchState.READY:
+        if (
+            resident is not None
+            and resident.step is ModelPhase.SLEEPING
+            and resident.task is None
+            and status.state is not LaunchState.READY
+        ):
             self._stop(resident)  # it is being started again, awake, where another model may run
         self.nudge()
 
     def _let_go(self) -> None:
         """Forget the models that the configuration no longer has, once nothing of them is left."""
-        left = [one.id for one in self._residents.values() if one.gone and one.task is None and one.phase is Phase.STOPPED]
+        left = [one.id for one in self._residents.values() if one.gone and one.task is None and one.phase is ModelPhase.STOPPED]
         for identity in left:
             del self._residents[identity]
         if left:
@@ -218,7 +223,7 @@ class Fleet:
         for model, found in self._found.items():
             found.see((conditions[name] for name in found.servers), model in awaited, now)
 
-    def _view(self, resident: Resident) -> View:
+    def _view(self, resident: Resident) -> ModelView:
         return resident.view(
             asked=self._workers.requested_since(resident.id),
             in_flight=self._in_flight(resident.names),
@@ -249,7 +254,7 @@ class Fleet:
     def _has_shifted(self, expected: Mapping[str, float]) -> bool:
         return expected.keys() != self._told.keys() or any(abs(when - self._told[model]) > _SHIFT for model, when in expected.items())
 
-    def phase(self, model: str) -> Phase:
+    def phase(self, model: str) -> ModelPhase:
         """Where a model is in its life."""
         return (self._found.get(model) or self._residents[model]).phase
 
@@ -269,7 +274,7 @@ class Fleet:
             self._launcher.start(spec)
 
     def _drain(self, resident: Resident) -> None:
-        resident.step = Phase.DRAINING
+        resident.step = ModelPhase.DRAINING
         resident.told = self._host.tell_health()
 
     def _resume(self, resident: Resident) -> None:
@@ -277,7 +282,7 @@ class Fleet:
         self._host.tell_health()
 
     def _stop(self, resident: Resident) -> None:
-        resident.step = Phase.DRAINING
+        resident.step = ModelPhase.DRAINING
         resident.ending = True
         self._spawn(resident, self._handling.end(resident))
 
@@ -285,7 +290,7 @@ class Fleet:
         self._spawn(resident, self._handling.lull(resident))
 
     def _wake(self, resident: Resident) -> None:
-        resident.step = Phase.STARTING
+        resident.step = ModelPhase.STARTING
         self._spawn(resident, self._handling.rouse(resident))
 
     def _spawn(self, resident: Resident, work: Coroutine[Any, Any, None]) -> None:
@@ -314,9 +319,9 @@ class Fleet:
         """
         resident = self._resident(model)
         resident.held = False
-        if resident.phase is Phase.FAILED and resident.task is None:
+        if resident.phase is ModelPhase.FAILED and resident.task is None:
             self._stop(resident)
-        if resident.phase is not Phase.READY and resident.phase is not Phase.STARTING:
+        if resident.phase is not ModelPhase.READY and resident.phase is not ModelPhase.STARTING:
             resident.ordered = time.monotonic()
         self.look()
         await self._workers.wait_applied(self._host.tell_health())
@@ -336,7 +341,7 @@ class Fleet:
             await asyncio.gather(resident.task, return_exceptions=True)
         resident.held, resident.ordered = True, None
         self.look()
-        await until(lambda: resident.phase is Phase.STOPPED or not resident.held)
+        await until(lambda: resident.phase is ModelPhase.STOPPED or not resident.held)
 
     async def restart(self, model: str) -> None:
         """Have a model's servers replaced, one after the other; returns when the first one gets no more requests.
@@ -346,7 +351,7 @@ class Fleet:
         resident = self._resident(model)
         if resident.task is not None and not resident.ending:
             raise RefusedOperation(f"{model} is being worked on; try again when it is ready, or stop it")
-        if resident.phase in (Phase.STOPPED, Phase.SLEEPING, Phase.DRAINING):
+        if resident.phase in (ModelPhase.STOPPED, ModelPhase.SLEEPING, ModelPhase.DRAINING):
             raise RefusedOperation(f"{model} is {resident.phase}; only a model that runs can be restarted")
         specs = self._handling.in_turn(resident.specs)
         number = self._handling.set_aside(resident, [specs[0].name])

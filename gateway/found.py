@@ -12,7 +12,7 @@ from gateway import config as conf
 from gateway import plan
 from gateway.config import Config
 from gateway.resident import FIRST_START
-from upstream.launcher.schedule import Phase
+from upstream.launcher.schedule import ModelPhase
 from upstream.server import Condition
 
 _FIRST_PROBE = 3.0  # seconds after which a server that was found is known to be up or down
@@ -26,7 +26,7 @@ class Found:
     """
 
     servers: tuple[str, ...]
-    phase: Phase
+    phase: ModelPhase
     since: float
     comes: bool
     missing: bool = False
@@ -34,7 +34,7 @@ class Found:
     @property
     def expected(self) -> float | None:
         """When one of them may be up; None: nobody knows of any."""
-        if self.phase is Phase.STARTING:
+        if self.phase is ModelPhase.STARTING:
             return self.since + _FIRST_PROBE
         return self.since + FIRST_START if self.missing else None
 
@@ -42,7 +42,7 @@ class Found:
         """Take over what is known of its servers; ``awaited``: they are still looked for."""
         seen = {*conditions, *([Condition.LOADING] if awaited else [])}
         self.missing = self.comes and seen <= {Condition.OUT_OF_ROTATION}
-        phase = Phase.READY if Condition.UP in seen else Phase.STARTING if Condition.LOADING in seen else Phase.FAILED
+        phase = ModelPhase.READY if Condition.UP in seen else ModelPhase.STARTING if Condition.LOADING in seen else ModelPhase.FAILED
         if phase is not self.phase:
             self.phase, self.since = phase, now
 

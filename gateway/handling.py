@@ -20,7 +20,7 @@ from gateway.reshape import Reshape
 from gateway.resident import Resident
 from upstream.health import Target
 from upstream.launcher import Launcher, LaunchSpec, LaunchStatus
-from upstream.launcher.schedule import Action, Phase
+from upstream.launcher.schedule import Action, ModelPhase
 from upstream.server import Condition
 from upstream.sleep import SleepError, fall_asleep, wake_up
 
@@ -78,7 +78,7 @@ class Handling:
             _log.error("%s cannot sleep and is stopped: %s", resident.id, error)
             await self.end(resident)
         else:
-            resident.step = Phase.SLEEPING
+            resident.step = ModelPhase.SLEEPING
 
     async def rouse(self, resident: Resident) -> None:
         """Wake its servers; those that cannot be woken are ended, so that they are started anew."""
@@ -145,7 +145,7 @@ class Handling:
             await self._launcher.stop(name, STOP_GRACE)
         resident.away.discard(name)
         self._launcher.start(spec)
-        await until(lambda: (status := self._status(name)) is None or status.concluded)
+        await until(lambda: (status := self._status(name)) is None or status.first_start_finished)
         if self._host.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
         number = self._host.tell_health()

@@ -16,7 +16,7 @@ from gateway.config import Problem
 from gateway.config.references import Draft
 from upstream import gpus, installed_vllm, vllm_names
 from upstream.launcher.program import why_not_executable
-from upstream.vllm_names import Names
+from upstream.vllm_names import KnownNames
 
 
 class LaunchCheck:
@@ -45,8 +45,8 @@ class LaunchCheck:
     def _machine(self, draft: Draft, gpu_count: int | None) -> preflight.Machine:
 
         @functools.cache
-        def names(command: tuple[str, ...]) -> Names:
-            return installed_vllm.names(command, self._environ, self._say) or vllm_names.built_in()
+        def names(command: tuple[str, ...]) -> KnownNames:
+            return installed_vllm.known_names(command, self._environ, self._say) or vllm_names.built_in()
 
         def executable(program: str, path: str | None) -> str:
             return why_not_executable(program, path or self._environ.get("PATH", os.defpath))

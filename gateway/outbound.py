@@ -97,7 +97,7 @@ class Outbound(msgspec.Struct):
         framing = b"transfer-encoding: chunked\r\n" if behind is None else b"content-length: %d\r\n" % (len(body) + behind)
         trace = self.call.trace
         head = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
-            server.head(self.path), self.content_type, self.call.id.encode(), self.more_head, framing,
+            server.request_head(self.path), self.content_type, self.call.id.encode(), self.more_head, framing,
             b"" if trace is None else trace.header,
         )  # fmt: skip
         if self.composed_at is None:

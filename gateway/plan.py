@@ -23,7 +23,7 @@ from gateway.reshape import shape
 from gateway.state import Allowance, BodyRules, Claims, Clients, Issuer, Key, Limits, LimitsStore, Model, Queue, Snapshot, Tls, Tracing
 from upstream import deadlines
 from upstream.address import Address
-from upstream.health import Probe, Target
+from upstream.health import ServerHealth, Target
 from upstream.launcher import LaunchSpec, LaunchState, LaunchStatus
 from upstream.server import Condition, ServerSpec
 from upstream.vllm import Adapter, LaunchSettings, flag_of
@@ -139,7 +139,7 @@ class Knowledge:
     ``awaited`` are the models whose servers are still looked for."""
 
     launched: Mapping[str, LaunchStatus]
-    probes: Mapping[str, Probe]
+    probes: Mapping[str, ServerHealth]
     keys: Mapping[str, str]
     away: Set[str] = frozenset()
     unready: Set[str] = frozenset()
@@ -405,7 +405,7 @@ def _concluded(place: Place, known: Knowledge) -> bool:
     launch, status = place.model.launch, known.launched.get(place.name)
     if place.model.discover is not None or place.name in known.away or (launch is not None and launch.start == "on_demand"):
         return True
-    return status.concluded if status is not None else place.name in known.probes
+    return status.first_start_finished if status is not None else place.name in known.probes
 
 
 def by_name(statuses: Iterable[LaunchStatus]) -> dict[str, LaunchStatus]:

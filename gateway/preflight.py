@@ -21,7 +21,7 @@ from gateway.config.values import exists
 from gateway.notes import note
 from upstream.installed_vllm import runs_vllm_itself
 from upstream.vllm import flag_of
-from upstream.vllm_names import Names
+from upstream.vllm_names import KnownNames
 from upstream.vllm_paths import absolute_words, has_to_exist, is_local, paths
 from upstream.vllm_presets import PRESETS, preset_for
 
@@ -38,7 +38,7 @@ class Machine:
     environment), cannot be executed; empty when it can.
     """
 
-    names: Callable[[tuple[str, ...]], Names]
+    names: Callable[[tuple[str, ...]], KnownNames]
     gpus: int | None
     folder: Path
     why_not_executable: Callable[[str, str | None], str] = lambda _program, _path: ""
@@ -140,7 +140,7 @@ def _files(each: _Launched, folder: Path) -> Iterator[Problem]:
             yield (place.get(named.field) if named.field else place).problem(wrong)
 
 
-def _flags(each: _Launched, names: Names) -> Iterator[Problem]:
+def _flags(each: _Launched, names: KnownNames) -> Iterator[Problem]:
     for flag, place in each.args.items():
         if not names.knows(flag):
             plain = [known for known in names.flags if not known.startswith("no-")]
@@ -149,7 +149,7 @@ def _flags(each: _Launched, names: Names) -> Iterator[Problem]:
             yield place.problem(f"vLLM {names.version} has no option --no-{flag}: leave {flag} out")
 
 
-def _parsers(each: _Launched, names: Names) -> Iterator[Problem]:
+def _parsers(each: _Launched, names: KnownNames) -> Iterator[Problem]:
     kinds = {
         "reasoning-parser": (names.reasoning_parsers, "reasoning-parser-plugin"),
         "tool-call-parser": (names.tool_parsers, "tool-parser-plugin"),

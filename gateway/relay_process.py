@@ -55,7 +55,7 @@ from gateway.scoreboard import Board
 from gateway.state import Snapshot
 from gateway.tracing import Spans, spans
 from upstream.deadlines import TICK
-from upstream.pool import fleet
+from upstream.pool import live_servers
 
 _FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
 _BREAK_OFF = 1.0  # seconds in which what was cut at the end of a drain may say so to its clients
@@ -103,7 +103,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
     link = Link(*await asyncio.open_connection(sock=control, limit=READ_AHEAD))
-    with fleet() as servers:
+    with live_servers() as servers:
         process = _Process(arguments.number, link, WorkerMetrics(Board(arguments.board_fd)))
         messages = link.messages()
         first = await anext(messages, None)

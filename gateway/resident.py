@@ -16,7 +16,7 @@ from gateway import plan
 from gateway.config import Config
 from gateway.reshape import shape
 from upstream.launcher import LaunchState, LaunchStatus
-from upstream.launcher.schedule import Phase, View
+from upstream.launcher.schedule import ModelPhase, ModelView
 
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
 """Seconds that each is expected to take before it has been measured."""
@@ -59,13 +59,13 @@ class Resident:
         self.follow(config, model, launch)
         self.tried = shape(self.specs)
         # Where it is
-        self.phase = Phase.STOPPED
+        self.phase = ModelPhase.STOPPED
         self.since = self.ready_since = self.last_use = now
         self._served = 0.0
         self._has_been_up = False
         self._began: float | None = None
         # What is done with it
-        self.step: Phase | None = None
+        self.step: ModelPhase | None = None
         self.task: asyncio.Task[None] | None = None
         self.ending = False
         self.away: set[str] = set()
@@ -123,22 +123,24 @@ class Resident:
         if phase is not self.phase:
             self._enter(phase, now)
 
-    def _enter(self, phase: Phase, now: float) -> None:
-        if phase is Phase.READY:
+    def _enter(self, phase: ModelPhase, now: float) -> None:
+        if phase is ModelPhase.READY:
             self.ordered, self._has_been_up = None, True
-            if self.phase is not Phase.DRAINING:
+            if self.phase is not ModelPhase.DRAINING:
                 self.ready_since = now
             if self._began is not None:
                 self._starts.add(now - self._began)
-        if phase in (Phase.READY, Phase.FAILED):
+        if phase in (ModelPhase.READY, ModelPhase.FAILED):
             self._began = None
         self.phase, self.since = phase, now
 
-    def view(self, *, asked: float | None, in_flight: int, acknowledged: bool) -> View:
+    def view(self, *, asked: float | None, in_flight: int, acknowledged: bool) -> ModelView:
         """How it is to be seen. ``asked``: since when requests wait for it."""
         launch = self.launch
-        wakes = self.sleeps and (self.step is Phase.STARTING or self.phase in (Phase.READY, Phase.DRAINING, Phase.SLEEPING))
-        return View(
+        wakes = self.sleeps and (
+            self.step is ModelPhase.STARTING or self.phase in (ModelPhase.READY, ModelPhase.DRAINING, ModelPhase.SLEEPING)
+        )
+        return ModelView(
             self.id,
             self.phase,
             since=self.since,
@@ -146,28 +148,28 @@ class Resident:
             group=launch.group,
             capacity=self._capacity,
             on_demand=launch.start == "on_demand" or self.gone,  # nobody has put the next one beside it
-            wanted=min((since for since in (asked, self.ordered) if since is not None), default=None),
+            wanted_since=min((since for since in (asked, self.ordered) if since is not None), default=None),
             in_flight=in_flight,
-            acknowledged=acknowledged,
+            drain_acknowledged=acknowledged,
             ready_since=self.ready_since,
-            last_use=self.last_use,
-            pace=(self.wakes if wakes else self._starts).longest,
-            leave=self.stops.longest,
+            last_used=self.last_use,
+            start_seconds=(self.wakes if wakes else self._starts).longest,
+            stop_seconds=self.stops.longest,
             eager=launch.start == "eager" and (launch.idle_stop is None or not self._has_been_up),
             sleeps=self.sleeps,
             idle_stop=launch.idle_stop,
             idle_sleep=launch.idle_sleep,
             held=self.held,
-            patience=self.patience,
-            busy_with=self.task is not None,
+            drain_timeout=self.patience,
+            in_transition=self.task is not None,
         )
 
 
-def _phase(stages: set[LaunchState], launched: bool) -> Phase:
+def _phase(stages: set[LaunchState], launched: bool) -> ModelPhase:
     """What the states of a model's servers make it. ``launched``: there are some, though perhaps none that counts."""
     if not launched:
-        return Phase.STOPPED
-    for stage, phase in ((LaunchState.READY, Phase.READY), (LaunchState.STARTING, Phase.STARTING)):
+        return ModelPhase.STOPPED
+    for stage, phase in ((LaunchState.READY, ModelPhase.READY), (LaunchState.STARTING, ModelPhase.STARTING)):
         if stage in stages:
             return phase
-    return Phase.FAILED if stages - {LaunchState.STOPPING, LaunchState.STOPPED} else Phase.DRAINING
+    return ModelPhase.FAILED if stages - {LaunchState.STOPPING, LaunchState.STOPPED} else ModelPhase.DRAINING

@@ -110,7 +110,7 @@ class Room:
     def serve(self, pool: Pool, queue: Queue) -> None:
         """From now on it is these servers that are waited for, within these bounds; who is here already stays."""
         self._pool, self.queue = pool, queue
-        pool.on_room(self.call)
+        pool.on_capacity(self.call)
         if pool.is_up:
             self.reconsider()
 
@@ -151,7 +151,7 @@ class Room:
         self._calling = True
         try:
             for _ in range(len(self._line)):
-                if not (self._line and self._pool.has_room()):
+                if not (self._line and self._pool.has_capacity()):
                     break
                 self._pace.mark(monotonic())
                 self._line.pop().call()

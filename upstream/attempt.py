@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, eq=False):
     error: UpstreamError | None = None
     fault: UpstreamError | None = None
     """What a whole answer says of its server's failure."""
-    expectant: bool = True
+    wants_read_events: bool = True
     _sink: Callable[[bytes], None] | None = None
     _waiter: Signal | None = None
     _writable: Signal | None = None
@@ -74,19 +74,19 @@ class Answer(msgspec.Struct, eq=False):
     def flow_to(self, sink: Callable[[bytes], None]) -> None:
         """From now on give everything to ``sink``, what waits first."""
         self._sink = sink
-        self.expectant = True
+        self.wants_read_events = True
         self._flush()
         self.resume()
 
     def keep_close(self) -> None:
         """It is a stream, of which the server is to send no more than is read (see ``Connection.keep_close``)."""
         if not self.complete:
-            self._connection.keep_close()
+            self._connection.limit_read_ahead()
 
     def divert(self, reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
         """Have the connection's reads taken by the reader that this makes (see ``Connection.divert``); it is to keep ``last_byte``."""
         if not self.complete and self.error is None:
-            self._connection.divert(reader(self._connection))
+            self._connection.divert_reads(reader(self._connection))
 
     def _flush(self) -> None:
         """What a read brought, in one piece."""
@@ -196,7 +196,7 @@ class Answer(msgspec.Struct, eq=False):
 
     # What the connection calls
 
-    def on_head(self, status: int, headers: Headers) -> None:
+    def on_headers(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
         self.content_type = headers.get(b"content-type", b"application/json")
 
@@ -210,7 +210,7 @@ class Answer(msgspec.Struct, eq=False):
         if self._sink is not None:
             self._flush()
         elif self.pending:
-            self.expectant = False
+            self.wants_read_events = False
             self._wake()
 
     def on_end(self) -> None:
@@ -287,7 +287,7 @@ class Attempt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Hold against the server what it did, and give everything back."""
         answer, server = self._answer, self.server
-        if answer is not None and server is not None and (error is not None or answer.fault or answer.error or server.doubted):
+        if answer is not None and server is not None and (error is not None or answer.fault or answer.error or server.recently_failed):
             self._judge(server, answer, error)
         self._give_back()
 
@@ -295,8 +295,8 @@ class Attempt:
         fault = answer.fault or answer.error or (error if isinstance(error, UpstreamError) else None)
         if fault is not None:
             self._failed(server, fault)
-        elif server.doubted and answer.complete:
-            server.succeeded()
+        elif server.recently_failed and answer.complete:
+            server.record_success()
 
     @property
     def retries(self) -> int:
@@ -318,8 +318,8 @@ class Attempt:
                 fresh = upload is not None or bool(self.tried)
                 server = self.server = self._pool.choose(self.tried, self._hint)
                 self.tried.append(server)
-                server.enter()
-                connection = (None if fresh else server.parked()) or await server.connect(self._timeouts.connect)
+                server.start_exchange()
+                connection = (None if fresh else server.take_idle_connection()) or await server.connect(self._timeouts.connect)
                 answer = self._send(server, connection, compose, more=upload is not None)
                 if upload is not None:
                     await answer.upload(upload)
@@ -350,12 +350,12 @@ class Attempt:
             self._answer = None
         server, self.server = self.server, None
         if server is not None:
-            server.leave()  # another request may get its turn in there
+            server.finish_exchange()  # another request may get its turn in there
 
     def _failed(self, server: Server, error: UpstreamError) -> None:
         if error not in self.failures and not isinstance(error, LocalLimit):
             self.failures.append(error)
-            server.failed(error)
+            server.record_failure(error)
 
     def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
         if not error.untouched or len(self.tried) >= MAX_ATTEMPTS:
@@ -363,7 +363,7 @@ class Attempt:
         match error:
             case ConnectFailed():
                 others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
-                return others and self._pool.may_retry()
+                return others and self._pool.try_spend_retry()
             case StaleConnection():  # no failure of a server, so nothing to be sparing of
                 return not streamed  # a part of a streamed body is gone with the first connection
         return False

@@ -25,7 +25,7 @@ class RetryBudget:
         self._seen = 0
         self._since = 0.0
 
-    def take(self, asked: int, now: float) -> bool:
+    def try_spend(self, asked: int, now: float) -> bool:
         """Whether one more is allowed, which is then used up. ``asked``: requests so far; ``now``: monotonic seconds."""
         earned = self._left + SHARE * (asked - self._seen)
         rested = min(FLOOR, self._left + (now - self._since) / EVERY)

@@ -23,7 +23,7 @@ import httptools
 
 from upstream.address import Address
 from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
-from upstream.outlet import Outlet, Turn
+from upstream.outlet import BatchingTransport, WriteBatch
 
 MAX_HEAD = 384 * 1024
 """Bytes that an answer's head may have; vLLM's are below 1 KiB, but for vectors in bytes: then it tells 120 bytes of each."""
@@ -57,10 +57,10 @@ Headers = dict[bytes, bytes]
 class Receiver(Protocol):
     """Whoever takes one answer. After ``on_end`` or ``on_failure`` nothing more is called."""
 
-    expectant: bool
+    wants_read_events: bool
     """It wants ``on_read``."""
 
-    def on_head(self, status: int, headers: Headers) -> None:
+    def on_headers(self, status: int, headers: Headers) -> None:
         """The final status and headers; interim (1xx) answers are not told."""
 
     def on_body(self, data: bytes) -> None:
@@ -82,23 +82,23 @@ class Receiver(Protocol):
 class Connection(asyncio.Protocol):
     """One connection: idle, or busy with one exchange, or closed. ``on_idle`` takes it back when it is clean."""
 
-    def __init__(self, server: str, on_idle: Callable[[Connection], None], turn: Turn) -> None:
+    def __init__(self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch) -> None:
         self._server = server
         self._on_idle = on_idle
-        self._turn = turn
-        self._transport: Outlet | None = None
+        self._write_batch = write_batch
+        self._transport: BatchingTransport | None = None
         self._headers: Headers = {}
         self.on_header = self._headers.setdefault  # called by the parser; a method of ours would take six times as long
         self._parser: Any = httptools.HttpResponseParser(self)
         self._paused = False
         self.write_paused = False
         self.uses = 0
-        self._kept_close = False
+        self._read_ahead_limited = False
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
         self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
-        self._answered = False  # a byte of an answer has come
+        self._response_started = False  # a byte of an answer has come
         self._in_body = False
         self._framed = False
         self._keep_alive = False
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         """Begin an exchange with these bytes; ``more`` says that ``send_more`` will follow."""
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
-        self._answered = False
+        self._response_started = False
         self._head_size = 0
         self._request_open = more
         self._sent = monotonic()
@@ -145,13 +145,13 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
-    def keep_close(self) -> None:
+    def limit_read_ahead(self) -> None:
         """From now on the server may be only ``AHEAD`` of what has been read."""
-        if not self._kept_close and self._transport is not None:
-            self._kept_close = True
+        if not self._read_ahead_limited and self._transport is not None:
+            self._read_ahead_limited = True
             self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, AHEAD)
 
-    def divert(self, reader: Callable[[bytes], None]) -> None:
+    def divert_reads(self, reader: Callable[[bytes], None]) -> None:
         """Until the exchange is over this gets what is read, in place of ``data_received``, to which it may hand on any of it.
 
         Only whole chunks may be kept from the parser, and only where ``between_chunks``: it is no wiser after them.
@@ -161,7 +161,7 @@ class Connection(asyncio.Protocol):
             self.data_received = reader  # type: ignore[method-assign,assignment]
             self._transport.set_protocol(self)  # the transport has looked the method up, once
 
-    def _take_back(self) -> None:
+    def _stop_diverting(self) -> None:
         self._diverted = False
         del self.data_received
         if self._transport is not None:
@@ -176,14 +176,14 @@ class Connection(asyncio.Protocol):
     # What the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = Outlet(transport, self._turn)  # type: ignore[arg-type]  # both loops give a full Transport here
+        self._transport = BatchingTransport(transport, self._write_batch)  # type: ignore[arg-type]  # both loops give a full Transport here
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
         if receiver is None:
             self.close()  # bytes that nobody asked for: this connection can't be trusted
             return
-        self._answered = True
+        self._response_started = True
         self._head_size += len(data)
         try:
             self._parser.feed_data(data)
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
             self._finish()
         elif self._head_size > MAX_HEAD:
             self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
-        elif receiver.expectant and receiver is self._receiver:
+        elif receiver.wants_read_events and receiver is self._receiver:
             receiver.on_read()
 
     def eof_received(self) -> None:
@@ -205,20 +205,22 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
-            self._transport.lost()
+            self._transport.mark_closed()
         self._transport = None
         if self._diverted:
-            self._take_back()
+            self._stop_diverting()
         self._parser = None  # as what it was diverted to, it holds this, and would wait for the collector
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
         if exc is None and self._in_body and not self._framed:
             receiver.on_end()  # a body without a length ends with its connection (RFC 9112, section 6.3)
-        elif self.uses > 1 and not self._answered and monotonic() - self._sent < STALE_WITHIN:
+        elif self.uses > 1 and not self._response_started and monotonic() - self._sent < STALE_WITHIN:
             receiver.on_failure(StaleConnection(self._server, "closed a kept connection as it was used again"))
         else:
-            receiver.on_failure(Disconnected(self._server, f"closed the connection {'in' if self._answered else 'before'} its answer"))
+            receiver.on_failure(
+                Disconnected(self._server, f"closed the connection {'in' if self._response_started else 'before'} its answer")
+            )
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -250,7 +252,7 @@ class Connection(asyncio.Protocol):
             framed = b"content-length" in headers or self._is_chunked(headers)
         self._framed = framed or status in (204, 304)
         if self._receiver is not None:
-            self._receiver.on_head(status, headers)
+            self._receiver.on_headers(status, headers)
 
     def _is_chunked(self, headers: Headers) -> bool:
         """Whether the body is in chunks. Raises BadAnswer for any other encoding: the parser would leave it in the body."""
@@ -280,7 +282,7 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         self._complete = False
         if self._diverted:
-            self._take_back()
+            self._stop_diverting()
         if self._request_open or self.write_paused or not self._keep_alive or self._transport is None or self._transport.is_closing():
             self.close()
         else:
@@ -309,7 +311,12 @@ class _DesyncError(Exception):
 
 
 async def connect(
-    server: str, address: Address, timeout: float, tls: ssl.SSLContext | None, on_idle: Callable[[Connection], None], turn: Turn
+    server: str,
+    address: Address,
+    timeout: float,
+    tls: ssl.SSLContext | None,
+    on_idle: Callable[[Connection], None],
+    write_batch: WriteBatch,
 ) -> Connection:
     """Open a connection.
 
@@ -319,10 +326,10 @@ async def connect(
     loop = asyncio.get_running_loop()
 
     def make() -> Connection:
-        return Connection(server, on_idle, turn)
+        return Connection(server, on_idle, write_batch)
 
     try:
-        async with _patience(timeout):
+        async with _connect_timeout(timeout):
             if address.uds:
                 _, connection = await loop.create_unix_connection(make, address.uds)
             else:
@@ -336,7 +343,7 @@ async def connect(
 
 
 @asynccontextmanager
-async def _patience(seconds: float) -> AsyncIterator[None]:
+async def _connect_timeout(seconds: float) -> AsyncIterator[None]:
     """Raises TimeoutError some time after ``seconds``. What is late by then may have come in time while it was this process that
     stood still, and is seen in the turns of the loop that follow."""
     loop = asyncio.get_running_loop()
@@ -348,40 +355,40 @@ async def _patience(seconds: float) -> AsyncIterator[None]:
             timer.cancel()
 
 
-class Parking:
+class IdleConnections:
     """The idle connections to one server: the last one parked is the first one taken.
 
-    ``expiry`` is how long, in seconds, one may wait: below the server's own limit, so that the server's
+    ``max_idle`` is how long, in seconds, one may wait: below the server's own limit, so that the server's
     close does not meet a request on its way.
     """
 
     def __init__(self, expiry: float) -> None:
-        self.expiry = expiry
+        self.max_idle = expiry
         self._idle: list[tuple[float, Connection]] = []
 
     def __len__(self) -> int:
         return len(self._idle)
 
-    def park(self, connection: Connection) -> None:
+    def add(self, connection: Connection) -> None:
         """Keep it; where none may wait, close it."""
-        if self.expiry:
+        if self.max_idle:
             self._idle.append((monotonic(), connection))
         else:
             connection.close()
 
-    def take(self) -> Connection | None:
+    def pop(self) -> Connection | None:
         """A connection that is still good, or None."""
         while self._idle:
             since, connection = self._idle.pop()
             if not connection.closed:
-                if monotonic() - since < self.expiry:
+                if monotonic() - since < self.max_idle:
                     return connection
                 connection.close()
         return None
 
-    def sweep(self) -> None:
+    def close_expired(self) -> None:
         """Close what has waited too long; called every second or so."""
-        limit = monotonic() - self.expiry
+        limit = monotonic() - self.max_idle
         keep = []
         for since, connection in self._idle:
             if since > limit and not connection.closed:
@@ -390,7 +397,7 @@ class Parking:
                 connection.close()
         self._idle = keep
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         """Close every idle connection."""
         while self._idle:
             self._idle.pop()[1].close()

@@ -54,41 +54,41 @@ def weight(error: UpstreamError) -> int:
     return next((WEIGHTS[kind] for kind in type(error).__mro__ if kind in WEIGHTS), 0)
 
 
-class Standing:
+class EjectionState:
     """What is held against one server. Times are in seconds of the monotonic clock."""
 
-    __slots__ = ("_counted", "_pause", "until")
+    __slots__ = ("_pause", "_score", "ejected_until")
 
     def __init__(self) -> None:
-        self._counted = 0
+        self._score = 0
         self._pause = 0.0
-        self.until = 0.0
+        self.ejected_until = 0.0
         """Until when it is passed over; 0: it is not."""
 
     @property
-    def doubted(self) -> bool:
+    def has_failures(self) -> bool:
         """Something has failed since the last success."""
-        return self._counted > 0
+        return self._score > 0
 
-    def failed(self, error: UpstreamError, now: float) -> bool:
+    def record_failure(self, error: UpstreamError, now: float) -> bool:
         """Count an error; returns whether the server is passed over from now on."""
-        if now < self.until:
+        if now < self.ejected_until:
             return False
-        self._counted += weight(error)
-        if self._counted < ENOUGH:
+        self._score += weight(error)
+        if self._score < ENOUGH:
             return False
-        self._counted = ENOUGH - 1  # when it is tried again, one more failure is enough
+        self._score = ENOUGH - 1  # when it is tried again, one more failure is enough
         self._pause = min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
-        self.until = now + self._pause
+        self.ejected_until = now + self._pause
         return True
 
-    def over(self, now: float) -> bool:
+    def expire(self, now: float) -> bool:
         """Whether the pause is over and it may be tried again; told once."""
-        if not self.until or now < self.until:
+        if not self.ejected_until or now < self.ejected_until:
             return False
-        self.until = 0.0
+        self.ejected_until = 0.0
         return True
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forgive everything."""
-        self._counted, self._pause, self.until = 0, 0.0, 0.0
+        self._score, self._pause, self.ejected_until = 0, 0.0, 0.0

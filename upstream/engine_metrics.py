@@ -10,13 +10,13 @@ import ssl
 
 from upstream.errors import UpstreamError
 from upstream.health import Target
-from upstream.inquiry import inquire
+from upstream.inquiry import get
 
 SIZE_LIMIT = 16 * 1024 * 1024
 """Bytes; a vLLM with many adapters writes some hundred thousand."""
 
 
-class UnreadableError(Exception):
+class MetricsUnavailableError(Exception):
     """There are no metrics to be had; the text says why, in one line."""
 
 
@@ -26,13 +26,13 @@ async def read(target: Target, deadline: float) -> bytes:
     tls = ssl.create_default_context() if address.tls else None
     try:
         async with asyncio.timeout(deadline):
-            status, body = await inquire(address, "/metrics", api_key=target.api_key, timeout=2 * deadline, tls=tls, limit=SIZE_LIMIT)
+            status, body = await get(address, "/metrics", api_key=target.api_key, timeout=2 * deadline, tls=tls, limit=SIZE_LIMIT)
     except TimeoutError:
-        raise UnreadableError(f"{target.name} did not answer within {deadline:g} s") from None
+        raise MetricsUnavailableError(f"{target.name} did not answer within {deadline:g} s") from None
     except UpstreamError as error:
-        raise UnreadableError(f"{target.name}: {str(error).removeprefix(f'{error.server}: ')}") from error
+        raise MetricsUnavailableError(f"{target.name}: {str(error).removeprefix(f'{error.server}: ')}") from error
     if status != 200:
-        raise UnreadableError(f"{target.name}: GET /metrics: status {status}")
+        raise MetricsUnavailableError(f"{target.name}: GET /metrics: status {status}")
     if len(body) == SIZE_LIMIT:
-        raise UnreadableError(f"{target.name}: its metrics are longer than {SIZE_LIMIT} bytes")
+        raise MetricsUnavailableError(f"{target.name}: its metrics are longer than {SIZE_LIMIT} bytes")
     return body

@@ -24,7 +24,7 @@ from typing import Self
 
 from upstream.address import Address
 from upstream.errors import LocalLimit, UpstreamError
-from upstream.inquiry import inquire
+from upstream.inquiry import get
 from upstream.vllm_abilities import TASK_ROUTES
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ServerHealth:
     """What is known of a server. ``reason``: why it is down, or why its models are not known; empty otherwise. ``task``: what it is for,
     by its routes; None where they do not show it."""
 
@@ -69,7 +69,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ProbeResult:
     """One look at a server.
 
     ``conclusive``: nobody listens there, which a second look would only confirm. ``broken``: the server itself says that it
@@ -86,29 +86,29 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProbeHistory:
     """The probe that counts, and how many looks since then have failed."""
 
-    probe: Probe
+    health: ServerHealth
     failures: int = 0
 
 
-def judge(before: Standing | None, name: str, seen: Sighting) -> Standing:
+def apply_result(before: ProbeHistory | None, name: str, seen: ProbeResult) -> ProbeHistory:
     """The hysteresis: up after one success, down after two failures in a row; down at once where nobody listens, where the key is
     refused, or where nothing is known yet."""
-    task = before.probe.task if before else None
+    task = before.health.task if before else None
     if seen.up:
-        known = before.probe.models if before else ()
-        return Standing(Probe(name, True, seen.reason, known if seen.models is None else seen.models, task))
+        known = before.health.models if before else ()
+        return ProbeHistory(ServerHealth(name, True, seen.reason, known if seen.models is None else seen.models, task))
     failures = before.failures + 1 if before else 1
-    if before and before.probe.up and not (seen.conclusive or seen.refused) and failures < FAILURES_UNTIL_DOWN:
-        return Standing(before.probe, failures)
-    return Standing(Probe(name, False, seen.reason, before.probe.models if before else (), task), failures)
+    if before and before.health.up and not (seen.conclusive or seen.refused) and failures < FAILURES_UNTIL_DOWN:
+        return ProbeHistory(before.health, failures)
+    return ProbeHistory(ServerHealth(name, False, seen.reason, before.health.models if before else (), task), failures)
 
 
-def lost(standing: Standing, seen: Sighting) -> bool:
+def needs_new_process(standing: ProbeHistory, seen: ProbeResult) -> bool:
     """Whether nothing but a new process will help, by where the server stands after the look ``seen``."""
-    if standing.probe.up or seen.refused:
+    if standing.health.up or seen.refused:
         return False
     return standing.failures >= (FAILURES_UNTIL_DOWN if seen.broken else FAILURES_UNTIL_LOST)
 
@@ -127,7 +127,7 @@ def _card(entry: dict[str, object]) -> ModelCard:
     return ModelCard(name, length if isinstance(length, int) else None)
 
 
-class Doctor:
+class HealthCheck:
     """Looks at one server. Every look has ``deadline`` seconds in all, and raises nothing that the server could cause."""
 
     def __init__(self, target: Target, deadline: float) -> None:
@@ -136,39 +136,39 @@ class Doctor:
         # Loading the system's trust store takes tens of milliseconds: only where it is needed.
         self._tls = ssl.create_default_context() if target.address.tls else None
 
-    async def look(self, *, models: bool = False) -> Sighting | None:
+    async def run(self, *, models: bool = False) -> ProbeResult | None:
         """GET /health, and GET /v1/models if ``models``, or if the server has no /health; None: no connection could be opened here."""
         try:
             async with asyncio.timeout(self._deadline):
-                return await self._look(models)
+                return await self._get_health(models)
         except TimeoutError:
-            return Sighting(False, f"no answer within {self._deadline:g} s")
+            return ProbeResult(False, f"no answer within {self._deadline:g} s")
         except LocalLimit as error:
             log.error("servers cannot be looked at and count as they did, since the gateway can open no connection: %s", error)
             return None
         except UpstreamError as error:
-            return Sighting(False, str(error).removeprefix(f"{error.server}: "), conclusive=_nobody_listens(error))
+            return ProbeResult(False, str(error).removeprefix(f"{error.server}: "), conclusive=_nobody_listens(error))
 
-    async def _look(self, models: bool) -> Sighting:
+    async def _get_health(self, models: bool) -> ProbeResult:
         status, _ = await self._get("/health")
         if status in NO_SUCH_ROUTE:
-            return await self._look_at_models(Sighting(False))
+            return await self._get_models(ProbeResult(False))
         if not 200 <= status < 300:
-            return Sighting(False, f"GET /health: status {status}", broken=status >= 500)
-        return await self._look_at_models(Sighting(True)) if models else Sighting(True)
+            return ProbeResult(False, f"GET /health: status {status}", broken=status >= 500)
+        return await self._get_models(ProbeResult(True)) if models else ProbeResult(True)
 
-    async def _look_at_models(self, otherwise: Sighting) -> Sighting:
+    async def _get_models(self, otherwise: ProbeResult) -> ProbeResult:
         status, body = await self._get("/v1/models")
         if status == 401 or (status == 403 and self._target.api_key is not None):  # 403 without a key: perhaps this path alone is closed
-            return Sighting(False, f"{self._refusal()} (GET /v1/models: status {status})", refused=True)
+            return ProbeResult(False, f"{self._refusal()} (GET /v1/models: status {status})", refused=True)
         if not 200 <= status < 300:
             return replace(otherwise, reason=f"GET /v1/models: status {status}")
         try:
-            return Sighting(True, models=read_models(body))
+            return ProbeResult(True, models=read_models(body))
         except ValueError:
             return replace(otherwise, reason="GET /v1/models: not a list of models")
 
-    async def task(self) -> str | None:
+    async def detect_task(self) -> str | None:
         """What a server that is up is for: a route of POST alone answers a GET with 405. None where that does not show it."""
         try:
             async with asyncio.timeout(self._deadline):
@@ -187,7 +187,7 @@ class Doctor:
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         target = self._target
-        return await inquire(target.address, path, api_key=target.api_key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT)
+        return await get(target.address, path, api_key=target.api_key, timeout=2 * self._deadline, tls=self._tls, limit=BODY_LIMIT)
 
 
 def _nobody_listens(error: UpstreamError) -> bool:
@@ -200,71 +200,73 @@ def _nobody_listens(error: UpstreamError) -> bool:
 class _Watch:
     """One server under all its names: its standing, and when its models are due for a look."""
 
-    def __init__(self, target: Target, on_change: Callable[[Probe], None], on_lost: Callable[[Probe], None], models_every: float) -> None:
+    def __init__(
+        self, target: Target, on_change: Callable[[ServerHealth], None], on_lost: Callable[[ServerHealth], None], models_every: float
+    ) -> None:
         self._target = target
         self.names: dict[str, None] = {}
         self._on_change = on_change
         self._on_lost = on_lost
         self._models_every = models_every
         self._models_due = 0.0
-        self.standing: Standing | None = None
+        self.history: ProbeHistory | None = None
 
     def start(self, interval: float, deadline: float) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run(interval, deadline), name=f"probe {self._target.name}")
         return self._task
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._task.cancel()
 
     async def _run(self, interval: float, deadline: float) -> None:
-        by = Doctor(self._target, deadline)
+        by = HealthCheck(self._target, deadline)
         while True:
-            await self._look(by)
+            await self._probe_once(by)
             await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
 
-    async def _look(self, by: Doctor) -> None:
+    async def _probe_once(self, by: HealthCheck) -> None:
         try:
-            before = self.standing.probe if self.standing else None
-            seen = await by.look(models=time.monotonic() >= self._models_due)
+            before = self.history.health if self.history else None
+            seen = await by.run(models=time.monotonic() >= self._models_due)
             if seen is not None:
-                self._note(seen)
+                self._record(seen)
                 if seen.models is not None and (before is None or not before.up or before.task is None):
-                    self._note_task(await by.task())
+                    self._record_task(await by.detect_task())
         except Exception:  # the outer edge: a mistake about one server must not end its watch, or the others'
             log.exception("probe of %s", self._target.name)
 
-    def _note(self, seen: Sighting) -> None:
-        before = self.standing.probe if self.standing else None
-        self.standing = judge(self.standing, self._target.name, seen)
-        if not self.standing.probe.up:
+    def _record(self, seen: ProbeResult) -> None:
+        before = self.history.health if self.history else None
+        self.history = apply_result(self.history, self._target.name, seen)
+        if not self.history.health.up:
             self._models_due = 0.0
         elif seen.models is not None:
             self._models_due = time.monotonic() + self._models_every
-        if self.standing.probe != before:
-            self._tell(self._on_change)
-        if lost(self.standing, seen):
-            self._tell(self._on_lost)
+        if self.history.health != before:
+            self._notify(self._on_change)
+        if needs_new_process(self.history, seen):
+            self._notify(self._on_lost)
 
-    def _note_task(self, task: str | None) -> None:
-        standing = self.standing
-        if standing is not None and standing.probe.task != task:
-            self.standing = replace(standing, probe=replace(standing.probe, task=task))
-            self._tell(self._on_change)
+    def _record_task(self, task: str | None) -> None:
+        standing = self.history
+        if standing is not None and standing.health.task != task:
+            self.history = replace(standing, health=replace(standing.health, task=task))
+            self._notify(self._on_change)
 
-    def _tell(self, listener: Callable[[Probe], None]) -> None:
-        for probe in self.probes():
+    def _notify(self, listener: Callable[[ServerHealth], None]) -> None:
+        for probe in self.servers():
             listener(probe)
 
-    def probes(self) -> tuple[Probe, ...]:
+    def servers(self) -> tuple[ServerHealth, ...]:
         """What is known, under each name."""
-        standing = self.standing
-        return tuple(replace(standing.probe, name=name) for name in self.names) if standing is not None else ()
+        standing = self.history
+        return tuple(replace(standing.health, name=name) for name in self.names) if standing is not None else ()
 
-    def call(self, names: dict[str, None]) -> None:
+    def set_names(self, names: dict[str, None]) -> None:
         """These are its names from now on; of what is known already the new ones are told."""
         new = names.keys() - self.names.keys()
         self.names = names
-        for probe in self.probes():
+        for probe in self.servers():
             if probe.name in new:
                 self._on_change(probe)
 
@@ -280,8 +282,8 @@ class Prober:
     def __init__(
         self,
         *,
-        on_change: Callable[[Probe], None],
-        on_lost: Callable[[Probe], None] = lambda _: None,
+        on_change: Callable[[ServerHealth], None],
+        on_lost: Callable[[ServerHealth], None] = lambda _: None,
         interval: float = 2.0,
         deadline: float = 3.0,
         models_every: float = 60.0,
@@ -313,21 +315,21 @@ class Prober:
             wanted.setdefault(replace(target, name=""), {})[target.name] = None
         for target, names in wanted.items():
             if target not in self._watches:
-                self._begin(target, names)
-            self._watches[target].call(names)
+                self._start(target, names)
+            self._watches[target].set_names(names)
         for target in self._watches.keys() - wanted.keys():
-            self._watches.pop(target).end()
+            self._watches.pop(target).stop()
 
-    def _begin(self, target: Target, names: dict[str, None]) -> None:
+    def _start(self, target: Target, names: dict[str, None]) -> None:
         before = next((watch for other, watch in self._watches.items() if other.address == target.address), None)
         named = replace(target, name=next(iter(names)))
         self._watches[target] = watch = _Watch(named, self._on_change, self._on_lost, self._models_every)
         if before is not None:
-            watch.standing, watch.names = before.standing, before.names
+            watch.history, watch.names = before.history, before.names
         task = watch.start(self._interval, self._deadline)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def probes(self) -> tuple[Probe, ...]:
+    def servers(self) -> tuple[ServerHealth, ...]:
         """What is known now; a target that has not been looked at yet is not among them."""
-        return tuple(probe for watch in self._watches.values() for probe in watch.probes())
+        return tuple(probe for watch in self._watches.values() for probe in watch.servers())

@@ -12,13 +12,13 @@ import ssl
 from upstream.address import Address
 from upstream.connection import Headers, connect
 from upstream.errors import UpstreamError
-from upstream.outlet import Turn
+from upstream.outlet import WriteBatch
 
 
-class Inquiry:
+class _Response:
     """The answer as it comes: a ``Receiver``. A body is cut at ``limit`` bytes."""
 
-    expectant = False
+    wants_read_events = False
 
     def __init__(self, limit: int) -> None:
         self.status = 0
@@ -26,7 +26,7 @@ class Inquiry:
         self._limit = limit
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def on_head(self, status: int, _: Headers) -> None:
+    def on_headers(self, status: int, _: Headers) -> None:
         self.status = status
 
     def on_body(self, data: bytes) -> None:
@@ -49,16 +49,16 @@ class Inquiry:
         """The question was sent as a whole."""
 
 
-async def inquire(
+async def get(
     address: Address, path: str, *, api_key: str | None, timeout: float, tls: ssl.SSLContext | None, limit: int
 ) -> tuple[int, bytes]:
     """Status and body of a GET; at most ``limit`` bytes of the body. ``timeout``: seconds for the connection; the caller bounds the rest.
 
     Raises UpstreamError.
     """
-    connection = await connect(str(address), address, timeout, tls, lambda connection: connection.close(), Turn())
+    connection = await connect(str(address), address, timeout, tls, lambda connection: connection.close(), WriteBatch())
     try:
-        inquiry = Inquiry(limit)
+        inquiry = _Response(limit)
         connection.send(_request(address, path, api_key), inquiry)
         await inquiry.done
     finally:

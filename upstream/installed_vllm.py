@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upstream import ask_vllm
-from upstream.vllm_names import Names
+from upstream.vllm_names import KnownNames
 
 _ASK_WITHIN, _LOOK_WITHIN = 120.0, 10.0  # seconds
 _LOOK = "import importlib.metadata as m; d = m.distribution('vllm'); print(d.version); print(d.locate_file('vllm'))"
@@ -28,7 +28,7 @@ _SHEBANG = re.compile(rb"#!(?:/bin/sh\n'''exec' )?\"?(/[^\"\n]*?)\"?(?: [^\n]*)?
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledVllm:
     """A vLLM that is here: the ``python`` that has it, its version, and its folder."""
 
     python: str
@@ -45,7 +45,7 @@ def runs_vllm_itself(command: Sequence[str]) -> bool:
     return Path(words[0]).name.startswith("python") and module != () and module[0].split(".")[0] == "vllm" if words else False
 
 
-def names(command: Sequence[str], environ: Mapping[str, str], say: Callable[[str], None]) -> Names | None:
+def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callable[[str], None]) -> KnownNames | None:
     """The names that the command's vLLM knows; None where it is not installed or does not tell.
 
     ``environ`` is what the command would run with. ``say`` is called before the asking, where nothing is cached.
@@ -67,12 +67,12 @@ def names(command: Sequence[str], environ: Mapping[str, str], say: Callable[[str
     return told
 
 
-def _installed(command: Sequence[str], environ: Mapping[str, str]) -> Installed | None:
+def _installed(command: Sequence[str], environ: Mapping[str, str]) -> InstalledVllm | None:
     program = shutil.which(command[0], path=environ.get("PATH"))
     python = None if program is None else _interpreter(program)
     said = "" if python is None else _run(python, _LOOK, environ, _LOOK_WITHIN)
     lines = said.splitlines()
-    return Installed(python, *lines) if python is not None and len(lines) == 2 else None
+    return InstalledVllm(python, *lines) if python is not None and len(lines) == 2 else None
 
 
 def _interpreter(program: str) -> str | None:
@@ -104,17 +104,17 @@ def _cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gateway"
 
 
-def _read(file: Path, version: str) -> Names | None:
+def _read(file: Path, version: str) -> KnownNames | None:
     try:
         return _parsed(file.read_text(), version)
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _parsed(text: str, version: str) -> Names | None:
+def _parsed(text: str, version: str) -> KnownNames | None:
     try:
         told = json.loads(text)
-        return Names(version, *(frozenset(map(str, told[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
+        return KnownNames(version, *(frozenset(map(str, told[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -45,7 +45,7 @@ TRACKER_GRACE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class ShimOptions:
     """The keeper's command line."""
 
     name: str
@@ -56,7 +56,7 @@ class Orders:
     command: tuple[str, ...]
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> Orders:
+    def parse(cls, argv: Sequence[str]) -> ShimOptions:
         cut = list(argv).index("--")
         named = dict(zip(argv[:cut:2], argv[1:cut:2], strict=True))
         socket_path, scratch, folder = (named.get(option, "") for option in ("--socket", "--scratch", "--folder"))
@@ -103,10 +103,10 @@ def read(path: str) -> bytes:
         return b""
 
 
-class Keeper:
+class Shim:
     """One server's life: start, wait for the first reason to end it, end all of it."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: ShimOptions) -> None:
         self._orders = orders
         self._control = socket.socket(fileno=orders.control)
         self._control.set_inheritable(False)  # in the server's hands it would hide the keeper's death from control
@@ -120,8 +120,8 @@ class Keeper:
         self._listen_to_signals()
         env = self._receive_environment()
         if env is not None:
-            self._start(env)
-            self._wait()
+            self._start_server(env)
+            self._wait_for_end()
             self._kill_all()
         self._clean_up()
 
@@ -145,25 +145,25 @@ class Keeper:
         env: dict[str, str] = json.loads(line)["env"]
         return env
 
-    def _start(self, env: Mapping[str, str]) -> None:
+    def _start_server(self, env: Mapping[str, str]) -> None:
         keeper = os.getpid()
         self._server = os.fork()
         if self._server == 0:
             _become(self._orders.command, env, keeper)
-        self._tell(pid=self._server)
+        self._report(pid=self._server)
 
-    def _wait(self) -> None:
+    def _wait_for_end(self) -> None:
         """Until the server's main process has ended, or control wants it dead, or control is gone."""
         while self._server:
             readable, _, _ = select.select([self._control, self._woken], [], [])
             if self._control in readable:
-                self._control_gone = not self._order_received()
+                self._control_gone = not self._kill_requested()
                 return
             if signal.SIGTERM in self._woken.recv(4096):
                 os.kill(self._server, signal.SIGTERM)
             self._reap()
 
-    def _order_received(self) -> bool:
+    def _kill_requested(self) -> bool:
         try:
             return bool(self._control.recv(4096))
         except ConnectionError:
@@ -175,7 +175,7 @@ class Keeper:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._server:
                     self._server = 0
-                    self._tell(exit=os.waitstatus_to_exitcode(ended[1]))
+                    self._report(exit=os.waitstatus_to_exitcode(ended[1]))
         except ChildProcessError:
             return False
         return True
@@ -195,7 +195,7 @@ class Keeper:
             time.sleep(pause)
             pause = min(pause * 2, 0.2)
 
-    def _tell(self, **report: int) -> None:
+    def _report(self, **report: int) -> None:
         try:
             self._control.sendall(json.dumps(report).encode() + b"\n")
         except OSError:
@@ -216,7 +216,7 @@ class Keeper:
         """Control may have died after the server did, so it is asked once more."""
         self._control.setblocking(False)
         try:
-            return self._control_gone or not self._order_received()
+            return self._control_gone or not self._kill_requested()
         except BlockingIOError:
             return False
 
@@ -273,4 +273,4 @@ def unlink_socket(path: str) -> None:
 
 
 if __name__ == "__main__":
-    Keeper(Orders.parse(sys.argv[1:])).run()
+    Shim(ShimOptions.parse(sys.argv[1:])).run()

@@ -19,75 +19,75 @@ _SAMPLED = 8
 """Writes at once until the next turn in which it is seen whether more are written."""
 
 
-class Turn:
+class WriteBatch:
     """The outlets that have something to send when the present turn of the running loop ends.
 
-    ``gathers``: whether writes wait for that. It follows from what the turns before had to send; ``patience``: after so many in a
+    ``batching``: whether writes wait for that. It follows from what the turns before had to send; ``patience``: after so many in a
     row that had one outlet to flush the loop is not busy any more.
     """
 
-    __slots__ = ("_alone", "_patience", "at_once", "gathers", "outlets")
+    __slots__ = ("_max_single_flushes", "_single_flushes", "batching", "immediate_writes", "pending")
 
     def __init__(self, patience: float = 8) -> None:
-        self.outlets: list[Outlet] = []
-        self._patience = patience
-        self.gathers = False
-        self.at_once = 0
-        self._alone = 0
+        self.pending: list[BatchingTransport] = []
+        self._max_single_flushes = patience
+        self.batching = False
+        self.immediate_writes = 0
+        self._single_flushes = 0
 
-    def begin(self) -> None:
-        """Have ``end`` called when what came in this turn has been handled."""
-        asyncio.get_running_loop().call_soon(self.end)
+    def schedule_flush(self) -> None:
+        """Have ``flush`` called when what came in this turn has been handled."""
+        asyncio.get_running_loop().call_soon(self.flush)
 
-    def sample(self) -> None:
+    def start_sample(self) -> None:
         """See whether more is written in this turn than what has just been."""
-        self.at_once = _SAMPLED + 1  # so that what follows is counted, and starts no sample
-        asyncio.get_running_loop().call_soon(self._sampled)
+        self.immediate_writes = _SAMPLED + 1  # so that what follows is counted, and starts no sample
+        asyncio.get_running_loop().call_soon(self._finish_sample)
 
-    def _sampled(self) -> None:
-        if self.at_once > _SAMPLED + 1:
-            self.gathers, self._alone = True, 0
-        self.at_once = 0
+    def _finish_sample(self) -> None:
+        if self.immediate_writes > _SAMPLED + 1:
+            self.batching, self._single_flushes = True, 0
+        self.immediate_writes = 0
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Send everything."""
-        outlets, self.outlets = self.outlets, []
-        self._alone = self._alone + 1 if len(outlets) == 1 else 0
-        self.gathers = self._alone < self._patience
+        outlets, self.pending = self.pending, []
+        self._single_flushes = self._single_flushes + 1 if len(outlets) == 1 else 0
+        self.batching = self._single_flushes < self._max_single_flushes
         for outlet in outlets:
-            data = outlet.waiting
+            data = outlet.buffered
             if data is not None:
-                outlet.waiting = None
+                outlet.buffered = None
                 outlet.send(data)
 
 
-class Outlet(asyncio.Transport):
+class BatchingTransport(asyncio.Transport):
     """A transport whose writes wait for the end of the turn. Its protocol has to tell it of the connection's loss."""
 
-    __slots__ = ("_transport", "_turn", "send", "waiting")
+    __slots__ = ("_transport", "_write_batch", "buffered", "send")
 
-    def __init__(self, transport: asyncio.Transport, turn: Turn) -> None:
+    def __init__(self, transport: asyncio.Transport, write_batch: WriteBatch) -> None:
         super().__init__()
         self._transport = transport
-        self._turn = turn
-        self.waiting: bytes | None = None
+        self._write_batch = write_batch
+        self.buffered: bytes | None = None
         self.send: Callable[[bytes], None] = transport.write
 
     def write(self, data: Any) -> None:
-        if self.waiting is None:
-            turn = self._turn
-            if turn.gathers:
-                self.waiting = data
-                if not turn.outlets:
-                    turn.begin()
-                turn.outlets.append(self)
+        if self.buffered is None:
+            batch = self._write_batch
+            if batch.batching:
+                self.buffered = data
+                if not batch.pending:
+                    batch.schedule_flush()
+                batch.pending.append(self)
             else:
                 self.send(data)
-                turn.at_once += 1
-                if turn.at_once == _SAMPLED:
-                    turn.sample()
+                batch.immediate_writes += 1
+                if batch.immediate_writes == _SAMPLED:
+                    batch.start_sample()
         elif len(data) < _SMALL:
-            self.waiting += data
+            self.buffered += data
         else:
             self.flush()
             self.send(data)
@@ -98,7 +98,7 @@ class Outlet(asyncio.Transport):
 
     def flush(self) -> None:
         """Send what waits."""
-        data, self.waiting = self.waiting, None
+        data, self.buffered = self.buffered, None
         if data is not None:
             self.send(data)
 
@@ -110,12 +110,12 @@ class Outlet(asyncio.Transport):
         self.flush()
         self._transport.abort()
 
-    def lost(self) -> None:
+    def mark_closed(self) -> None:
         """The connection is gone, and the transport takes nothing any more."""
-        self.waiting, self.send = None, _drop
+        self.buffered, self.send = None, _drop
 
     def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size() + len(self.waiting or b"")
+        return self._transport.get_write_buffer_size() + len(self.buffered or b"")
 
     # As the transport has it
 

@@ -1,6 +1,6 @@
 """A model's servers, and the fleet of all of them.
 
-``Fleet`` owns the live servers. The rule: a server whose spec did not change is the same object before and
+``LiveServers`` owns the live servers. The rule: a server whose spec did not change is the same object before and
 after a reload, with its connections and its count; one that is gone is retired, never cut.
 """
 
@@ -13,9 +13,9 @@ from time import monotonic
 
 from upstream.affinity import Affinity
 from upstream.budget import RetryBudget
-from upstream.outlet import Turn
+from upstream.outlet import WriteBatch
 from upstream.policy import POLICIES, Policy, least_busy
-from upstream.ranking import Bounded, Ranking
+from upstream.ranking import BoundedRanking, Ranking
 from upstream.server import Condition, Server, ServerSpec
 
 
@@ -39,13 +39,13 @@ class Pool:
         self._by_load = self._policy is least_busy
         bounded = any(server.limit < math.inf for server in self.servers)
         self._only = self.servers[0] if len(servers) == 1 and not bounded else None
-        self._bounded = Bounded(self.servers) if bounded else None
+        self._bounded = BoundedRanking(self.servers) if bounded else None
         self._ranking = self._bounded or (Ranking(self.servers) if len(servers) > 1 else None)
         if self._ranking is not None:
             for server in self.servers:
                 server.rankings.append(self._ranking)
-        self._turn = 0
-        self._budget = RetryBudget()
+        self._choices = 0
+        self._retry_budget = RetryBudget()
 
     def retire(self) -> None:
         """The next snapshot has another pool; who is still served by this one chooses the long way."""
@@ -59,19 +59,19 @@ class Pool:
         """Whether one of them is up."""
         return any(server.condition is Condition.UP for server in self.servers)
 
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether ``choose`` gives a server now to who has tried none."""
         if self._ranking is not None and self._ranking.members:
             return True
-        up = self._up()
+        up = self._up_servers()
         return bool(up) and not _all_taken(up)
 
-    def on_room(self, tell: Callable[[], None]) -> None:
+    def on_capacity(self, tell: Callable[[], None]) -> None:
         """Have somebody told whenever a server that may be full has room. Nobody waits for the others."""
         if self._bounded is not None:
-            self._bounded.on_room = tell
+            self._bounded.on_capacity = tell
 
-    def _up(self) -> list[Server]:
+    def _up_servers(self) -> list[Server]:
         return [server for server in self.servers if server.condition is Condition.UP]
 
     @property
@@ -79,9 +79,9 @@ class Pool:
         """Whether ``choose`` has a use for a hint."""
         return self._affinity is not None
 
-    def may_retry(self) -> bool:
+    def try_spend_retry(self) -> bool:
         """Whether the traffic so far allows for one more second attempt, which is then used up."""
-        return self._budget.take(self._turn, monotonic())
+        return self._retry_budget.try_spend(self._choices, monotonic())
 
     def choose(self, tried: Sequence[Server] = (), hint: int | None = None) -> Server:
         """The server for the next attempt: an untried, available one by the policy; else what is left.
@@ -91,13 +91,13 @@ class Pool:
         full. ``hint`` is the same for requests that begin alike.
         Raises NoServerError when none is up, or all are full.
         """
-        self._turn += 1
+        self._choices += 1
         only = self._only
         if only is not None and only.condition is Condition.UP:
             return only
         if not tried and self._ranking is not None and self._ranking.members:
-            return self._ranked(self._ranking, hint)
-        up = self._up()
+            return self._choose_ranked(self._ranking, hint)
+        up = self._up_servers()
         if not up:
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
         if _all_taken(up):
@@ -106,25 +106,25 @@ class Pool:
         fresh = [server for server in room if server not in tried] or room
         among = [server for server in fresh if server.available] or fresh
         known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
-        return known or self._policy(among, self._turn)
+        return known or self._policy(among, self._choices)
 
-    def _ranked(self, ranking: Ranking[Server], hint: int | None) -> Server:
+    def _choose_ranked(self, ranking: Ranking[Server], hint: int | None) -> Server:
         """The choice among all that are available, without a look at each."""
         known = self._affinity.choose(ranking.available, hint) if self._affinity is not None and hint is not None else None
-        return known or (ranking.first() if self._by_load else None) or self._policy(ranking.members, self._turn)
+        return known or (ranking.least_busy() if self._by_load else None) or self._policy(ranking.members, self._choices)
 
 
 def _all_taken(up: Sequence[Server]) -> bool:
     """Whether the servers that can be trusted with a request are full. Where all are passed over for their failures, these are all."""
-    trusted = [server for server in up if not server.passed_over]
+    trusted = [server for server in up if not server.is_ejected]
     return all(server.full for server in trusted or up)
 
 
-class Fleet:
-    """Every live server by name. ``turn``: that of all who write in this process."""
+class LiveServers:
+    """Every live server by name. ``write_batch``: that of all who write in this process."""
 
-    def __init__(self, turn: Turn | None = None) -> None:
-        self.turn = turn or Turn()
+    def __init__(self, write_batch: WriteBatch | None = None) -> None:
+        self.write_batch = write_batch or WriteBatch()
         self._servers: dict[str, Server] = {}
 
     def __iter__(self) -> Iterator[Server]:
@@ -137,7 +137,7 @@ class Fleet:
         for name, server in self._servers.items():
             if name not in kept:
                 server.retire()
-        self._servers = {name: kept.get(name) or Server(spec, turn=self.turn) for name, spec in wanted.items()}
+        self._servers = {name: kept.get(name) or Server(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
         return self._servers
 
     def set_condition(self, name: str, condition: Condition) -> None:
@@ -146,10 +146,10 @@ class Fleet:
         if server is not None:
             server.condition = condition
 
-    def sweep(self) -> None:
+    def expire(self) -> None:
         """Close idle connections that were kept too long."""
         for server in self._servers.values():
-            server.sweep()
+            server.expire()
 
     def close(self) -> None:
         """Close every idle connection."""
@@ -158,9 +158,9 @@ class Fleet:
 
 
 @contextmanager
-def fleet(turn: Turn | None = None) -> Iterator[Fleet]:
+def live_servers(write_batch: WriteBatch | None = None) -> Iterator[LiveServers]:
     """A fleet whose idle connections are closed in the end."""
-    servers = Fleet(turn)
+    servers = LiveServers(write_batch)
     try:
         yield servers
     finally:

@@ -47,15 +47,15 @@ class Ranking(Generic[R]):
         self.members: tuple[R, ...] = ()
         for server in servers:
             if server.available:
-                self._enter(server)
-        self._list()
+                self._insert(server)
+        self._update_members()
 
     @property
     def available(self) -> Mapping[R, float]:
         """The members and their loads."""
         return self._load_of
 
-    def first(self) -> R | None:
+    def least_busy(self) -> R | None:
         """One of the smallest load, another one each time; None when none is available."""
         levels = self._levels
         if not levels:
@@ -66,24 +66,24 @@ class Ranking(Generic[R]):
         level[server] = None
         return server
 
-    def moved(self, server: R) -> None:
+    def update_load(self, server: R) -> None:
         """Its load has changed."""
         if server in self._load_of:
-            self._leave(server)
-            self._enter(server)
+            self._remove(server)
+            self._insert(server)
 
-    def reconsider(self, server: R) -> None:
+    def update_availability(self, server: R) -> None:
         """It may have become available, or be so no more."""
         known = server in self._load_of
         if known is server.available:
             return
         if known:
-            self._leave(server)
+            self._remove(server)
         else:
-            self._enter(server)
-        self._list()
+            self._insert(server)
+        self._update_members()
 
-    def _enter(self, server: R) -> None:
+    def _insert(self, server: R) -> None:
         load = self._load_of[server] = server.load
         level = self._levels.get(load)
         if level is None:
@@ -91,14 +91,14 @@ class Ranking(Generic[R]):
         else:
             level[server] = None
 
-    def _leave(self, server: R) -> None:
+    def _remove(self, server: R) -> None:
         load = self._load_of.pop(server)
         level = self._levels[load]
         del level[server]
         if not level:
             del self._levels[load]
 
-    def _list(self) -> None:
+    def _update_members(self) -> None:
         self.members = tuple(server for server in self._servers if server in self._load_of)
 
 
@@ -106,28 +106,28 @@ def _nobody_waits() -> None:
     """Nobody is to be told."""
 
 
-class Bounded(Ranking[F]):
+class BoundedRanking(Ranking[F]):
     """Servers that are given only so many requests at once: one that is full is no member until it has given one back.
 
-    ``on_room`` is called whenever one of them has room.
+    ``on_capacity`` is called whenever one of them has room.
     """
 
-    __slots__ = ("on_room",)
+    __slots__ = ("on_capacity",)
 
     def __init__(self, servers: Sequence[F]) -> None:
         super().__init__(servers)
-        self.on_room: Callable[[], None] = _nobody_waits
+        self.on_capacity: Callable[[], None] = _nobody_waits
 
-    def moved(self, server: F) -> None:
+    def update_load(self, server: F) -> None:
         full = server.full
         if full is (server in self._load_of):
-            super().reconsider(server)
+            super().update_availability(server)
         else:
-            super().moved(server)
+            super().update_load(server)
         if not full:
-            self.on_room()
+            self.on_capacity()
 
-    def reconsider(self, server: F) -> None:
-        super().reconsider(server)
+    def update_availability(self, server: F) -> None:
+        super().update_availability(server)
         if server.available:
-            self.on_room()
+            self.on_capacity()

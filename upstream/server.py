@@ -18,10 +18,10 @@ from time import monotonic
 from typing import Protocol
 
 from upstream.address import Address
-from upstream.connection import Connection, Parking, connect
-from upstream.ejection import Standing
+from upstream.connection import Connection, IdleConnections, connect
+from upstream.ejection import EjectionState
 from upstream.errors import UpstreamError
-from upstream.outlet import Turn
+from upstream.outlet import WriteBatch
 from upstream.ranking import Ranking
 
 
@@ -51,7 +51,7 @@ class ServerSpec:
     keep_idle: float = 4.0
 
 
-class Mirror(Protocol):
+class Cells(Protocol):
     """A place where a number is left for others to read."""
 
     def __getitem__(self, index: int, /) -> float:
@@ -68,31 +68,31 @@ class Server:
         self,
         spec: ServerSpec,
         condition: Condition = Condition.LOADING,
-        turn: Turn | None = None,
+        write_batch: WriteBatch | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``turn``: that of the process, if there are more who write. ``clock`` times ejections, in seconds."""
+        """``write_batch``: that of the process, if there are more who write. ``clock`` times ejections, in seconds."""
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
         self.limit = math.inf
         """Exchanges that it is given at once."""
-        self.mirror: Mirror = [0.0]
+        self.in_flight_cells: Cells = [0.0]
         self.rankings: list[Ranking[Server]] = []
         """Those that are to be told when its load or its availability changes."""
-        self.ejected: Mirror = [0.0]
+        self.ejected_cells: Cells = [0.0]
         """1 at its index 0 while it is passed over, for whoever reads it from outside."""
-        self.doubted = False
+        self.recently_failed = False
         """It has failed since it last succeeded."""
-        self._standing = Standing()
+        self._ejection = EjectionState()
         self._clock = clock
-        self._parking = Parking(spec.keep_idle)
-        self._turn = turn or Turn()
-        self._heads: dict[str, bytes] = {}
+        self._idle = IdleConnections(spec.keep_idle)
+        self._write_batch = write_batch or WriteBatch()
+        self._request_heads: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
     def __repr__(self) -> str:
-        return f"<Server {self.spec.name} {self._condition.value}, {self.in_flight} in flight, {len(self._parking)} idle>"
+        return f"<Server {self.spec.name} {self._condition.value}, {self.in_flight} in flight, {len(self._idle)} idle>"
 
     @property
     def condition(self) -> Condition:
@@ -104,44 +104,44 @@ class Server:
         comes_up = condition is Condition.UP and self._condition is not Condition.UP
         self._condition = condition
         if comes_up:
-            self.succeeded()  # what it did before is another life's
+            self.record_success()  # what it did before is another life's
         else:
-            self._tell()
+            self._update_rankings()
 
-    def enter(self) -> None:
+    def start_exchange(self) -> None:
         """An exchange begins; it is added to ``mirror[0]``, for whoever reads that from outside."""
         self.in_flight += 1
-        self.mirror[0] += 1
+        self.in_flight_cells[0] += 1
         for ranking in self.rankings:
-            ranking.moved(self)
+            ranking.update_load(self)
 
-    def leave(self) -> None:
+    def finish_exchange(self) -> None:
         """An exchange is over."""
         self.in_flight -= 1
-        self.mirror[0] -= 1
+        self.in_flight_cells[0] -= 1
         for ranking in self.rankings:
-            ranking.moved(self)
+            ranking.update_load(self)
 
-    def count_in(self, mirror: Mirror) -> None:
+    def publish_in_flight(self, mirror: Cells) -> None:
         """Leave the number there from now on, that of what is under way too. Servers of one name may share a place."""
-        if mirror is not self.mirror:
-            self.mirror[0] -= self.in_flight
+        if mirror is not self.in_flight_cells:
+            self.in_flight_cells[0] -= self.in_flight
             mirror[0] += self.in_flight
-            self.mirror = mirror
+            self.in_flight_cells = mirror
 
-    def _tell(self) -> None:
+    def _update_rankings(self) -> None:
         for ranking in self.rankings:
-            ranking.reconsider(self)
+            ranking.update_availability(self)
 
-    def head(self, path: str) -> bytes:
+    def request_head(self, path: str) -> bytes:
         """How a POST to it begins: request line, Host and its own key; made once for each path."""
-        found = self._heads.get(path)
+        found = self._request_heads.get(path)
         if found is None:
             address, key = self.spec.address, self.spec.api_key
             lines = f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n" + (
                 f"authorization: Bearer {key}\r\n" if key else ""
             )
-            found = self._heads[path] = lines.encode()
+            found = self._request_heads[path] = lines.encode()
         return found
 
     @property
@@ -165,42 +165,42 @@ class Server:
         return self.in_flight >= self.limit
 
     @property
-    def passed_over(self) -> bool:
+    def is_ejected(self) -> bool:
         """It gets no requests for its failures, as long as there is another server."""
-        until = self._standing.until
+        until = self._ejection.ejected_until
         return until != 0.0 and self._clock() < until
 
     @property
     def available(self) -> bool:
         """It is up, not full, and not passed over for its failures."""
-        return self._condition is Condition.UP and not self.full and not self.passed_over
+        return self._condition is Condition.UP and not self.full and not self.is_ejected
 
-    def failed(self, error: UpstreamError) -> None:
+    def record_failure(self, error: UpstreamError) -> None:
         """A request failed on it: when that was too much, it is passed over for a while, where another one can take requests."""
-        ejected = self._standing.failed(error, self._clock())
-        self.doubted = self._standing.doubted
+        ejected = self._ejection.record_failure(error, self._clock())
+        self.recently_failed = self._ejection.has_failures
         if ejected:
-            self.ejected[0] = 1.0
-            self._tell()
+            self.ejected_cells[0] = 1.0
+            self._update_rankings()
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """It has given a whole answer, or has come up anew."""
-        self._standing.clear()
-        self.doubted = False
-        self.ejected[0] = 0.0
-        self._tell()
+        self._ejection.reset()
+        self.recently_failed = False
+        self.ejected_cells[0] = 0.0
+        self._update_rankings()
 
-    def park(self, connection: Connection) -> None:
+    def add_idle_connection(self, connection: Connection) -> None:
         """Keep a connection that has nothing to do."""
-        self._parking.park(connection)
+        self._idle.add(connection)
 
-    def parked(self) -> Connection | None:
+    def take_idle_connection(self) -> Connection | None:
         """A kept connection that is still good, if there is one."""
-        return self._parking.take()
+        return self._idle.pop()
 
     async def connect(self, timeout: float) -> Connection:
         """A new connection; raises ConnectTimeout or ConnectFailed."""
-        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._parking.park, self._turn))
+        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._idle.add, self._write_batch))
         try:
             return await connecting
         except asyncio.CancelledError:
@@ -208,16 +208,16 @@ class Server:
                 connecting.result().close()  # it was made in the very moment in which nobody wanted it any more
             raise
 
-    def sweep(self) -> None:
+    def expire(self) -> None:
         """Close connections that were kept too long; let a server that was passed over be tried again when it is time."""
-        self._parking.sweep()
-        if self._standing.over(self._clock()):
-            self.ejected[0] = 0.0
-            self._tell()
+        self._idle.close_expired()
+        if self._ejection.expire(self._clock()):
+            self.ejected_cells[0] = 0.0
+            self._update_rankings()
 
     def retire(self) -> None:
         """The configuration no longer names it: close what is idle; what is busy ends in its own time, and is counted until then."""
-        self.ejected[0] = 0.0
-        self.ejected = [0.0]  # its name, and the number left under it, may be another's by now
-        self._parking.expiry = 0.0
-        self._parking.close()
+        self.ejected_cells[0] = 0.0
+        self.ejected_cells = [0.0]  # its name, and the number left under it, may be another's by now
+        self._idle.max_idle = 0.0
+        self._idle.close_all()

@@ -18,7 +18,7 @@ from typing import Literal
 
 from upstream.address import Address
 
-Value = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"]
+ArgumentValue = str | int | float | bool | Sequence["ArgumentValue"] | Mapping[str, "ArgumentValue"]
 
 REFUSED_ARGS = {
     "api-key": "the gateway gives every launched server a key of its own",
@@ -67,7 +67,7 @@ class LaunchSettings:
     model: str
     served_names: tuple[str, ...]
     command: tuple[str, ...] = ("vllm", "serve")
-    args: Mapping[str, Value] = field(default_factory=dict)
+    args: Mapping[str, ArgumentValue] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: tuple[int | str, ...] = ()
     listen: Literal["uds", "tcp"] = "uds"
@@ -125,7 +125,7 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> Com
     """
     if wrong := problems(settings):
         raise ValueError("; ".join(wrong))
-    place: dict[str, Value] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
+    place: dict[str, ArgumentValue] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
     own = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _wanted_flags(settings)
     flags = own | _by_flag(settings.args)
     words = [word for flag, value in flags.items() for word in _words(flag, value)]
@@ -137,16 +137,16 @@ def takes_vllms_flags(command: Sequence[str]) -> bool:
     return any(PurePath(word).name in ("vllm", "simulate", "upstream.simulator") or word.startswith("vllm.") for word in command)
 
 
-def _wanted_flags(settings: LaunchSettings) -> dict[str, Value]:
+def _wanted_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
     """What the gateway asks for, unless the operator has written another value."""
-    sleep: dict[str, Value] = {"enable-sleep-mode": True} if settings.sleeps else {}
-    drain: dict[str, Value] = (
+    sleep: dict[str, ArgumentValue] = {"enable-sleep-mode": True} if settings.sleeps else {}
+    drain: dict[str, ArgumentValue] = (
         {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
     )
     return sleep | drain
 
 
-def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[str]:
+def _problems(settings: LaunchSettings, args: Mapping[str, ArgumentValue]) -> Iterator[str]:
     if not settings.command:
         yield "command: it is empty"
     if not settings.served_names:
@@ -168,7 +168,7 @@ def _problems(settings: LaunchSettings, args: Mapping[str, Value]) -> Iterator[s
         yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
 
 
-def _adapter_flags(settings: LaunchSettings) -> dict[str, Value]:
+def _adapter_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
     """What vLLM needs to serve the adapters (vllm/entrypoints/launchers/cli_args.py, vllm/config/lora.py).
 
     Its own defaults keep one adapter at a time: requests for two would take turns, each reading its adapter from disk.
@@ -177,17 +177,17 @@ def _adapter_flags(settings: LaunchSettings) -> dict[str, Value]:
     if not adapters:
         return {}
     modules = [{"name": each.name, "path": each.path, "base_model_name": settings.served_names[0]} for each in adapters]
-    flags: dict[str, Value] = {"enable-lora": True, "lora-modules": modules}
+    flags: dict[str, ArgumentValue] = {"enable-lora": True, "lora-modules": modules}
     if len(adapters) > 1 and not {"max-loras", "max-cpu-loras"} & _by_flag(settings.args).keys():
         flags |= {"max-loras": min(len(adapters), ADAPTERS_AT_ONCE), "max-cpu-loras": len(adapters)}
     return flags
 
 
-def _is_port(value: Value) -> bool:
+def _is_port(value: ArgumentValue) -> bool:
     return not isinstance(value, bool) and str(value).isdecimal() and 0 < int(str(value)) < 65536
 
 
-def _by_flag(args: Mapping[str, Value]) -> dict[str, Value]:
+def _by_flag(args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
     return {flag_of(key): value for key, value in args.items()}
 
 
@@ -197,7 +197,7 @@ def flag_of(key: str) -> str:
     return head.replace("_", "-") + dot + rest
 
 
-def _words(flag: str, value: Value) -> list[str]:
+def _words(flag: str, value: ArgumentValue) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     if isinstance(value, list | tuple):
@@ -207,7 +207,7 @@ def _words(flag: str, value: Value) -> list[str]:
     return [f"--{flag}={word}"] if word.startswith("-") else [f"--{flag}", word]
 
 
-def _word(value: Value) -> str:
+def _word(value: ArgumentValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=dict)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from upstream.vllm import Value, flag_of
+from upstream.vllm import ArgumentValue, flag_of
 
 TASK_ROUTES: Mapping[str, str] = MappingProxyType(
     {
@@ -28,7 +28,7 @@ _OF_GENERATING = frozenset({*_PARSERS, "enable-auto-tool-choice"})
 _CONVERTED = {"embed": "embedding", "classify": "classify"}
 
 
-def task_of(args: Mapping[str, Value]) -> str | None:
+def task_of(args: Mapping[str, ArgumentValue]) -> str | None:
     """``chat``, ``embedding`` or ``classify``; None where the model's files decide."""
     given = _given(args)
     converted = _CONVERTED.get(str(given.get("convert")))
@@ -39,7 +39,7 @@ def task_of(args: Mapping[str, Value]) -> str | None:
     return None
 
 
-def capabilities_of(args: Mapping[str, Value]) -> tuple[str, ...] | None:
+def capabilities_of(args: Mapping[str, ArgumentValue]) -> tuple[str, ...] | None:
     """Of a server that generates text: ``tools``, ``reasoning`` and ``structured_outputs``, as far as it has them."""
     given = _given(args)
     if "config" in given:
@@ -52,6 +52,6 @@ def capabilities_of(args: Mapping[str, Value]) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _given(args: Mapping[str, Value]) -> dict[str, Value]:
+def _given(args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
     """By flag, without those that are turned off."""
     return {flag_of(key): value for key, value in args.items() if value is not False}

@@ -47,28 +47,28 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a server's main process ended. ``words``: for the operator.
+class ProcessExit:
+    """How a server's main process ended. ``text``: for the operator.
 
     ``status``: as ``subprocess`` has it, None where it is not known or the process still runs. ``memory_kills``: the processes that the
     kernel has killed meanwhile for lack of memory, None where the kernel does not say.
     """
 
-    words: str
+    text: str
     status: int | None = None
     memory_kills: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CauseRule:
     """A row: a line of the log that matches ``pattern`` shows this cause."""
 
     cause: Cause
     pattern: re.Pattern[str]
 
 
-def _known(code: str, summary: str, hint: str, *patterns: str) -> _Known:
-    return _Known(Cause(code, summary, hint), re.compile("|".join(patterns)))
+def _known(code: str, summary: str, hint: str, *patterns: str) -> _CauseRule:
+    return _CauseRule(Cause(code, summary, hint), re.compile("|".join(patterns)))
 
 
 # Sources of the patterns: vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker, config, model_executor/models/registry.py, tool_parsers,
@@ -355,7 +355,7 @@ CAUSES: tuple[Cause, ...] = (
 """Every cause there is, without a log line."""
 
 
-def find_cause(log: str, ended: Ended) -> Cause:
+def find_cause(log: str, ended: ProcessExit) -> Cause:
     """Why a server failed that wrote ``log`` since it was started, or lately, and ended so.
 
     That the kernel killed it for lack of memory comes first, then the last line of the log that shows a root cause, then how the process
@@ -365,7 +365,7 @@ def find_cause(log: str, ended: Ended) -> Cause:
     if ended.memory_kills and ended.status == -SIGKILL:
         return _KILLED_FOR_MEMORY
     lines = list(_failure_lines(log.splitlines()))
-    words = _Line("", ended.words)
+    words = _Line("", ended.text)
     return (
         _last(_ROOT_CAUSES, [*lines, words])
         or _of_the_end(ended, lines)
@@ -403,7 +403,7 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
             yield _Line(process, text.partition(_INPUT)[0] if _DETAIL.match(text) else text)
 
 
-def _last(rows: Iterable[_Known], lines: list[_Line]) -> Cause | None:
+def _last(rows: Iterable[_CauseRule], lines: list[_Line]) -> Cause | None:
     """The cause that the last of these lines shows."""
     known = tuple(rows)
     for line in reversed(lines):
@@ -413,14 +413,14 @@ def _last(rows: Iterable[_Known], lines: list[_Line]) -> Cause | None:
     return None
 
 
-def _of_the_end(ended: Ended, lines: list[_Line]) -> Cause | None:
+def _of_the_end(ended: ProcessExit, lines: list[_Line]) -> Cause | None:
     if ended.memory_kills and _last(_DEATHS, lines):
         return _KILLED_FOR_MEMORY
     if ended.status in (126, 127):
         return replace(_COMMAND_NOT_FOUND, line=_shown(lines[-1].text) if lines else "")
     if ended.status is not None and ended.status < 0:
         return _KILLED
-    return replace(_START_TIMEOUT, line=ended.words) if ended.words.startswith("no answer to GET /health within") else None
+    return replace(_START_TIMEOUT, line=ended.text) if ended.text.startswith("no answer to GET /health within") else None
 
 
 def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:

@@ -146,7 +146,7 @@ TOOL_PARSERS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class KnownNames:
     """What one version of vLLM knows. ``flags``: the long ones without dashes, the ``no-…`` forms too."""
 
     version: str
@@ -159,7 +159,7 @@ class Names:
         return flag in self.flags or sum(known.startswith(flag) for known in self.flags) == 1
 
 
-def built_in() -> Names:
+def built_in() -> KnownNames:
     """The names of this table."""
     plain = VALUES | LISTS | OPTIONAL | BOOLEANS | SWITCHES
-    return Names(VERSION, plain | {f"no-{flag}" for flag in BOOLEANS}, frozenset(REASONING_PARSERS), frozenset(TOOL_PARSERS))
+    return KnownNames(VERSION, plain | {f"no-{flag}" for flag in BOOLEANS}, frozenset(REASONING_PARSERS), frozenset(TOOL_PARSERS))

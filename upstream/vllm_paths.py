@@ -14,10 +14,10 @@ from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
 
-from upstream.vllm import Value, flag_of
+from upstream.vllm import ArgumentValue, flag_of
 
 
-class Kind(Enum):
+class PathKind(Enum):
     """What the value of an option is."""
 
     READ = auto()
@@ -30,27 +30,27 @@ class Kind(Enum):
     """What vLLM makes itself."""
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, PathKind] = MappingProxyType(
     {
-        "allowed-local-media-path": Kind.READ,
-        "chat-template": Kind.TEMPLATE,
-        "compilation-config.cache_dir": Kind.WRITTEN,
-        "compilation-config.debug_dump_path": Kind.WRITTEN,
-        "config": Kind.READ,
-        "download-dir": Kind.WRITTEN,
-        "generation-config": Kind.NAMED,
-        "hf-config-path": Kind.NAMED,
-        "log-config-file": Kind.READ,
-        "logging-config.pylogging_config_file": Kind.READ,
-        "mm-encoder-fp8-scale-path": Kind.READ,
-        "mm-encoder-fp8-scale-save-path": Kind.WRITTEN,
-        "profiler-config.torch_profiler_dir": Kind.WRITTEN,
-        "reasoning-parser-plugin": Kind.READ,
-        "spec-model": Kind.NAMED,
-        "speculative-config.model": Kind.NAMED,
-        "ssl-ca-certs": Kind.READ,
-        "tokenizer": Kind.NAMED,
-        "tool-parser-plugin": Kind.READ,
+        "allowed-local-media-path": PathKind.READ,
+        "chat-template": PathKind.TEMPLATE,
+        "compilation-config.cache_dir": PathKind.WRITTEN,
+        "compilation-config.debug_dump_path": PathKind.WRITTEN,
+        "config": PathKind.READ,
+        "download-dir": PathKind.WRITTEN,
+        "generation-config": PathKind.NAMED,
+        "hf-config-path": PathKind.NAMED,
+        "log-config-file": PathKind.READ,
+        "logging-config.pylogging_config_file": PathKind.READ,
+        "mm-encoder-fp8-scale-path": PathKind.READ,
+        "mm-encoder-fp8-scale-save-path": PathKind.WRITTEN,
+        "profiler-config.torch_profiler_dir": PathKind.WRITTEN,
+        "reasoning-parser-plugin": PathKind.READ,
+        "spec-model": PathKind.NAMED,
+        "speculative-config.model": PathKind.NAMED,
+        "ssl-ca-certs": PathKind.READ,
+        "tokenizer": PathKind.NAMED,
+        "tool-parser-plugin": PathKind.READ,
     }
 )
 """The options of vLLM 0.32 by their flag without dashes; of an option that takes JSON, the field behind a dot."""
@@ -63,12 +63,12 @@ _LOCAL = ("/", "./", "../")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class PathArgument:
     """A path in the options. ``key`` and ``field``: where it stands, ``field`` only in an option that takes JSON."""
 
     key: str
     field: str | None
-    kind: Kind
+    kind: PathKind
     path: str
 
 
@@ -77,7 +77,7 @@ def is_local(text: str) -> bool:
     return text.startswith(_LOCAL)
 
 
-def paths(args: Mapping[str, Value]) -> Iterator[Named]:
+def paths(args: Mapping[str, ArgumentValue]) -> Iterator[PathArgument]:
     """Every path that the options may name."""
     for key, value in args.items():
         flag = flag_of(key)
@@ -88,23 +88,23 @@ def paths(args: Mapping[str, Value]) -> Iterator[Named]:
             yield from _named(key, None, flag, value)
 
 
-def _named(key: str, field: str | None, name: str, value: Value) -> Iterator[Named]:
+def _named(key: str, field: str | None, name: str, value: ArgumentValue) -> Iterator[PathArgument]:
     kind = KINDS.get(name)
     if kind is None or not isinstance(value, str) or not value:
         return
-    if (kind is Kind.TEMPLATE and _INLINE & set(value)) or value in _WORDS.get(name, ()):
+    if (kind is PathKind.TEMPLATE and _INLINE & set(value)) or value in _WORDS.get(name, ()):
         return
-    yield Named(key, field, kind, value)
+    yield PathArgument(key, field, kind, value)
 
 
-def has_to_exist(named: Named) -> bool:
+def has_to_exist(named: PathArgument) -> bool:
     """Whether vLLM fails where nothing is at the path."""
-    if named.kind is Kind.TEMPLATE:
+    if named.kind is PathKind.TEMPLATE:
         return is_local(named.path) or "/" in named.path or not named.path.startswith(BUILT_IN_TEMPLATE)
-    return named.kind is Kind.READ or (named.kind is Kind.NAMED and is_local(named.path))
+    return named.kind is PathKind.READ or (named.kind is PathKind.NAMED and is_local(named.path))
 
 
-def absolute(args: Mapping[str, Value], folder: Path, exists: Callable[[Path], bool], *, own: bool) -> dict[str, Value]:
+def absolute(args: Mapping[str, ArgumentValue], folder: Path, exists: Callable[[Path], bool], *, own: bool) -> dict[str, ArgumentValue]:
     """The options with relative paths made absolute: those that ``exist`` in ``folder``, and those that can be nothing but a path.
 
     ``own``: the command is vLLM's own. Another one may run vLLM in a container, where only what is here is certain to be meant.
@@ -112,7 +112,7 @@ def absolute(args: Mapping[str, Value], folder: Path, exists: Callable[[Path], b
     found = dict(args)
     for named in paths(args):
         path = Path(os.path.abspath(folder / named.path))
-        if exists(path) or (own and (named.kind is Kind.WRITTEN or has_to_exist(named))):
+        if exists(path) or (own and (named.kind is PathKind.WRITTEN or has_to_exist(named))):
             before = found[named.key]
             found[named.key] = {**before, named.field: str(path)} if isinstance(before, Mapping) and named.field else str(path)
     return found

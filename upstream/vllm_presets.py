@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from upstream.vllm import Value, flag_of
+from upstream.vllm import ArgumentValue, flag_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Preset:
     template: str = ""
 
     @property
-    def args(self) -> dict[str, Value]:
+    def args(self) -> dict[str, ArgumentValue]:
         """The options of ``vllm serve``, without dashes."""
-        reasoning: dict[str, Value] = {"reasoning-parser": self.reasoning} if self.reasoning else {}
-        tools: dict[str, Value] = {"enable-auto-tool-choice": True, "tool-call-parser": self.tools} if self.tools else {}
+        reasoning: dict[str, ArgumentValue] = {"reasoning-parser": self.reasoning} if self.reasoning else {}
+        tools: dict[str, ArgumentValue] = {"enable-auto-tool-choice": True, "tool-call-parser": self.tools} if self.tools else {}
         return reasoning | tools
 
 
@@ -93,7 +93,7 @@ def preset_for(model: str) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset.names.search(last)), None)
 
 
-def with_preset(preset: str | None, args: Mapping[str, Value]) -> dict[str, Value]:
+def with_preset(preset: str | None, args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
     """The options with those of a preset that the operator has not written, with dashes or with underscores."""
     written = {flag_of(key) for key in args}
     more = {} if preset is None else {flag: value for flag, value in PRESETS[preset].args.items() if flag not in written}

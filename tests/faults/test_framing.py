@@ -29,7 +29,7 @@ from tests.support.running import KEY, board, key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
-from upstream.pool import fleet
+from upstream.pool import live_servers
 
 BODY = orjson.dumps(chat())
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
@@ -373,7 +373,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def taking() -> Iterator[Taking]:
-    with board() as counts, fleet() as servers:
+    with board() as counts, live_servers() as servers:
         snapshot = Snapshot(1, (key(),), (model(1),))
         yield Taking(snapshot, fleet=servers, metrics=WorkerMetrics(counts), log=AccessLog(-1))
 

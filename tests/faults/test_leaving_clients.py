@@ -117,7 +117,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             server.asked[HOLDER] = asyncio.Event()
             holder.send(request(chat(seed=HOLDER, top_k="before the head", model="busy")))
             await server.asked[HOLDER].wait()
-            baseline = sum(len(each._parking) for each in served.worker.fleet)
+            baseline = sum(len(each._idle) for each in served.worker.fleet)
 
             async def leave(number: int) -> None:
                 state = dice.choice(EVERY)
@@ -182,7 +182,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             p99 = took[int(0.99 * len(took))]
             assert p99 < (0.2 if FULL else 20.0)
             await until(lambda: upstream.open == 0)
-            assert sum(len(each._parking) for each in served.worker.fleet) == baseline
+            assert sum(len(each._idle) for each in served.worker.fleet) == baseline
             async with client(served.port) as one:
                 reply = await one.ask(request(chat(seed=-1, top_k="none")))
                 assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")

@@ -39,8 +39,8 @@ from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
 from upstream.address import Address
 from upstream.connection import Connection
-from upstream.outlet import Turn
-from upstream.pool import fleet
+from upstream.outlet import WriteBatch
+from upstream.pool import live_servers
 from upstream.server import Condition, ServerSpec
 
 KEYS = 1000
@@ -77,12 +77,12 @@ BOUNDS = {
 """10% above the counts with CPython 3.11. Only there the steps are compared, because each version has its own byte code."""
 
 
-class Still(Turn):
+class Still(WriteBatch):
     """The batches of a busy event loop. The test ends each of them, because the loop's part is shared by all that it has to send."""
 
     __slots__ = ()
 
-    def begin(self) -> None:
+    def schedule_flush(self) -> None:
         """Schedule nothing."""
 
 
@@ -98,10 +98,10 @@ class Exchange(NamedTuple):
 
     def serve(self) -> None:
         self.client.data_received(REQUEST)
-        self.worker.turn.end()
+        self.worker.write_batch.flush()
         assert self.server_wire.take().endswith(b"}")
         self.server.data_received(RESPONSE)
-        self.worker.turn.end()
+        self.worker.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
     def stream(self) -> None:
@@ -109,7 +109,7 @@ class Exchange(NamedTuple):
         self.server.data_received(STREAM_HEAD)
         for _ in range(2):
             self.server.data_received(CHUNK)
-            self.worker.turn.end()
+            self.worker.write_batch.flush()
         assert self.client_wire.take().endswith(2 * CHUNK)
 
     def limit(self, limits: Limits) -> None:
@@ -121,7 +121,7 @@ class Exchange(NamedTuple):
 
     def chunk(self) -> None:
         self.server.data_received(CHUNK)
-        self.worker.turn.end()
+        self.worker.write_batch.flush()
         assert self.client_wire.take() == CHUNK
 
 
@@ -130,20 +130,20 @@ async def exchange() -> AsyncIterator[Exchange]:
     spec = ServerSpec("tiny#0", Address(port=1), "tiny", keep_idle=1e9)
     keys = tuple(Key(f"team-{n}", (hashlib.sha256(b"key-%d" % n).digest(),)) for n in range(KEYS))
     board, nowhere = Board.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
-    turn = Still(math.inf)
-    turn.gathers = True
-    with fleet(turn) as servers, access_log(nowhere) as log:
+    batch = Still(math.inf)
+    batch.batching = True
+    with live_servers(batch) as servers, access_log(nowhere) as log:
         worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
         worker.learn(Health({spec.name: Condition.UP}, {}, {}))
         uvicorn = worker.server()
         uvicorn.config.load()
         client = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
         (server,) = servers
-        connection = Connection(spec.name, server.park, servers.turn)
+        connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
         made = Exchange(client, Wire(), connection, Wire(), log, worker)
         client.connection_made(made.client_wire)
         connection.connection_made(made.server_wire)
-        server.park(connection)
+        server.add_idle_connection(connection)
         yield made
         client.connection_lost(None)
         connection.connection_lost(None)

@@ -14,7 +14,7 @@ from gateway.plan import Knowledge
 from gateway.state import BodyRules, Queue
 from tests.gateway.test_config import HASH
 from upstream.address import Address
-from upstream.health import ModelCard, Probe, Target
+from upstream.health import ModelCard, ServerHealth, Target
 from upstream.launcher import LaunchState, LaunchStatus
 from upstream.server import Condition
 from upstream.vllm import Adapter
@@ -50,7 +50,7 @@ def _written(folder: Path, document: dict[str, Any]) -> Config:
 
 
 def status(name: str, state: LaunchState, *, concluded: bool = False) -> LaunchStatus:
-    return LaunchStatus(name, state, 0.0, UDS, Path("/log"), concluded=concluded)
+    return LaunchStatus(name, state, 0.0, UDS, Path("/log"), first_start_finished=concluded)
 
 
 NAMES = ["launched#0", "launched#1", "http://10.0.0.5:8000", "http://10.0.0.6:8000#found", "http://10.0.0.6:8000#shared"]
@@ -110,7 +110,7 @@ def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> Non
     assert (adapter.id, adapter.aliases, adapter.parent, adapter.served) == ("sql", ("s",), "launched", "sql")
     assert (adapter.servers, adapter.defaults, adapter.mounts) == (base.servers, {"seed": 1}, ())
     assert (other.id, other.parent, other.served, other.servers) == ("chat", "found", "chat", found.servers)
-    probes = {"http://10.0.0.5:8000": Probe("", True, models=(ModelCard("inner", 4096), ModelCard("chat")))}
+    probes = {"http://10.0.0.5:8000": ServerHealth("", True, models=(ModelCard("inner", 4096), ModelCard("chat")))}
     assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 4096, "chat": 4096}
 
 
@@ -121,7 +121,7 @@ UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 @pytest.mark.parametrize("stage", [None, *LaunchState])
 def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
     known = Knowledge(
-        {} if stage is None else {"s": status("s", stage)}, {} if up is None else {"s": Probe("s", up)}, {}
+        {} if stage is None else {"s": status("s", stage)}, {} if up is None else {"s": ServerHealth("s", up)}, {}
     )  # fmt: skip
     probed = {None: LOADING, True: UP, False: DOWN}[up]
     if stage is None:
@@ -147,9 +147,9 @@ def test_what_is_probed(config: Config) -> None:
 
 def test_context_lengths(config: Config) -> None:
     probes = {
-        "http://10.0.0.5:8000": Probe("", True, models=(ModelCard("inner", 4096), ModelCard("found", 1))),
-        "http://10.0.0.6:8000#found": Probe("", False, models=(ModelCard("found", 2048),)),
-        "http://10.0.0.6:8000#shared": Probe("", True, models=(ModelCard("lora"), ModelCard("base", 7))),
+        "http://10.0.0.5:8000": ServerHealth("", True, models=(ModelCard("inner", 4096), ModelCard("found", 1))),
+        "http://10.0.0.6:8000#found": ServerHealth("", False, models=(ModelCard("found", 2048),)),
+        "http://10.0.0.6:8000#shared": ServerHealth("", True, models=(ModelCard("lora"), ModelCard("base", 7))),
     }
     assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 2048}
     assert plan.max_model_len(config, NOTHING) == {}
@@ -167,7 +167,7 @@ def test_context_lengths(config: Config) -> None:
 def test_what_servers_report_to_be_for(tmp_path: Path, reported: tuple[str | None, ...], expected: dict[str, str]) -> None:
     servers = [{"url": f"http://127.0.0.1:{port}"} for port in (8001, 8002)]
     config = _loaded(tmp_path, {"id": "m", "servers": servers, "loras": [{"id": "a"}]})
-    probes = {server["url"]: Probe(server["url"], True, task=task) for server, task in zip(servers, reported, strict=True)}
+    probes = {server["url"]: ServerHealth(server["url"], True, task=task) for server, task in zip(servers, reported, strict=True)}
     assert plan.tasks(config, Knowledge({}, probes, {})) == expected
 
 
@@ -187,7 +187,7 @@ def test_what_has_no_result_yet(config: Config) -> None:
     assert plan.unconcluded(config, NOTHING) == NAMES
     known = Knowledge(
         plan.by_name([status("launched#0", LaunchState.STARTING), status("launched#1", LaunchState.STARTING, concluded=True)]),
-        {"launched#0": Probe("launched#0", True), "http://10.0.0.5:8000": Probe("", False)},
+        {"launched#0": ServerHealth("launched#0", True), "http://10.0.0.5:8000": ServerHealth("", False)},
         {},
     )
     assert plan.unconcluded(config, known) == ["launched#0", *NAMES[3:]], "what failed is concluded too"

@@ -15,7 +15,7 @@ from gateway.config.references import Draft
 from gateway.config.source import parse
 from upstream import gpus, installed_vllm, vllm_names
 from upstream.launcher.program import why_not_executable
-from upstream.vllm_names import Names
+from upstream.vllm_names import KnownNames
 
 HERE = preflight.Machine(lambda _: vllm_names.built_in(), 2, Path("/"))
 
@@ -177,42 +177,42 @@ def asked(tmp_path: Path) -> int:
     return len(file.read_text()) if file.exists() else 0
 
 
-EXPECTED = Names("9.9", frozenset({"help", "own-flag", "no-own-flag", "second"}), frozenset({"own_parser"}), frozenset({"own_parser"}))
+EXPECTED = KnownNames("9.9", frozenset({"help", "own-flag", "no-own-flag", "second"}), frozenset({"own_parser"}), frozenset({"own_parser"}))
 
 
 def test_the_installed_vllm_is_asked_once_for_each_version(tmp_path: Path, own_vllm: dict[str, str]) -> None:
     said: list[str] = []
     for _ in range(2):
-        assert installed_vllm.names(("vllm", "serve"), own_vllm, said.append) == EXPECTED
+        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append) == EXPECTED
     assert (asked(tmp_path), said) == (1, ["asking vLLM 9.9 for its options (once; it takes some seconds)"])
     metadata = tmp_path / "site/vllm-9.9.dist-info/METADATA"
     metadata.write_text(metadata.read_text().replace("9.9", "9.10"))
-    again = installed_vllm.names(("vllm", "serve"), own_vllm, said.append)
+    again = installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append)
     assert again is not None and again.version == "9.10"
     assert asked(tmp_path) == 2
 
 
 def test_a_damaged_cache_is_made_anew(tmp_path: Path, own_vllm: dict[str, str]) -> None:
-    installed_vllm.names(("vllm", "serve"), own_vllm, unheard)
+    installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard)
     [kept] = (tmp_path / "cache" / "vllm-gateway").iterdir()
     for damage in (b"{", b"[]", b'{"flags": 5}', b"\xff"):
         kept.write_bytes(damage)
-        assert installed_vllm.names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
+        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
     assert asked(tmp_path) == 5
 
 
 def test_the_interpreter_of_a_long_path_is_found_too(tmp_path: Path, own_vllm: dict[str, str]) -> None:
     (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n")
-    assert installed_vllm.names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
-    assert installed_vllm.names((sys.executable, "-m", "vllm.entrypoints.openai.api_server"), own_vllm, unheard) == EXPECTED
+    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
+    assert installed_vllm.known_names((sys.executable, "-m", "vllm.entrypoints.openai.api_server"), own_vllm, unheard) == EXPECTED
 
 
 @pytest.mark.parametrize("program", ["", "#!/bin/sh\nexit 1\n", f"#!{sys.executable}\n", "#!/no/such/python\n"])
 def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, str], program: str) -> None:
     (tmp_path / "bin" / "vllm").write_text(program)
     (tmp_path / "site" / "vllm" / "reasoning.py").write_text("raise RuntimeError('no')\n")
-    assert installed_vllm.names(("vllm", "serve"), own_vllm, unheard) is None
-    assert installed_vllm.names(("no-such-vllm", "serve"), own_vllm, unheard) is None
+    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) is None
+    assert installed_vllm.known_names(("no-such-vllm", "serve"), own_vllm, unheard) is None
 
 
 # GPUs
@@ -248,7 +248,7 @@ def test_a_model_of_a_known_family(launch: str, said: list[str]) -> None:
 
 
 def test_a_preset_that_the_installed_vllm_does_not_have_the_parsers_for() -> None:
-    old = Names("0.9", vllm_names.built_in().flags, frozenset({"qwen3"}), frozenset())
+    old = KnownNames("0.9", vllm_names.built_in().flags, frozenset({"qwen3"}), frozenset())
     machine = preflight.Machine(lambda _: old, 2, Path("/"))
     assert told("{id: m, launch: {preset: qwen3}}", machine) == ["2: models[0].preset: vLLM 0.9 has no tool-call-parser of this name"]
 

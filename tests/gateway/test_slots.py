@@ -55,14 +55,14 @@ class Visitor:
             self.fate = "gone"
 
     async def _hold(self, server: Server, world: World) -> None:
-        server.enter()
+        server.start_exchange()
         self.fate = "served"
         world.served.append(self)
         try:
             await self.over
             self.fate = "done"
         finally:
-            server.leave()
+            server.finish_exchange()
 
 
 class World(RuleBasedStateMachine):
@@ -125,18 +125,18 @@ class World(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def one_refuses(self, which: int) -> None:
-        self.servers[which].failed(ConnectFailed("x", "refused"))
+        self.servers[which].record_failure(ConnectFailed("x", "refused"))
 
     @rule()
     def it_is_forgiven(self) -> None:
         for server in self.servers:
-            server.succeeded()
+            server.record_success()
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, LONGEST_PAUSE]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for server in self.servers:
-            server.sweep()  # the worker's tick
+            server.expire()  # the worker's tick
 
     @rule()
     def their_time_is_over(self) -> None:
@@ -153,7 +153,7 @@ class World(RuleBasedStateMachine):
     def nobody_waits_for_nothing(self) -> None:
         waiting = len(self.those("waits"))
         assert waiting == self.gauge[0] == len(self.deadlines)
-        assert not (waiting and self.pool.has_room())
+        assert not (waiting and self.pool.has_capacity())
         assert not waiting or self.pool.is_up or self.expected
 
     @invariant()

@@ -24,7 +24,7 @@ from gateway.state import Key, Model, Snapshot
 from gateway.tracing import spans
 from upstream.address import Address
 from upstream.deadlines import TICK
-from upstream.pool import fleet
+from upstream.pool import live_servers
 from upstream.server import Condition, ServerSpec
 
 _LOOK = 0.01  # seconds
@@ -118,7 +118,7 @@ async def serving(
     models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Books | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
-    with board() as counts, fleet() as servers, _nowhere() as nowhere, spans() as traced:
+    with board() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
         worker = Watched(

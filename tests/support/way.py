@@ -16,7 +16,7 @@ from gateway.state import Snapshot
 from tests.support.running import Watched, board, key, model
 from tests.support.wire import chat, request
 from upstream.connection import Connection
-from upstream.pool import fleet
+from upstream.pool import live_servers
 from upstream.server import Condition
 
 _ENDED = re.compile(rb"(?:\r\n|\n|\r){2}\Z")
@@ -76,25 +76,25 @@ class Way:
     """A client's connection and a server's, with stand-ins for their transports."""
 
     def __init__(self, worker: Watched) -> None:
-        self.worker, self.turn, uvicorn = worker, worker.turn, worker.server()
+        self.worker, self.write_batch, uvicorn = worker, worker.write_batch, worker.server()
         uvicorn.config.load()
         (server,) = worker.fleet
         self.client, self.client_wire = worker.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
-        self.server, self.server_wire = Connection(server.spec.name, server.park, worker.turn), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, worker.write_batch), Wire()
         self.client.connection_made(self.client_wire)
         self.server.connection_made(self.server_wire)
-        server.park(self.server)
+        server.add_idle_connection(self.server)
 
     def streamed(self, pieces: Iterable[bytes], asks: bool) -> bytes:
         """What the client gets of an answer that comes in these reads."""
         options = {"stream_options": {"include_usage": True}} if asks else {}
         self.client.data_received(request(chat(stream=True, **options)))
-        self.turn.end()
+        self.write_batch.flush()
         assert self.server_wire.take()
         for piece in pieces:
             if not self.server_wire.is_closing():
                 self.server.data_received(piece)
-                self.turn.end()
+                self.write_batch.flush()
         return self.client_wire.take()
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class Way:
 @contextmanager
 def way() -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
-    with board() as counts, fleet() as servers, access_log(nowhere) as log:
+    with board() as counts, live_servers() as servers, access_log(nowhere) as log:
         worker = Watched(Snapshot(1, (key(),), (served,)), fleet=servers, metrics=WorkerMetrics(counts), log=log)
         worker.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
         made = Way(worker)

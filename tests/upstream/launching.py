@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults.invariants import nothing_left
 from upstream.keeper import processes
 from upstream.launcher import Backoff, Launcher, LaunchSpec, LaunchState, LaunchStatus
-from upstream.vllm import LaunchSettings, Value
+from upstream.vllm import ArgumentValue, LaunchSettings
 
 SERVER = Path(__file__).with_name("launched_server.py")
 QUICK = Backoff(first=0.05, cap=0.1)
@@ -50,7 +50,9 @@ class Case:
             yield launcher
         assert list(self.runtime.iterdir()) == []
 
-    def spec(self, name: str = "org/m#0", startup_timeout: float = 30.0, env: Mapping[str, str] | None = None, **args: Value) -> LaunchSpec:
+    def spec(
+        self, name: str = "org/m#0", startup_timeout: float = 30.0, env: Mapping[str, str] | None = None, **args: ArgumentValue
+    ) -> LaunchSpec:
         flags = {"pids": str(self.pids_file(name))} | {key.replace("_", "-"): value for key, value in args.items()}
         settings = LaunchSettings("org/m", ("org/m", "m"), command=(sys.executable, str(SERVER)), args=flags, env=env or {})
         return LaunchSpec(name, settings, startup_timeout)

@@ -217,10 +217,10 @@ async def test_a_success_forgives() -> None:
         for _ in range(3):
             with pytest.raises(Disconnected):
                 await one.ask()
-        assert (only.available, only.ejected[0]) == (False, 1)
+        assert (only.available, only.ejected_cells[0]) == (False, 1)
         dies = False
         assert (await one.ask())[0] == b"ok", "the last one that is up is used all the same"
-        assert (only.available, only.ejected[0], only.doubted) == (True, 0, False)
+        assert (only.available, only.ejected_cells[0], only.recently_failed) == (True, 0, False)
 
 
 async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> None:
@@ -236,7 +236,7 @@ async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> 
             await one.ask()
         assert len(bad.requests) == before
         await until(lambda: first.available)
-        first.sweep()
+        first.expire()
         later = [await timed(one) for _ in range(4)]
         assert len(bad.requests) == before + 1 and [type(each) for each in later].count(Disconnected) == 1, "one is enough now"
 
@@ -533,7 +533,7 @@ async def test_an_upload_reaches_the_server() -> None:
             answer = await attempt.answer(compose_upload(50), upload_of(50))
             assert await answer.collect(10) == b"ok"
         assert server.requests[0].body == b"?" + b"x" * 65536 * 50
-        assert len(one.servers[0]._parking) == 1
+        assert len(one.servers[0]._idle) == 1
 
 
 async def test_an_upload_waits_for_a_server_that_does_not_read() -> None:
@@ -586,7 +586,7 @@ async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
             async with asyncio.timeout(10):
                 answer: Answer = await attempt.answer(compose_upload(1 << 20), upload_of(1 << 20))
             assert (answer.status, await answer.collect(10)) == (413, b"no")
-        assert len(one.servers[0]._parking) == 0, "half a request is still on it"
+        assert len(one.servers[0]._idle) == 0, "half a request is still on it"
 
 
 async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
@@ -596,7 +596,7 @@ async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, scripted(answers) as other, way(server.sockets[0].getsockname()[1], other.port) as one:
-        one.servers[1].failed(ConnectFailed("s1", "refused"))
+        one.servers[1].record_failure(ConnectFailed("s1", "refused"))
         with one.attempt() as attempt:
             async with asyncio.timeout(10):
                 with pytest.raises(Disconnected):

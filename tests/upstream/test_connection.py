@@ -21,9 +21,9 @@ from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
 from upstream.address import Address
-from upstream.connection import MAX_HEAD, Connection, Headers, Parking, connect
+from upstream.connection import MAX_HEAD, Connection, Headers, IdleConnections, connect
 from upstream.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
-from upstream.outlet import Turn
+from upstream.outlet import WriteBatch
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
@@ -40,7 +40,7 @@ class Taken:
         self.ends = 0
         self._over = asyncio.Event()
 
-    expectant = False
+    wants_read_events = False
 
     def on_chunk(self, data: bytes, framed: bytes) -> None:
         assert framed == b"%x\r\n%b\r\n" % (len(data), data)
@@ -50,7 +50,7 @@ class Taken:
     def on_read(self) -> None:
         raise AssertionError("it did not want to know")
 
-    def on_head(self, status: int, headers: Headers) -> None:
+    def on_headers(self, status: int, headers: Headers) -> None:
         assert not self.status, "an answer has one head"
         self.status, self.headers = status, headers
 
@@ -84,7 +84,7 @@ class Taken:
 @asynccontextmanager
 async def connected(server: Scripted) -> AsyncIterator[tuple[Connection, list[Connection]]]:
     idle: list[Connection] = []
-    connection = await connect("one", Address(port=server.port), 5.0, None, idle.append, Turn())
+    connection = await connect("one", Address(port=server.port), 5.0, None, idle.append, WriteBatch())
     try:
         yield connection, idle
     finally:
@@ -223,12 +223,12 @@ async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
         await talk.write(OK.replace(b"ok", b"ev"))
 
     async with scripted(script) as server:
-        parking = Parking(60.0)
-        one = await connect("one", Address(port=server.port), 5.0, None, parking.park, Turn())
+        parking = IdleConnections(60.0)
+        one = await connect("one", Address(port=server.port), 5.0, None, parking.add, WriteBatch())
         await asked(one)
         assert len(parking) == 1
         await until(lambda: one.closed)
-        assert parking.take() is None
+        assert parking.pop() is None
 
 
 async def test_an_unfinished_request_ends_its_connection() -> None:
@@ -263,24 +263,24 @@ async def test_what_cannot_be_connected(refuse: str, tmp_path: Path) -> None:
     with refusing() as port:
         address = Address(port=port) if refuse == "port" else Address(uds=str(tmp_path / "none.sock"))
     with pytest.raises(ConnectFailed) as caught:
-        await connect("one", address, 5.0, None, lambda _: None, Turn())
+        await connect("one", address, 5.0, None, lambda _: None, WriteBatch())
     assert caught.value.untouched and caught.value.server == "one"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70, pytest.param("\u00e4" * 70, id="umlauts")])
 async def test_a_name_that_means_nothing(host: str) -> None:
     with pytest.raises(ConnectFailed):
-        await connect("one", Address(host=host, port=80), 5.0, None, lambda _: None, Turn())
+        await connect("one", Address(host=host, port=80), 5.0, None, lambda _: None, WriteBatch())
 
 
 async def test_a_server_that_accepts_nothing() -> None:
     with silent() as port, pytest.raises(ConnectTimeout):
-        await connect("one", Address(port=port), 0.2, None, lambda _: None, Turn())
+        await connect("one", Address(port=port), 0.2, None, lambda _: None, WriteBatch())
 
 
 async def test_a_process_that_stood_still_takes_the_connection_that_was_made_meanwhile() -> None:
     async with scripted(says(OK)) as server:
-        connecting = asyncio.create_task(connect("one", Address(port=server.port), 0.05, None, lambda _: None, Turn()))
+        connecting = asyncio.create_task(connect("one", Address(port=server.port), 0.05, None, lambda _: None, WriteBatch()))
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251  the whole loop
         one = await connecting
@@ -300,7 +300,7 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
 
     server = await asyncio.start_unix_server(serve, path)
     async with server:
-        one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, Turn())
+        one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, WriteBatch())
         assert (await asked(one)).body == b"ok"
         one.close()
         await over.wait()
@@ -335,13 +335,15 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server:
         trusting = ssl.create_default_context(cafile=str(cert))
-        one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, Turn())
+        one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
         assert (await asked(one)).body == b"ok"
         one.close()
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # nobody vouches for it
-            await connect("one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, Turn())
+            await connect(
+                "one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, WriteBatch()
+            )
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # it is another's
-            await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None, Turn())
+            await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
         await until(lambda: talks == 0)
         await asyncio.sleep(0.02)
 
@@ -349,35 +351,35 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
 async def test_no_tls_where_tls_is_expected() -> None:
     async with scripted(says(OK)) as server:
         with pytest.raises(ConnectFailed):
-            await connect("one", Address(port=server.port, tls=True), 0.3, ssl.create_default_context(), lambda _: None, Turn())
+            await connect("one", Address(port=server.port, tls=True), 0.3, ssl.create_default_context(), lambda _: None, WriteBatch())
 
 
 async def test_parked_connections_are_given_out_while_they_are_good() -> None:
     async with scripted(says(OK)) as server:
-        parking = Parking(60.0)
+        parking = IdleConnections(60.0)
         address = Address(port=server.port)
-        one = await connect("one", address, 5.0, None, parking.park, Turn())
-        two = await connect("one", address, 5.0, None, parking.park, Turn())
+        one = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        two = await connect("one", address, 5.0, None, parking.add, WriteBatch())
         await asked(one)
         await asked(two)
-        assert parking.take() is two, "the one used last"
-        parking.park(two)
+        assert parking.pop() is two, "the one used last"
+        parking.add(two)
         one.close()
-        assert parking.take() is two
-        assert parking.take() is None, "a closed one is not given out"
-        parking.park(two)
-        parking.expiry = 0.01
+        assert parking.pop() is two
+        assert parking.pop() is None, "a closed one is not given out"
+        parking.add(two)
+        parking.max_idle = 0.01
         await asyncio.sleep(0.02)
-        assert parking.take() is None and two.closed, "one that waited too long is closed"
-        parking.expiry = 60.0
-        three = await connect("one", address, 5.0, None, parking.park, Turn())
+        assert parking.pop() is None and two.closed, "one that waited too long is closed"
+        parking.max_idle = 60.0
+        three = await connect("one", address, 5.0, None, parking.add, WriteBatch())
         await asked(three)
-        parking.sweep()
+        parking.close_expired()
         assert len(parking) == 1
         await until(lambda: server.open == 1)
-        parking.expiry = 0.01
+        parking.max_idle = 0.01
         await asyncio.sleep(0.02)
-        parking.sweep()
+        parking.close_expired()
         assert len(parking) == 0 and three.closed
         await until(lambda: server.open == 0)
 
@@ -418,8 +420,8 @@ def test_each_request_gets_its_own_answer(seed: int) -> None:
             if dice.random() < 0.3:
                 await asyncio.sleep(0)
 
-    async def one(parking: Parking, address: Address, number: int) -> int:
-        connection = parking.take() or await connect("one", address, 10.0, None, parking.park, Turn())
+    async def one(parking: IdleConnections, address: Address, number: int) -> int:
+        connection = parking.pop() or await connect("one", address, 10.0, None, parking.add, WriteBatch())
         taken, body = Taken(), b"<%d>" % number
         connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), taken)
         try:
@@ -435,12 +437,12 @@ def test_each_request_gets_its_own_answer(seed: int) -> None:
 
     async def run() -> None:
         async with scripted(script) as server:
-            parking = Parking(60.0)
+            parking = IdleConnections(60.0)
             address, whole = Address(port=server.port), 0
             for turn in range(6):
                 whole += sum(await asyncio.gather(*(one(parking, address, 100 * turn + n) for n in range(8))))
             assert whole > 0
-            parking.close()
+            parking.close_all()
             await until(lambda: server.open == 0)
 
     asyncio.run(run())
@@ -450,7 +452,7 @@ async def test_a_cancelled_connect_leaves_no_connection() -> None:
     async with scripted(says(OK)) as server:
         dice = random.Random(1)
         for _ in range(60):
-            task = asyncio.create_task(connect("one", Address(port=server.port), 5.0, None, lambda _: None, Turn()))
+            task = asyncio.create_task(connect("one", Address(port=server.port), 5.0, None, lambda _: None, WriteBatch()))
             for _ in range(dice.randrange(6)):
                 await asyncio.sleep(0)
             task.cancel()

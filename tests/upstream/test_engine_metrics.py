@@ -8,7 +8,7 @@ from tests.support.ports import refusing
 from tests.support.scripted import Conversation, scripted
 from upstream import engine_metrics
 from upstream.address import Address
-from upstream.engine_metrics import SIZE_LIMIT, UnreadableError
+from upstream.engine_metrics import SIZE_LIMIT, MetricsUnavailableError
 from upstream.health import Target
 
 
@@ -30,7 +30,7 @@ async def test_endless_ones_are_not_read_to_their_end() -> None:
             await talk.chunk(b"x" * (1 << 20))
 
     async with scripted(script) as server:
-        with pytest.raises(UnreadableError, match=f"s: its metrics are longer than {SIZE_LIMIT} bytes"):
+        with pytest.raises(MetricsUnavailableError, match=f"s: its metrics are longer than {SIZE_LIMIT} bytes"):
             await engine_metrics.read(Target("s", Address(port=server.port)), 60)
 
 
@@ -39,7 +39,7 @@ async def test_slow_ones_are_not_waited_for() -> None:
         await talk.closed_by_peer()
 
     async with scripted(script) as server:
-        with pytest.raises(UnreadableError, match=r"s did not answer within 0\.2 s"):
+        with pytest.raises(MetricsUnavailableError, match=r"s did not answer within 0\.2 s"):
             await engine_metrics.read(Target("s", Address(port=server.port)), 0.2)
 
 
@@ -48,10 +48,10 @@ async def test_a_server_without_them_is_told() -> None:
         await talk.respond(b"{}", "404 Not Found")
 
     async with scripted(script) as server:
-        with pytest.raises(UnreadableError, match="s: GET /metrics: status 404"):
+        with pytest.raises(MetricsUnavailableError, match="s: GET /metrics: status 404"):
             await engine_metrics.read(Target("s", Address(port=server.port)), 30)
 
 
 async def test_one_that_is_not_there_is_told() -> None:
-    with refusing() as port, pytest.raises(UnreadableError, match=r"^s: "):
+    with refusing() as port, pytest.raises(MetricsUnavailableError, match=r"^s: "):
         await engine_metrics.read(Target("s", Address(port=port)), 30)

@@ -19,49 +19,49 @@ from upstream.address import Address
 from upstream.health import (
     BODY_LIMIT,
     FAILURES_UNTIL_LOST,
-    Doctor,
+    HealthCheck,
     ModelCard,
-    Probe,
+    ProbeHistory,
     Prober,
-    Sighting,
-    Standing,
+    ProbeResult,
+    ServerHealth,
     Target,
-    judge,
-    lost,
+    apply_result,
+    needs_new_process,
     read_models,
 )
 from upstream.vllm_abilities import TASK_ROUTES
 
 CARDS = (ModelCard("m", 2048),)
 LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
-UP = Standing(Probe("s", True, "", CARDS))
-FAILED = Sighting(False, "GET /health: status 503")
-REFUSED = Sighting(False, "refused", conclusive=True)
+UP = ProbeHistory(ServerHealth("s", True, "", CARDS))
+FAILED = ProbeResult(False, "GET /health: status 503")
+REFUSED = ProbeResult(False, "refused", conclusive=True)
 
 
 @pytest.mark.parametrize(
     ("before", "seen", "after"),
     [
-        (None, Sighting(True), Standing(Probe("s", True))),
-        (None, Sighting(True, models=CARDS), UP),
-        (None, FAILED, Standing(Probe("s", False, FAILED.reason), 1)),
-        (UP, Sighting(True), UP),
-        (UP, FAILED, Standing(UP.probe, 1)),
-        (Standing(UP.probe, 1), Sighting(True), UP),
-        (Standing(UP.probe, 1), FAILED, Standing(Probe("s", False, FAILED.reason, CARDS), 2)),
-        (UP, REFUSED, Standing(Probe("s", False, "refused", CARDS), 1)),
-        (Standing(Probe("s", False, "x"), 7), FAILED, Standing(Probe("s", False, FAILED.reason), 8)),
-        (Standing(Probe("s", False, "x", CARDS), 7), Sighting(True), UP),
-        (UP, Sighting(True, models=()), Standing(Probe("s", True))),
-        (UP, Sighting(True, "GET /v1/models: status 500"), Standing(Probe("s", True, "GET /v1/models: status 500", CARDS))),
-        (UP, Sighting(False, "refused", refused=True), Standing(Probe("s", False, "refused", CARDS), 1)),
+        (None, ProbeResult(True), ProbeHistory(ServerHealth("s", True))),
+        (None, ProbeResult(True, models=CARDS), UP),
+        (None, FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason), 1)),
+        (UP, ProbeResult(True), UP),
+        (UP, FAILED, ProbeHistory(UP.health, 1)),
+        (ProbeHistory(UP.health, 1), ProbeResult(True), UP),
+        (ProbeHistory(UP.health, 1), FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason, CARDS), 2)),
+        (UP, REFUSED, ProbeHistory(ServerHealth("s", False, "refused", CARDS), 1)),
+        (ProbeHistory(ServerHealth("s", False, "x"), 7), FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason), 8)),
+        (ProbeHistory(ServerHealth("s", False, "x", CARDS), 7), ProbeResult(True), UP),
+        (UP, ProbeResult(True, models=()), ProbeHistory(ServerHealth("s", True))),
+        (UP, ProbeResult(True, "GET /v1/models: status 500"), ProbeHistory(ServerHealth("s", True, "GET /v1/models: status 500", CARDS))),
+        (UP, ProbeResult(False, "refused", refused=True), ProbeHistory(ServerHealth("s", False, "refused", CARDS), 1)),
     ],
 )
-def test_the_hysteresis(before: Standing | None, seen: Sighting, after: Standing) -> None:
-    assert judge(before, "s", seen) == after
+def test_the_hysteresis(before: ProbeHistory | None, seen: ProbeResult, after: ProbeHistory) -> None:
+    assert apply_result(before, "s", seen) == after
 
 
-BROKEN = Sighting(False, "GET /health: status 503", broken=True)
+BROKEN = ProbeResult(False, "GET /health: status 503", broken=True)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ BROKEN = Sighting(False, "GET /health: status 503", broken=True)
         (6, REFUSED, True),
     ],
 )
-def test_when_it_will_not_come_back_by_itself(failures: int, seen: Sighting, expected: bool) -> None:
-    assert lost(Standing(Probe("s", False, "x"), failures), seen) is expected
-    assert not lost(UP, Sighting(True))
+def test_when_it_will_not_come_back_by_itself(failures: int, seen: ProbeResult, expected: bool) -> None:
+    assert needs_new_process(ProbeHistory(ServerHealth("s", False, "x"), failures), seen) is expected
+    assert not needs_new_process(UP, ProbeResult(True))
 
 
 def test_of_a_model_only_the_id_and_the_length_are_kept() -> None:
@@ -136,8 +136,8 @@ async def listening(server: FakeServer, uds: Path | None = None, port: int = 0) 
         await listener.wait_closed()
 
 
-class Told(list[Probe]):
-    async def up(self, up: bool) -> Probe:
+class Told(list[ServerHealth]):
+    async def up(self, up: bool) -> ServerHealth:
         await until(lambda: bool(self) and self[-1].up is up)
         return self[-1]
 
@@ -148,7 +148,7 @@ async def probing(
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
-        await until(lambda: {probe.name for probe in prober.probes()} == {target.name for target in targets})
+        await until(lambda: {probe.name for probe in prober.servers()} == {target.name for target in targets})
         yield prober
 
 
@@ -156,8 +156,8 @@ async def test_a_server_that_answers_is_up_with_its_models() -> None:
     async with listening(FakeServer()) as server:
         told = Told()
         async with probing(told, Target("s", server.address, "the-key")) as prober:
-            assert told == [Probe("s", True, "", CARDS)]
-            assert prober.probes() == tuple(told)
+            assert told == [ServerHealth("s", True, "", CARDS)]
+            assert prober.servers() == tuple(told)
         assert server.keys == {"Bearer the-key"}
     assert "the-key" not in repr(Target("s", server.address, "the-key"))
 
@@ -189,11 +189,11 @@ async def test_one_bad_answer_is_forgiven_two_are_not() -> None:
             before = len(server.asked)
             server.routes["/health"] = (503, b"")
             down = await told.up(False)
-            assert down == Probe("s", False, "GET /health: status 503", CARDS)
+            assert down == ServerHealth("s", False, "GET /health: status 503", CARDS)
             assert server.asked[before:].count("/health") >= 2
             server.routes["/health"] = (200, b"")
             await told.up(True)
-            assert prober.probes() == (Probe("s", True, "", CARDS),)
+            assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         assert server.asked.count("/v1/models") >= 2, "a server that comes back may have other models"
 
 
@@ -215,7 +215,7 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
         async with listening(FakeServer({"/health": (503, b"")})) as server:
             expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
             for address, conclusive in expected.items():
-                seen = await Doctor(Target("s", address), 30).look()
+                seen = await HealthCheck(Target("s", address), 30).run()
                 assert seen is not None
                 assert (seen.up, seen.conclusive) == (False, conclusive), address
 
@@ -230,7 +230,7 @@ async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_th
         await until(lambda: len(told) == 1)
         with no_descriptors():
             await until(lambda: caplog.text.count("cannot be looked at") > 2 * FAILURES_UNTIL_LOST)
-            assert prober.probes() == (Probe("s", True, "", CARDS),)
+            assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         server.routes["/health"] = (503, b"")
         await told.up(False)
     assert [probe.up for probe in told] == [True, False]
@@ -268,14 +268,14 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
         told = Told()
         async with probing(told, Target("s", server.address)):
             await until(lambda: last in fake.asked and told[-1].task == task)
-            assert told[-1] == Probe("s", True, "", CARDS, task)
+            assert told[-1] == ServerHealth("s", True, "", CARDS, task)
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:
     async with listening(FakeServer({"/health": (None, b"")})) as server:
         told = Told()
         async with probing(told, Target("s", server.address), deadline=0.1):
-            assert told == [Probe("s", False, "no answer within 0.1 s")]
+            assert told == [ServerHealth("s", False, "no answer within 0.1 s")]
 
 
 async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
@@ -289,7 +289,7 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
     async with listening(FakeServer(routes)) as server:
         told = Told()
         async with probing(told, Target("s", server.address)):
-            assert told == [Probe("s", True, "", CARDS)]
+            assert told == [ServerHealth("s", True, "", CARDS)]
             server.routes["/v1/models"] = (500, b"")
             assert (await told.up(False)).reason == "GET /v1/models: status 500"
 
@@ -307,7 +307,7 @@ async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tup
     async with listening(FakeServer({"/health": (200, b""), "/v1/models": answer})) as server:
         told = Told()
         async with probing(told, Target("s", server.address)):
-            assert told == [Probe("s", True, reason)]
+            assert told == [ServerHealth("s", True, reason)]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ async def test_a_server_that_refuses_the_gateways_key_is_down(
         told, gone = Told(), Told()
         async with Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
             prober.set_targets([Target("s", server.address, key)])
-            assert await told.up(False) == Probe("s", False, reason)
+            assert await told.up(False) == ServerHealth("s", False, reason)
             before = server.asked.count("/v1/models")
             await until(lambda: server.asked.count("/v1/models") > before + FAILURES_UNTIL_LOST)
             assert gone == [], "another process would refuse the key as well"
@@ -379,17 +379,17 @@ async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent()
         first, second, third = (Target(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
         async with probing(told, first, second) as prober:
             prober.set_targets([second, third])
-            assert [probe.name for probe in prober.probes()] == ["two"]
-            await until(lambda: len(prober.probes()) == 2)
+            assert [probe.name for probe in prober.servers()] == ["two"]
+            await until(lambda: len(prober.servers()) == 2)
             one.routes["/health"] = (503, b"")
             two_asked = len(two.asked)
             await until(lambda: len(two.asked) > two_asked + 4)
-            assert [probe.name for probe in prober.probes()] == ["two", "three"]
+            assert [probe.name for probe in prober.servers()] == ["two", "three"]
         assert sorted(probe.name for probe in told) == ["one", "three", "two"]
 
 
 async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(probe: Probe) -> None:
+    def broken(probe: ServerHealth) -> None:
         raise RuntimeError(probe.name)
 
     async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
@@ -409,14 +409,14 @@ async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.Monk
 
 
 async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_looked_at() -> None:
-    told: list[Probe] = []
+    told: list[ServerHealth] = []
     async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0, deadline=30.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("a", address, "old")])
         await until(lambda: bool(told))
         assert [(probe.name, probe.up) for probe in told] == [("a", True)]
         prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
-        assert [(probe.name, probe.up) for probe in prober.probes()] == [("a", True)], "and of another address nothing is known"
+        assert [(probe.name, probe.up) for probe in prober.servers()] == [("a", True)], "and of another address nothing is known"
         assert len(told) == 1, "that is no change"
         await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})
 

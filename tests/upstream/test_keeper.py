@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream.keeper import Orders, descendants, processes, read, unlink_socket
+from upstream.keeper import ShimOptions, descendants, processes, read, unlink_socket
 
 SERVER = Path(__file__).with_name("launched_server.py")
 
@@ -238,7 +238,9 @@ def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., Kept],
 
 
 def test_the_command_line_is_read() -> None:
-    assert Orders.parse(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == Orders("m#0", 7, "", "", "", ("vllm", "--", "x"))
+    assert ShimOptions.parse(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == ShimOptions(
+        "m#0", 7, "", "", "", ("vllm", "--", "x")
+    )
 
 
 def test_proc_is_read_whatever_a_process_calls_itself(tmp_path: Path) -> None:

@@ -17,16 +17,16 @@ import psutil
 import pytest
 
 from tests.upstream.launching import QUICK, SERVER, Case, alive, until
-from upstream.health import Doctor, Target
+from upstream.health import HealthCheck, Target
 from upstream.keeper import read
 from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
-from upstream.launcher.kept import Order, kept_process
-from upstream.launcher.lifecycle import KEEPER_LOST
+from upstream.launcher.kept import ServerCommand, shim_process
+from upstream.launcher.lifecycle import SHIM_LOST
 from upstream.vllm import LaunchSettings
 
 
 async def models(status: LaunchStatus, key: str) -> list[str] | str:
-    seen = await Doctor(Target("m", status.address, key), 30).look(models=True)
+    seen = await HealthCheck(Target("m", status.address, key), 30).run(models=True)
     assert seen is not None
     return [card.id for card in seen.models] if seen.models else seen.reason
 
@@ -41,7 +41,7 @@ async def test_start_ready_stop(case: Case) -> None:
         ready = await case.reached(LaunchState.READY)
         pids = case.pids()
         assert ready.pid == pids["main"]
-        assert ready.concluded and ready.restarts == 0 and ready.reason == ""
+        assert ready.first_start_finished and ready.restarts == 0 and ready.reason == ""
         assert launcher.statuses() == (ready,)
         await launcher.stop("org/m#0", grace=10)
         assert launcher.statuses() == ()
@@ -87,7 +87,7 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
         assert failed.cause is not None and failed.cause.code == "unknown_flag"
         assert failed.reason.startswith(f"org/m#0 could not start: {failed.cause.summary}: ")
         assert failed.reason.endswith("error: unrecognized arguments: --no-such-flag 1 (exit code 2)")
-        assert failed.tail.startswith("usage: ") and failed.concluded
+        assert failed.tail.startswith("usage: ") and failed.first_start_finished
         waiting = await case.reached(LaunchState.BACKING_OFF)
         assert (waiting.reason, waiting.cause, waiting.pid) == (failed.reason, failed.cause, None)
         assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
@@ -220,7 +220,7 @@ async def test_a_killed_keeper_is_noticed_and_nothing_of_its_server_is_left(case
         pids = case.pids()
         assert ready.pid and name in os.listdir("/dev/shm")
         os.kill(keeper_of(ready.pid), signal.SIGKILL)
-        assert KEEPER_LOST in (await case.reached(LaunchState.CRASHED)).reason
+        assert SHIM_LOST in (await case.reached(LaunchState.CRASHED)).reason
         await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
         assert name not in os.listdir("/dev/shm")
@@ -231,7 +231,9 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
     pids_file = case.pids_file("m")
     argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
     with (case.folder / "out").open("wb") as output:
-        async with kept_process(Order("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2) as process:
+        async with shim_process(
+            ServerCommand("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2
+        ) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
             keeper = keeper_of(process.pid)
             os.kill(keeper, signal.SIGSTOP)
@@ -241,7 +243,7 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
 @pytest.mark.parametrize("turns", range(8))
 async def test_who_is_cancelled_while_a_process_starts_leaves_none(case: Case, turns: int) -> None:
     async def start(output: int) -> None:
-        async with kept_process(Order("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
+        async with shim_process(ServerCommand("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
             await asyncio.sleep(60)
 
     before = set(psutil.Process().children())

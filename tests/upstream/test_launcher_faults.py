@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.launching import QUICK, Case, alive, until
-from upstream.health import Probe, Prober, Target
+from upstream.health import Prober, ServerHealth, Target
 from upstream.launcher import Backoff, Launcher, LaunchState, memory
 from upstream.launcher.logfile import KEPT, LIMIT
 
@@ -26,8 +26,8 @@ async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, 
     """Probes of a ready server, one soon after the other; one that is lost is renewed, as control does it."""
     (status,) = launcher.statuses()
 
-    def renew(probe: Probe) -> None:
-        launcher.renew(name, probe.reason, grace)
+    def renew(probe: ServerHealth) -> None:
+        launcher.restart(name, probe.reason, grace)
 
     prober = Prober(on_change=lambda _: None, on_lost=renew, interval=0.02, deadline=deadline)
     async with prober:
@@ -75,14 +75,14 @@ async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(ca
 async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         with pytest.raises(KeyError):
-            launcher.renew("org/m#0", "nobody knows it", 0)
+            launcher.restart("org/m#0", "nobody knows it", 0)
         launcher.start(case.spec())
-        launcher.renew("org/m#0", "too early", 0)
+        launcher.restart("org/m#0", "too early", 0)
         await case.reached(LaunchState.READY)
-        launcher.renew("org/m#0", "first", 5)
-        launcher.renew("org/m#0", "second", 5)
+        launcher.restart("org/m#0", "first", 5)
+        launcher.restart("org/m#0", "second", 5)
         assert "it is renewed: first" in (await case.reached(LaunchState.CRASHED)).reason
-        launcher.renew("org/m#0", "too late", 0)
+        launcher.restart("org/m#0", "too late", 0)
         await case.reached(LaunchState.READY, restarts=1)
     assert case.states().count(LaunchState.CRASHED) == 1
 
@@ -91,7 +91,7 @@ async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(engine_core=True, ignore_term=True))
         await case.reached(LaunchState.READY)
-        launcher.renew("org/m#0", "ill", 600)
+        launcher.restart("org/m#0", "ill", 600)
         await case.reached(LaunchState.CRASHED)
         await launcher.stop("org/m#0", grace=0.1)
         assert not any(map(alive, case.pids().values()))
@@ -104,7 +104,7 @@ async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_an
         launcher.start(case.spec(no_such_flag=1))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
         last = case.told[-1]
-        assert (last.state, last.restarts, last.concluded) == (LaunchState.FAILED, 2, True)
+        assert (last.state, last.restarts, last.first_start_finished) == (LaunchState.FAILED, 2, True)
         assert "unrecognized arguments: --no-such-flag 1 (exit code 2). It has failed 3 times in a row and stays down" in last.reason
         assert case.states() == 2 * [LaunchState.STARTING, LaunchState.FAILED, LaunchState.BACKING_OFF] + [
             LaunchState.STARTING,
@@ -120,7 +120,7 @@ async def test_one_that_was_given_up_is_started_again_when_it_is_allowed_more_ti
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=0.001))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None, 60.0)
-        launcher.allow("org/m#0", 120.0)
+        launcher.set_startup_timeout("org/m#0", 120.0)
         assert not (await case.reached(LaunchState.READY, restarts=3)).given_up
 
 
@@ -128,7 +128,7 @@ async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: C
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
         await until(lambda: case.told[-1].state is LaunchState.STARTING and case.told[-1].pid is not None, 60.0)
-        launcher.allow("org/m#0", 0.1)
+        launcher.set_startup_timeout("org/m#0", 0.1)
         assert "no answer to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
 

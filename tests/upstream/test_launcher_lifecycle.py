@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from upstream.launcher import Backoff, LaunchState
-from upstream.launcher.lifecycle import TRANSITIONS, ended_by
+from upstream.launcher.lifecycle import TRANSITIONS, describe_exit
 from upstream.launcher.logfile import LATELY, TAIL_BYTES, TAIL_LINES, LogFile
 
 
@@ -27,15 +27,15 @@ def test_no_link_in_the_folder_is_followed(tmp_path: Path) -> None:
     write(log, b"y" * 2000)
     log.path.with_suffix(".log.1").symlink_to(secret)
     with pytest.raises(OSError, match="symbolic"):
-        log.keep_bounded()
+        log.rotate()
     assert secret.read_text() == "x" * 2000
 
 
 def test_a_good_while_of_readiness_forgives_the_past() -> None:
-    backoff = Backoff(settled=300)
-    assert backoff.failures(0, 0.0) == 1
-    assert backoff.failures(4, 299.0) == 5
-    assert backoff.failures(4, 300.0) == 1
+    backoff = Backoff(reset_after=300)
+    assert backoff.count_failures(0, 0.0) == 1
+    assert backoff.count_failures(4, 299.0) == 5
+    assert backoff.count_failures(4, 300.0) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
     ],
 )
 def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: str) -> None:
-    assert ended_by(status, memory_kills).words == words
+    assert describe_exit(status, memory_kills).text == words
 
 
 def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:
@@ -81,12 +81,12 @@ def test_what_was_written_lately_leaves_out_what_is_older(tmp_path: Path) -> Non
     log = LogFile(tmp_path, "m#0")
     write(log, b"before\n")
     write(log, b"old\n")
-    assert log.all_of_it() == log.lately() == "old\n"
+    assert log.text() == log.recent_text() == "old\n"
     for _ in range(LATELY):
-        log.keep_bounded()
+        log.rotate()
     with open(log.path, "ab") as file:
         file.write(b"new\n")
-    assert (log.lately(), log.all_of_it()) == ("new\n", "old\nnew\n")
+    assert (log.recent_text(), log.text()) == ("new\n", "old\nnew\n")
 
 
 def test_the_tail_is_bounded_and_printable(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_a_flood_is_cut_and_the_writer_goes_on(tmp_path: Path) -> None:
     log = LogFile(tmp_path, "m#0", limit=1000)
     with log.appending() as fd:
         os.write(fd, b"a" * 1000)
-        log.keep_bounded()
+        log.rotate()
         assert log.path.stat().st_size == 1000
         os.write(fd, b"bc")
-        log.keep_bounded()
+        log.rotate()
         os.write(fd, b"next\n")
     assert log.path.read_bytes() == b"next\n"
     assert log.tail() == "next"

@@ -31,13 +31,13 @@ def test_it_agrees_with_a_look_at_each(weights: list[float], steps: list[tuple[s
         one = servers[number % len(servers)]
         if step in ("enter", "leave"):
             one.in_flight = max(one.in_flight + (1 if step == "enter" else -1), 0)
-            ranking.moved(one)
+            ranking.update_load(one)
         elif step in ("away", "back"):
             one.available = step == "back"
-            ranking.reconsider(one)
+            ranking.update_availability(one)
         there = [server for server in servers if server.available]
         assert ranking.members == tuple(there) and set(ranking.available) == set(there)
-        first = ranking.first()
+        first = ranking.least_busy()
         assert first is None if not there else first is not None and first.load == least_busy(there, 0).load
 
 
@@ -45,4 +45,4 @@ def test_it_agrees_with_a_look_at_each(weights: list[float], steps: list[tuple[s
 @given(count=st.integers(1, 8), rounds=st.integers(1, 3))
 def test_an_idle_pool_is_used_evenly(count: int, rounds: int) -> None:
     ranking = Ranking([One(1.0) for _ in range(count)])
-    assert set(Counter(ranking.first() for _ in range(count * rounds)).values()) == {rounds}
+    assert set(Counter(ranking.least_busy() for _ in range(count * rounds)).values()) == {rounds}

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 from upstream.address import Address
-from upstream.vllm import Adapter, LaunchSettings, Value, address_for, command_line, problems
+from upstream.vllm import Adapter, ArgumentValue, LaunchSettings, address_for, command_line, problems
 
 UDS = Address(host="localhost", uds="/run/x/0.sock")
 KEY = "internal-key"
 
 
-def settings(**args: Value) -> LaunchSettings:
+def settings(**args: ArgumentValue) -> LaunchSettings:
     return LaunchSettings("org/model", ("org/model", "short"), args={key.replace("_", "-"): value for key, value in args.items()})
 
 
-def words(listen: Address = UDS, **args: Value) -> tuple[str, ...]:
+def words(listen: Address = UDS, **args: ArgumentValue) -> tuple[str, ...]:
     return command_line(settings(**args), listen, KEY).argv
 
 
@@ -50,7 +50,7 @@ def test_tcp_is_host_and_port() -> None:
         ({"enable_thinking": False, "ü": [1]}, ("--a-flag", '{"enable_thinking": false, "ü": [1]}')),
     ],
 )
-def test_a_value_becomes_words(value: Value, expected: tuple[str, ...]) -> None:
+def test_a_value_becomes_words(value: ArgumentValue, expected: tuple[str, ...]) -> None:
     assert words(a_flag=value) == (*BASE, *expected)
 
 
@@ -156,7 +156,7 @@ def test_a_command_without_uds_gets_a_free_port() -> None:
         ({"host": "10.0.0.7", "port": 9000}, Address(host="10.0.0.7", port=9000), ("--host", "10.0.0.7", "--port", "9000")),
     ],
 )
-def test_where_the_operator_says_to_listen_wins(args: dict[str, Value], expected: Address, flags: tuple[str, ...]) -> None:
+def test_where_the_operator_says_to_listen_wins(args: dict[str, ArgumentValue], expected: Address, flags: tuple[str, ...]) -> None:
     own = LaunchSettings("m", ("m",), args=args)
     address = address_for(own, uds="/x", free_port=lambda: 4711)
     assert address == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from upstream.vllm import Value
+from upstream.vllm import ArgumentValue
 from upstream.vllm_abilities import capabilities_of, task_of
 
 
@@ -23,7 +23,7 @@ from upstream.vllm_abilities import capabilities_of, task_of
         ({"convert": "none"}, None),
     ],
 )
-def test_what_a_server_is_for(args: dict[str, Value], task: str | None) -> None:
+def test_what_a_server_is_for(args: dict[str, ArgumentValue], task: str | None) -> None:
     assert task_of(args) == task
 
 
@@ -38,5 +38,5 @@ def test_what_a_server_is_for(args: dict[str, Value], task: str | None) -> None:
         ({"config": "more.yaml"}, None),
     ],
 )
-def test_what_a_server_can_do(args: dict[str, Value], capabilities: tuple[str, ...] | None) -> None:
+def test_what_a_server_can_do(args: dict[str, ArgumentValue], capabilities: tuple[str, ...] | None) -> None:
     assert capabilities_of(args) == capabilities

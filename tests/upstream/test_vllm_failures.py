@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from upstream.vllm_failures import CAUSES, LINE_LENGTH, Ended, find_cause
+from upstream.vllm_failures import CAUSES, LINE_LENGTH, ProcessExit, find_cause
 
-EXIT = Ended("exit code 1", 1)
+EXIT = ProcessExit("exit code 1", 1)
 API = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': 1}"
 """The last exception of nearly every failed start."""
 
@@ -144,31 +144,31 @@ def test_an_unknown_exception_of_the_engine_is_shown_before_the_api_servers() ->
 
 def test_a_log_without_an_error_has_no_cause_to_show() -> None:
     for log in ("", "\n".join(noise())):
-        cause = find_cause(log, Ended("exit code 3", 3))
+        cause = find_cause(log, ProcessExit("exit code 3", 3))
         assert (cause.code, cause.headline) == ("unknown", "")
 
 
 @pytest.mark.parametrize(
     ("ended", "log", "code"),
     [
-        (Ended("killed", -9, 1), "KeyError: 'x'", "killed_for_memory"),
-        (Ended("exit code 0", 0, 1), in_a_log("EngineDeadError: x"), "killed_for_memory"),
-        (Ended("exit code 0", 0, 0), in_a_log("EngineDeadError: x"), "engine_died"),
-        (Ended("exit code 1", 1, 1), in_a_log("OSError: [Errno 28] No space left on device"), "disk_full"),
-        (Ended("exit code 0", 0, 0), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "worker_died"),
-        (Ended("exit code 1", 1, 1), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "killed_for_memory"),
-        (Ended("signal SIGSEGV", -11, 0), in_a_log("KeyError: 'of an earlier request'"), "killed"),
-        (Ended("it is renewed: GET /health: status 503"), "", "engine_died"),
-        (Ended("signal SIGKILL", -9, 0), "", "killed"),
-        (Ended("signal SIGSEGV", -11, None), "", "killed"),
-        (Ended("exit code 127", 127), "no-such-vllm: No such file or directory", "command_not_found"),
-        (Ended("no answer to GET /health within 20 s"), in_a_log("EngineDeadError: x"), "start_timeout"),
-        (Ended("no answer to GET /health within 20 s"), in_a_log("OSError: [Errno 28] No space left on device"), "disk_full"),
-        (Ended("port 8001 of 127.0.0.1 is taken by process 4711 (python3)"), "", "port_in_use"),
-        (Ended("[Errno 28] No space left on device: '/run/x'"), "", "disk_full"),
+        (ProcessExit("killed", -9, 1), "KeyError: 'x'", "killed_for_memory"),
+        (ProcessExit("exit code 0", 0, 1), in_a_log("EngineDeadError: x"), "killed_for_memory"),
+        (ProcessExit("exit code 0", 0, 0), in_a_log("EngineDeadError: x"), "engine_died"),
+        (ProcessExit("exit code 1", 1, 1), in_a_log("OSError: [Errno 28] No space left on device"), "disk_full"),
+        (ProcessExit("exit code 0", 0, 0), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "worker_died"),
+        (ProcessExit("exit code 1", 1, 1), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "killed_for_memory"),
+        (ProcessExit("signal SIGSEGV", -11, 0), in_a_log("KeyError: 'of an earlier request'"), "killed"),
+        (ProcessExit("it is renewed: GET /health: status 503"), "", "engine_died"),
+        (ProcessExit("signal SIGKILL", -9, 0), "", "killed"),
+        (ProcessExit("signal SIGSEGV", -11, None), "", "killed"),
+        (ProcessExit("exit code 127", 127), "no-such-vllm: No such file or directory", "command_not_found"),
+        (ProcessExit("no answer to GET /health within 20 s"), in_a_log("EngineDeadError: x"), "start_timeout"),
+        (ProcessExit("no answer to GET /health within 20 s"), in_a_log("OSError: [Errno 28] No space left on device"), "disk_full"),
+        (ProcessExit("port 8001 of 127.0.0.1 is taken by process 4711 (python3)"), "", "port_in_use"),
+        (ProcessExit("[Errno 28] No space left on device: '/run/x'"), "", "disk_full"),
     ],
 )
-def test_how_it_ended_counts_too(ended: Ended, log: str, code: str) -> None:
+def test_how_it_ended_counts_too(ended: ProcessExit, log: str, code: str) -> None:
     assert find_cause(log, ended).code == code
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from upstream import vllm_names
-from upstream.vllm import Value
+from upstream.vllm import ArgumentValue
 from upstream.vllm_paths import KINDS, absolute, absolute_words
 
 FOLDER = Path("/etc/gateway")
 THERE = {FOLDER / name for name in ("t.jinja", "org/name", "serve.sh", "p.py")}
 
 
-def resolved(own: bool = True, **args: Value) -> dict[str, Value]:
+def resolved(own: bool = True, **args: ArgumentValue) -> dict[str, ArgumentValue]:
     return absolute(args, FOLDER, THERE.__contains__, own=own)
 
 
@@ -42,15 +42,15 @@ def test_a_name_on_the_hub_stays_unless_it_is_a_folder_here() -> None:
 
 
 def test_a_field_of_an_option_that_takes_json() -> None:
-    before: dict[str, Value] = {"model": "./draft", "method": "eagle"}
+    before: dict[str, ArgumentValue] = {"model": "./draft", "method": "eagle"}
     assert resolved(speculative_config=before) == {"speculative_config": {"model": "/etc/gateway/draft", "method": "eagle"}}
     assert before["model"] == "./draft", "what was read is not changed"
-    args: dict[str, Value] = {"logging-config.pylogging_config_file": "l.json"}
+    args: dict[str, ArgumentValue] = {"logging-config.pylogging_config_file": "l.json"}
     assert absolute(args, FOLDER, THERE.__contains__, own=True) == {"logging-config.pylogging_config_file": "/etc/gateway/l.json"}
 
 
 def test_what_is_no_path_stays() -> None:
-    args: dict[str, Value] = {"seed": 1, "chat-template": True, "config": ["x"], "served": "./t.jinja", "download-dir": ""}
+    args: dict[str, ArgumentValue] = {"seed": 1, "chat-template": True, "config": ["x"], "served": "./t.jinja", "download-dir": ""}
     assert absolute(args, FOLDER, THERE.__contains__, own=True) == args
 
 

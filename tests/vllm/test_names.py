@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 
 def test_the_table_is_what_the_real_vllm_says(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    told, table = installed_vllm.names((str(installed()), "serve"), environ, print), vllm_names.built_in()
+    told, table = installed_vllm.known_names((str(installed()), "serve"), environ, print), vllm_names.built_in()
     assert told is not None and told.version.startswith(vllm_names.VERSION)
     assert told.flags - {"help"} == table.flags
     assert (told.reasoning_parsers, told.tool_parsers) == (table.reasoning_parsers, table.tool_parsers)

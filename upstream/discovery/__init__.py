@@ -8,20 +8,20 @@ reached is for its probes to say.
 """
 
 from upstream.discovery.dns import DnsName, Resolve, system_resolver
-from upstream.discovery.endpoints import Endpoint, Standing
+from upstream.discovery.endpoints import Endpoint, EndpointState
 from upstream.discovery.kubernetes import SERVICE_ACCOUNT, Cluster, Service
-from upstream.discovery.sources import Finding, Source, Sources
+from upstream.discovery.sources import DiscoveryStatus, Source, Sources
 
 __all__ = [
     "SERVICE_ACCOUNT",
     "Cluster",
+    "DiscoveryStatus",
     "DnsName",
     "Endpoint",
-    "Finding",
+    "EndpointState",
     "Resolve",
     "Service",
     "Source",
     "Sources",
-    "Standing",
     "system_resolver",
 ]

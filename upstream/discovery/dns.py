@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from upstream.discovery.endpoints import Endpoint, Seen
+from upstream.discovery.endpoints import Endpoint, Observation
 
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
 """From a name to its addresses of both families, in any order. Raises OSError, and UnicodeError for what is no name."""
@@ -35,7 +35,7 @@ class DnsName:
         return f"dns {self.name}:{self.port}"
 
 
-async def watch(source: DnsName, resolve: Resolve, on_seen: Callable[[Seen], None], on_trouble: Callable[[str], None]) -> None:
+async def watch(source: DnsName, resolve: Resolve, on_seen: Callable[[Observation], None], on_trouble: Callable[[str], None]) -> None:
     """Tell what is found, and what goes wrong, until cancelled."""
     while True:
         try:
@@ -44,7 +44,7 @@ async def watch(source: DnsName, resolve: Resolve, on_seen: Callable[[Seen], Non
             on_trouble(f"{source.name}: {getattr(error, 'strerror', None) or error}")
             await asyncio.sleep(min(RETRY, source.interval))
             continue
-        on_seen(Seen(tuple(sorted({Endpoint(address, source.port) for address in addresses}))))
+        on_seen(Observation(tuple(sorted({Endpoint(address, source.port) for address in addresses}))))
         await asyncio.sleep(source.interval)
 
 

@@ -13,12 +13,12 @@ from ipaddress import ip_address
 from typing import Any
 
 
-class Standing(StrEnum):
+class EndpointState(StrEnum):
     """What is said of an endpoint: it may get requests, not yet, or no more since it is about to end."""
 
     READY = "ready"
     UNREADY = "unready"
-    LEAVING = "leaving"
+    TERMINATING = "leaving"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,7 +27,7 @@ class Endpoint:
 
     host: str
     port: int
-    standing: Standing = Standing.READY
+    state: EndpointState = EndpointState.READY
 
     @property
     def url(self) -> str:
@@ -36,7 +36,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """A service at a moment: its endpoints in their order, and what about its slices is not as it should be, or nothing."""
 
     endpoints: tuple[Endpoint, ...] = ()
@@ -47,7 +47,7 @@ class UnknownPortError(Exception):
     """A slice has not the port that is asked for, or several where none is; the text says so."""
 
 
-class Slices:
+class EndpointSlices:
     """The EndpointSlices of a service by name, as list and watch tell of them."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class Slices:
         """One is gone."""
         self._slices.pop(_name(each), None)
 
-    def seen(self, port: int | str | None) -> Seen:
+    def observation(self, port: int | str | None) -> Observation:
         """The endpoints with their ``port``: its number or its name, None for the only one."""
         # IPv4 first: of a pod's two addresses that is the one that every other pod can reach.
         told = (each for each in self._slices.values() if each.get("endpoints") or each.get("ports"))  # else it only holds a place
         ordered = sorted(told, key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
-        found: dict[tuple[str, int], Standing] = {}
+        found: dict[tuple[str, int], EndpointState] = {}
         pods: dict[str, str] = {}  # the family by which each pod is known
         problems = []
         for each in ordered:
@@ -83,17 +83,17 @@ class Slices:
                 family = str(each.get("addressType"))
                 if pod is None or pods.setdefault(pod, family) == family:
                     found[host, number] = min(found.get((host, number), standing), standing, key=_WORTH.index)
-        return Seen(tuple(sorted(Endpoint(*place, standing) for place, standing in found.items())), "; ".join(problems[:1]))
+        return Observation(tuple(sorted(Endpoint(*place, standing) for place, standing in found.items())), "; ".join(problems[:1]))
 
 
-_WORTH = (Standing.READY, Standing.UNREADY, Standing.LEAVING)
+_WORTH = (EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING)
 
 
 def _name(each: Mapping[str, Any]) -> str:
     return str(each["metadata"]["name"])
 
 
-def _endpoints(each: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Standing]]:
+def _endpoints(each: Mapping[str, Any]) -> Iterator[tuple[str, str | None, EndpointState]]:
     """Of each endpoint its first address, for they are all the same to clients, the pod's identity, and its standing."""
     for endpoint in each.get("endpoints") or ():
         addresses = endpoint.get("addresses")
@@ -108,11 +108,11 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def _standing(conditions: Mapping[str, Any]) -> Standing:
+def _standing(conditions: Mapping[str, Any]) -> EndpointState:
     """What is not said is taken for well, as the API has it. A service may publish a pod as ready that is terminating."""
     if conditions.get("terminating"):
-        return Standing.LEAVING
-    return Standing.UNREADY if conditions.get("ready") is False else Standing.READY
+        return EndpointState.TERMINATING
+    return EndpointState.UNREADY if conditions.get("ready") is False else EndpointState.READY
 
 
 def _port(each: Mapping[str, Any], wanted: int | str | None) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx2
 
-from upstream.discovery.endpoints import Seen, Slices
+from upstream.discovery.endpoints import EndpointSlices, Observation
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has ``token``, ``ca.crt`` and ``namespace`` (Kubernetes documentation, "Accessing the API from within a Pod")."""
@@ -49,11 +49,11 @@ class Service:
         return f"kubernetes {place}" + (f":{self.port}" if self.port is not None else "")
 
 
-class TroubleError(Exception):
+class DiscoveryError(Exception):
     """The API server could not be asked, or did not answer as it should; the text says why."""
 
 
-class GoneError(Exception):
+class VersionExpiredError(Exception):
     """The version that the watch was to go on from is no longer known (410)."""
 
 
@@ -77,11 +77,11 @@ class Cluster:
     def client(self) -> httpx2.AsyncClient:
         """A client that trusts the cluster's authority alone. Raises TroubleError."""
         if not self.host:
-            raise TroubleError("this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
+            raise DiscoveryError("this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
         try:
             trust = ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
         except (OSError, ssl.SSLError) as error:
-            raise TroubleError(f"{self.folder / 'ca.crt'}: {error}") from error
+            raise DiscoveryError(f"{self.folder / 'ca.crt'}: {error}") from error
         timeout = httpx2.Timeout(_ANSWER, read=WATCH + _ANSWER)
         return httpx2.AsyncClient(base_url=self.base_url, verify=trust, timeout=timeout, trust_env=False)
 
@@ -90,16 +90,16 @@ class Cluster:
         try:
             return (self.folder / name).read_text().strip()
         except (OSError, UnicodeError) as error:
-            raise TroubleError(f"{self.folder / name}: {getattr(error, 'strerror', None) or error}") from error
+            raise DiscoveryError(f"{self.folder / name}: {getattr(error, 'strerror', None) or error}") from error
 
 
-async def watch(source: Service, cluster: Cluster, on_seen: Callable[[Seen], None], on_trouble: Callable[[str], None]) -> None:
+async def watch(source: Service, cluster: Cluster, on_seen: Callable[[Observation], None], on_trouble: Callable[[str], None]) -> None:
     """Tell what is found, and what goes wrong, until cancelled."""
     follower, failures = _Follower(source, cluster, on_seen), 0
     while True:
         try:
             await follower.follow()
-        except TroubleError as error:
+        except DiscoveryError as error:
             on_trouble(str(error))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             on_trouble(f"the API server's answer is not what it should be ({type(error).__name__}: {error})")
@@ -113,11 +113,11 @@ async def watch(source: Service, cluster: Cluster, on_seen: Callable[[Seen], Non
 class _Follower:
     """What is known of one service. ``version`` is where the watch goes on, None before a list; ``progressed``: something was learned."""
 
-    def __init__(self, source: Service, cluster: Cluster, on_seen: Callable[[Seen], None]) -> None:
+    def __init__(self, source: Service, cluster: Cluster, on_seen: Callable[[Observation], None]) -> None:
         self._source = source
         self._cluster = cluster
         self._on_seen = on_seen
-        self._slices = Slices()
+        self._slices = EndpointSlices()
         self.version: str | None = None
         self.progressed = False
 
@@ -129,25 +129,25 @@ class _Follower:
                     await self._list(client)
                 while await self._watch(client):
                     self.progressed = True
-        except GoneError:
+        except VersionExpiredError:
             _log.debug("%s: listed anew", self._source)
             self.version = None
         except (httpx2.HTTPError, TimeoutError) as error:
-            raise TroubleError(f"the API server at {self._cluster.base_url}: {str(error) or type(error).__name__}") from error
+            raise DiscoveryError(f"the API server at {self._cluster.base_url}: {str(error) or type(error).__name__}") from error
 
     async def _list(self, client: httpx2.AsyncClient) -> None:
-        async with asyncio.timeout(2 * _ANSWER), client.stream("GET", self._path, params=self._words, headers=self._headers()) as answer:
+        async with asyncio.timeout(2 * _ANSWER), client.stream("GET", self._path, params=self._query, headers=self._headers()) as answer:
             await _see_to_status(answer)
             document = json.loads(await answer.aread())
         self._slices.replace(document["items"])
         self.version = str(document["metadata"]["resourceVersion"])
-        self._tell()
+        self._report()
 
     async def _watch(self, client: httpx2.AsyncClient) -> bool:
         """One watch to its end; whether that was in good order and not at once. One that breaks is resumed. Raises GoneError."""
         began = asyncio.get_running_loop().time()
         seconds = int(WATCH * random.uniform(0.8, 1.0))  # noqa: S311 - spreads load, no secret
-        words = self._words | {
+        words = self._query | {
             "watch": "1",
             "allowWatchBookmarks": "true",
             "resourceVersion": str(self.version),
@@ -155,16 +155,16 @@ class _Follower:
         }
         async with client.stream("GET", self._path, params=words, headers=self._headers()) as answer:
             await _see_to_status(answer)
-            self._tell()  # what was wrong is no longer
+            self._report()  # what was wrong is no longer
             try:
                 async for line in _lines(answer.aiter_bytes()):
-                    self._take(json.loads(line))
+                    self._apply_event(json.loads(line))
             except httpx2.HTTPError as error:
                 _log.debug("%s: the watch broke: %s", self._source, error)
                 return False
         return asyncio.get_running_loop().time() - began >= 1.0
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _apply_event(self, event: Mapping[str, Any]) -> None:
         kind, thing = event["type"], event["object"]
         if kind == "ERROR":
             _see_to_error(thing)
@@ -175,10 +175,10 @@ class _Follower:
         self.version = str(thing["metadata"]["resourceVersion"])
         self.progressed = True
         if kind != "BOOKMARK":
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
-        self._on_seen(self._slices.seen(self._source.port))
+    def _report(self) -> None:
+        self._on_seen(self._slices.observation(self._source.port))
 
     @property
     def _path(self) -> str:
@@ -186,7 +186,7 @@ class _Follower:
         return f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
     @property
-    def _words(self) -> dict[str, str]:
+    def _query(self) -> dict[str, str]:
         return {"labelSelector": f"kubernetes.io/service-name={self._source.name}"}
 
     def _headers(self) -> dict[str, str]:
@@ -196,7 +196,7 @@ class _Follower:
 async def _see_to_status(answer: httpx2.Response) -> None:
     """Raises GoneError and TroubleError, with the API server's own words where it has some (``Status.message``)."""
     if answer.status_code == 410:
-        raise GoneError
+        raise VersionExpiredError
     if answer.status_code == 200:
         return
     try:
@@ -204,7 +204,7 @@ async def _see_to_status(answer: httpx2.Response) -> None:
     except (ValueError, KeyError, TypeError):
         message = answer.reason_phrase
     advice = _ADVICE.get(answer.status_code, "")
-    raise TroubleError(f"the API server says {answer.status_code}: {message[:_WORDS]}{advice}")
+    raise DiscoveryError(f"the API server says {answer.status_code}: {message[:_WORDS]}{advice}")
 
 
 _ADVICE = {
@@ -216,8 +216,8 @@ _ADVICE = {
 def _see_to_error(status: Mapping[str, Any]) -> None:
     """An event that ends the watch. Raises GoneError and TroubleError."""
     if status.get("code") == 410:
-        raise GoneError
-    raise TroubleError(f"the API server ended the watch: {str(status.get('message'))[:_WORDS]}")
+        raise VersionExpiredError
+    raise DiscoveryError(f"the API server ended the watch: {str(status.get('message'))[:_WORDS]}")
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -227,7 +227,7 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         rest += piece
         if b"\n" not in piece:
             if len(rest) > LINE_LIMIT:
-                raise TroubleError("the API server sends an event without end")
+                raise DiscoveryError("the API server sends an event without end")
             continue
         *lines, last = bytes(rest).split(b"\n")
         rest = bytearray(last)

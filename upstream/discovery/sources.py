@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 
 from upstream.discovery import dns, kubernetes
 from upstream.discovery.dns import DnsName, Resolve, system_resolver
-from upstream.discovery.endpoints import Endpoint, Seen
+from upstream.discovery.endpoints import Endpoint, Observation
 from upstream.discovery.kubernetes import Cluster, Service
 
 Source: TypeAlias = Service | DnsName
@@ -27,49 +27,49 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What is known by a source. ``concluded``: it has answered, or failed, at least once. ``problem``: why what was found may be
+class DiscoveryStatus:
+    """What is known by a source. ``first_result``: it has answered, or failed, at least once. ``problem``: why what was found may be
     old, or not all; empty otherwise. ``since``: wall clock of the last change."""
 
     endpoints: tuple[Endpoint, ...] = ()
     problem: str = ""
-    concluded: bool = False
+    first_result: bool = False
     since: float | None = None
 
 
-class _Watch:
+class _SourceWatch:
     """One source, and the task that watches it."""
 
-    def __init__(self, source: Source, work: Callable[[_Watch], Coroutine[Any, Any, None]], on_change: Callable[[], None]) -> None:
+    def __init__(self, source: Source, work: Callable[[_SourceWatch], Coroutine[Any, Any, None]], on_change: Callable[[], None]) -> None:
         self.source = source
-        self.finding = Finding()
+        self.status = DiscoveryStatus()
         self._on_change = on_change
         self.task = asyncio.create_task(self._guarded(work), name=f"discover {source}")
 
-    async def _guarded(self, work: Callable[[_Watch], Coroutine[Any, Any, None]]) -> None:
+    async def _guarded(self, work: Callable[[_SourceWatch], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
                 await work(self)
             except Exception as error:  # noqa: BLE001  the outer edge: a mistake about one source must not end the others' watches
                 _log.exception("%s", self.source)
-                self.trouble(f"{type(error).__name__}: {error}")
+                self.record_problem(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(SPACING)
 
-    def seen(self, seen: Seen) -> None:
-        self._become(replace(self.finding, endpoints=seen.endpoints, problem=seen.problem, concluded=True))
+    def record(self, seen: Observation) -> None:
+        self._set_status(replace(self.status, endpoints=seen.endpoints, problem=seen.problem, first_result=True))
 
-    def trouble(self, words: str) -> None:
-        self._become(replace(self.finding, problem=words, concluded=True))
+    def record_problem(self, words: str) -> None:
+        self._set_status(replace(self.status, problem=words, first_result=True))
 
-    def _become(self, finding: Finding) -> None:
-        before = self.finding
+    def _set_status(self, finding: DiscoveryStatus) -> None:
+        before = self.status
         if finding == before:
             return
         if finding.problem and finding.problem != before.problem:
             _log.warning("%s: %s", self.source, finding.problem)
         elif before.problem and not finding.problem:
             _log.info("%s: well again, %d endpoints", self.source, len(finding.endpoints))
-        self.finding = replace(finding, since=time.time())
+        self.status = replace(finding, since=time.time())
         self._on_change()
 
 
@@ -80,7 +80,7 @@ class Sources:
         self._on_change = on_change
         self._cluster = cluster
         self._resolve = resolve
-        self._watches: dict[Source, _Watch] = {}
+        self._watches: dict[Source, _SourceWatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._told = float("-inf")
@@ -89,31 +89,31 @@ class Sources:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.want(())
+        self.set_sources(())
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def want(self, sources: Iterable[Source]) -> None:
+    def set_sources(self, sources: Iterable[Source]) -> None:
         """Watch these and no others; those that stay keep what they have found."""
         wanted = dict.fromkeys(sources)
         for source in wanted.keys() - self._watches.keys():
-            watch = self._watches[source] = _Watch(source, self._work, self._changed)
+            watch = self._watches[source] = _SourceWatch(source, self._work, self._changed)
             self._tasks.add(watch.task)
             watch.task.add_done_callback(self._tasks.discard)
         for source in self._watches.keys() - wanted.keys():
             self._watches.pop(source).task.cancel()
 
-    def findings(self) -> Mapping[Source, Finding]:
+    def statuses(self) -> Mapping[Source, DiscoveryStatus]:
         """What each source has found."""
-        return {source: watch.finding for source, watch in self._watches.items()}
+        return {source: watch.status for source, watch in self._watches.items()}
 
-    async def _work(self, watch: _Watch) -> None:
+    async def _work(self, watch: _SourceWatch) -> None:
         match watch.source:
             case Service() as service:
-                await kubernetes.watch(service, self._cluster, watch.seen, watch.trouble)
+                await kubernetes.watch(service, self._cluster, watch.record, watch.record_problem)
             case DnsName() as name:
-                await dns.watch(name, self._resolve, watch.seen, watch.trouble)
+                await dns.watch(name, self._resolve, watch.record, watch.record_problem)
 
     def _changed(self) -> None:
         if self._timer is None:

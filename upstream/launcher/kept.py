@@ -1,6 +1,6 @@
 """One process of a launched server, seen from control: it and its keeper.
 
-Owns the keeper's process and control's end of the socket to it. The rule: leaving ``kept_process`` leaves no
+Owns the keeper's process and control's end of the socket to it. The rule: leaving ``shim_process`` leaves no
 process of the server behind, however it is left; where the keeper was killed, control does the keeper's work.
 """
 
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from upstream import keeper
-from upstream.launcher.lifecycle import KEEPER_LOST
+from upstream.launcher.lifecycle import SHIM_LOST
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ TRACKER_PASSES = round(keeper.TRACKER_GRACE / PASS_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ServerCommand:
     """What a keeper is told; ``env`` is the server's whole environment. For the paths see upstream/keeper.py."""
 
     name: str
@@ -46,7 +46,7 @@ class Order:
 
 
 @asynccontextmanager
-async def kept_process(order: Order, output: int, patience: float = KILL_PATIENCE) -> AsyncIterator[KeptProcess]:
+async def shim_process(order: ServerCommand, output: int, patience: float = KILL_PATIENCE) -> AsyncIterator[ShimProcess]:
     """The server's process, its words written to the descriptor ``output``; on leaving all of it is killed and gone.
 
     ``patience``: seconds that the keeper has for that, after which control does it and ends the keeper too.
@@ -61,51 +61,51 @@ async def kept_process(order: Order, output: int, patience: float = KILL_PATIENC
         except BaseException:
             writer.transport.abort()
             raise
-        process = KeptProcess(keeper_process, reader, writer, mark := secrets.token_hex(16))  # from its start to here nothing waits
+        process = ShimProcess(keeper_process, reader, writer, mark := secrets.token_hex(16))  # from its start to here nothing waits
         theirs.close()  # so that the keeper's end is the end of the stream
         try:
-            await process.begin({**order.env, MARK: mark})
+            await process.send_environment({**order.env, MARK: mark})
             yield process
         finally:
             await process.kill(patience)
 
 
-async def _start_keeper(order: Order, control: int, output: int) -> Process:
+async def _start_keeper(order: ServerCommand, control: int, output: int) -> Process:
     paths = ("--socket", order.socket, "--scratch", order.scratch, "--folder", order.folder)
     command = (sys.executable, "-P", "-m", "upstream.keeper", "--name", order.name, "--control", str(control), *paths, "--", *order.argv)
     return await create_subprocess_exec(*command, stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(control,), start_new_session=True)
 
 
-class KeptProcess:
+class ShimProcess:
     """A server's process under its keeper. ``pid``: the server's main process."""
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str) -> None:
-        self._keeper = process
+        self._shim = process
         self._reader = reader
         self._writer = writer
         self._mark = mark
         self.pid = 0
 
-    async def begin(self, env: Mapping[str, str]) -> None:
+    async def send_environment(self, env: Mapping[str, str]) -> None:
         self._writer.write(json.dumps({"env": env}).encode() + b"\n")
-        if (report := await self._report()) is None:
-            raise ChildProcessError(KEEPER_LOST)
+        if (report := await self._read_report()) is None:
+            raise ChildProcessError(SHIM_LOST)
         self.pid = report["pid"]
 
-    async def ended(self) -> int | None:
+    async def wait_exit(self) -> int | None:
         """The status of the server's main process, once it has ended, as ``subprocess`` has it; None: the keeper was killed.
 
         To be asked once.
         """
-        report = await self._report()
+        report = await self._read_report()
         return report["exit"] if report else None
 
-    async def end(self, grace: float) -> None:
+    async def terminate(self, grace: float) -> None:
         """SIGTERM to the server's main process, and up to ``grace`` seconds for it to end. What is left is for ``kill``."""
         try:
-            self._keeper.send_signal(signal.SIGTERM)
+            self._shim.send_signal(signal.SIGTERM)
             async with asyncio.timeout(grace):
-                await self._keeper.wait()
+                await self._shim.wait()
         except (ProcessLookupError, TimeoutError):
             pass
 
@@ -114,18 +114,18 @@ class KeptProcess:
         try:
             self._writer.write(b"kill\n")
             async with asyncio.timeout(patience):
-                await self._keeper.wait()
+                await self._shim.wait()
         except TimeoutError:
             pass
         finally:
             self._writer.transport.abort()
-            if self._keeper.returncode != 0:
-                await self._do_the_keepers_work()
+            if self._shim.returncode != 0:
+                await self._kill_strays()
 
-    async def _do_the_keepers_work(self) -> None:
+    async def _kill_strays(self) -> None:
         """The first pass comes before any await: it is made even where this task is being cancelled again."""
         for number in range(PASSES):
-            if not (strays := _strays(self._keeper.pid, self._mark)):
+            if not (strays := _strays(self._shim.pid, self._mark)):
                 break
             for pid in strays:
                 if number >= TRACKER_PASSES or not keeper.is_resource_tracker(pid):
@@ -133,9 +133,9 @@ class KeptProcess:
             await asyncio.sleep(PASS_PAUSE)
         else:
             log.error("these processes do not die: %s", strays)
-        await self._keeper.wait()
+        await self._shim.wait()
 
-    async def _report(self) -> dict[str, int] | None:
+    async def _read_report(self) -> dict[str, int] | None:
         """The keeper's next line; None: there will be none."""
         try:
             line = await self._reader.readline()

@@ -100,22 +100,22 @@ class Launcher:
             backoff=self._backoff,
             on_change=self._on_change,
         )
-        server.begin()
+        server.start()
 
-    def renew(self, name: str, why: str, grace: float) -> None:
+    def restart(self, name: str, why: str, grace: float) -> None:
         """Have a ready server ended as ``stop`` does and started anew, for a reason that its operator is told; returns at once.
 
         For one that lives and does not work. It leaves its readiness in this moment, so it is out of routing before it
         ends. Nothing is done for one that is not ready. Raises KeyError for a name that is not launched.
         """
-        self._servers[name].renew(why, grace)
+        self._servers[name].restart(why, grace)
 
-    def allow(self, name: str, startup_timeout: float) -> None:
+    def set_startup_timeout(self, name: str, startup_timeout: float) -> None:
         """Have a server's starts last so long, the one under way too; one that was given up for less is started again.
 
         Raises KeyError for a name that is not launched.
         """
-        self._servers[name].allow(startup_timeout)
+        self._servers[name].set_startup_timeout(startup_timeout)
 
     async def stop(self, name: str, grace: float) -> None:
         """End a server: SIGTERM, and after ``grace`` seconds SIGKILL to all that is left of it. Its name is free afterwards.

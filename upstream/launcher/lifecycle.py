@@ -12,7 +12,7 @@ from pathlib import Path
 
 from upstream.address import Address
 from upstream.vllm import LaunchSettings
-from upstream.vllm_failures import Cause, Ended
+from upstream.vllm_failures import Cause, ProcessExit
 
 
 class LaunchState(StrEnum):
@@ -60,7 +60,7 @@ class LaunchStatus:
 
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
     ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
-    first one. ``concluded``: the first start has ended, well or badly. ``given_up``: it has failed too often and is not
+    first one. ``first_start_finished``: the first start has ended, well or badly. ``given_up``: it has failed too often and is not
     started again. ``reason``: why it crashed or failed, in one line, until it is ready again; ``cause``: the same from the table of
     known causes, and ``tail``: the last lines of its log at that time. ``progress``: while it starts, the last line of its log that says
     something. All of them are for operators, never for clients.
@@ -73,7 +73,7 @@ class LaunchStatus:
     log: Path
     pid: int | None = None
     restarts: int = 0
-    concluded: bool = False
+    first_start_finished: bool = False
     given_up: bool = False
     reason: str = ""
     cause: Cause | None = None
@@ -83,19 +83,19 @@ class LaunchStatus:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``settled`` begins anew.
+    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``reset_after`` begins anew.
 
     After ``limit`` failures in a row it is given up.
     """
 
     first: float = 1.0
     cap: float = 60.0
-    settled: float = 300.0
+    reset_after: float = 300.0
     limit: int = 10
 
-    def failures(self, before: int, ready_for: float) -> int:
+    def count_failures(self, before: int, ready_for: float) -> int:
         """The failures in a row, with the one that ended ``ready_for`` seconds of readiness."""
-        return 1 if ready_for >= self.settled else before + 1
+        return 1 if ready_for >= self.reset_after else before + 1
 
     def pause(self, failures: int) -> float:
         """The pause after so many failures in a row (1 or more)."""
@@ -103,15 +103,15 @@ class Backoff:
         return min(self.cap, self.first * 2.0 ** min(failures - 1, 32))
 
 
-KEEPER_LOST = "its keeper was killed"
+SHIM_LOST = "its keeper was killed"
 
 
-def ended_by(status: int | None, memory_kills: int | None) -> Ended:
+def describe_exit(status: int | None, memory_kills: int | None) -> ProcessExit:
     """How a process ended, of a status as ``subprocess`` has it; None: its keeper was killed.
 
     ``memory_kills``: how many processes the kernel has killed for lack of memory meanwhile; None where that can't be known.
     """
-    return Ended(_words(status, memory_kills), status, memory_kills)
+    return ProcessExit(_words(status, memory_kills), status, memory_kills)
 
 
 def _words(status: int | None, memory_kills: int | None) -> str:
@@ -124,7 +124,7 @@ def _words(status: int | None, memory_kills: int | None) -> str:
 
 def _plainly(status: int | None) -> str:
     if status is None:
-        return KEEPER_LOST
+        return SHIM_LOST
     if status >= 0:
         return f"exit code {status}"
     try:

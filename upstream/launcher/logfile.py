@@ -56,15 +56,15 @@ class LogFile:
         """The last line of the present process that says something; empty if there is none."""
         return _printable(progress(self._text()))
 
-    def all_of_it(self) -> str:
+    def text(self) -> str:
         """What the present process has written, at most the last SEARCHED_BYTES; empty if there is nothing."""
         return self._text(SEARCHED_BYTES)
 
-    def lately(self) -> str:
-        """What the present process has written since LATELY calls of ``keep_bounded``, at most the last SEARCHED_BYTES."""
+    def recent_text(self) -> str:
+        """What the present process has written since LATELY calls of ``rotate``, at most the last SEARCHED_BYTES."""
         return self._text(SEARCHED_BYTES, since=self._sizes[0] if self._sizes else 0)
 
-    def keep_bounded(self) -> None:
+    def rotate(self) -> None:
         """Cut the log if it has outgrown its limit, keeping the end; to be called regularly. Raises OSError.
 
         Truncating in place works because the server appends: its next line goes to the new end.

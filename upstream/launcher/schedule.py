@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 
-class Phase(StrEnum):
+class ModelPhase(StrEnum):
     """Where a model is in its life."""
 
     STOPPED = "stopped"
@@ -35,7 +35,7 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-class Do(StrEnum):
+class ActionKind(StrEnum):
     """What can be begun. ``RESUME`` puts a draining model back to work."""
 
     START = "start"
@@ -50,71 +50,71 @@ class Do(StrEnum):
 class Action:
     """One thing to begin now; ``why`` is for the operator."""
 
-    do: Do
+    kind: ActionKind
     model: str
     why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ModelView:
     """One model at a moment.
 
     ``since``: when it entered its phase. ``needs``: what no other can have meanwhile, GPUs and the place where it listens.
-    ``capacity``: how many of its group may run. ``wanted``: since when requests wait for it, None when none does.
-    ``acknowledged``: while it drains, everybody knows that it takes no new ones. ``pace`` and
-    ``leave``: how long it takes to start (asleep: to wake) and to stop. ``eager``: it is to run whenever there is room.
-    ``held``: the operator wants it down, and waits ``patience`` for its requests. ``busy_with``: something is being done
+    ``capacity``: how many of its group may run. ``wanted_since``: since when requests wait for it, None when none does.
+    ``drain_acknowledged``: while it drains, everybody knows that it takes no new ones. ``start_seconds`` and
+    ``stop_seconds``: how long it takes to start (asleep: to wake) and to stop. ``eager``: it is to run whenever there is room.
+    ``held``: the operator wants it down, and waits ``drain_timeout`` for its requests. ``in_transition``: something is being done
     with it already, so it is left alone.
     """
 
     model: str
-    phase: Phase
+    phase: ModelPhase
     since: float = 0.0
     needs: frozenset[int | str] = frozenset()
     group: str | None = None
     capacity: int = 1
     on_demand: bool = True
-    wanted: float | None = None
+    wanted_since: float | None = None
     in_flight: int = 0
-    acknowledged: bool = False
+    drain_acknowledged: bool = False
     ready_since: float = 0.0
-    last_use: float = 0.0
-    pace: float = 60.0
-    leave: float = 5.0
+    last_used: float = 0.0
+    start_seconds: float = 60.0
+    stop_seconds: float = 5.0
     eager: bool = False
     sleeps: bool = False
     idle_stop: float | None = None
     idle_sleep: float | None = None
     held: bool = False
-    patience: float = 30.0
-    busy_with: bool = False
+    drain_timeout: float = 30.0
+    in_transition: bool = False
 
 
-PARKED = frozenset({Phase.STOPPED, Phase.SLEEPING})
+PARKED = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING})
 """The phases in which a model takes no place."""
 SHORTEST_TURN, LONGEST_TURN = 1.0, 300.0
 LONGEST_LINGER = 5.0
 _OVERDUE = 0.25  # a start that takes longer than it did is expected to take so much longer again
 
 
-def turn(view: View) -> float:
+def time_slice(view: ModelView) -> float:
     """Seconds for which a model may serve while others wait for its place."""
-    return min(max(2 * view.pace, SHORTEST_TURN), LONGEST_TURN)
+    return min(max(2 * view.start_seconds, SHORTEST_TURN), LONGEST_TURN)
 
 
-def linger(view: View) -> float:
+def linger(view: ModelView) -> float:
     """Seconds without use after which it leaves before its turn is over."""
-    return min(turn(view) / 4, LONGEST_LINGER)
+    return min(time_slice(view) / 4, LONGEST_LINGER)
 
 
-def compete(one: View, other: View) -> bool:
+def compete(one: ModelView, other: ModelView) -> bool:
     """Whether the two can never run together because of their GPUs, or of the place where both are to listen."""
     if one.model == other.model or (one.group is not None and one.group == other.group):
         return False
     return bool(one.needs & other.needs) and (one.on_demand or other.on_demand)
 
 
-def decide(views: Sequence[View], now: float) -> tuple[Action, ...]:
+def decide(views: Sequence[ModelView], now: float) -> tuple[Action, ...]:
     """What to begin now. Each model is in at most one action; ``START`` and ``WAKE`` come last."""
     begun: list[Action] = []
     leaving: dict[str, str] = {}
@@ -122,29 +122,29 @@ def decide(views: Sequence[View], now: float) -> tuple[Action, ...]:
     for view in _queue(views):
         blockers = _blockers(view, holding, lambda other: _last_to_leave(other, now))
         if not blockers:
-            begun.append(Action(Do.WAKE if view.phase is Phase.SLEEPING else Do.START, view.model, _why(view)))
-        elif view.wanted is None:
+            begun.append(Action(ActionKind.WAKE if view.phase is ModelPhase.SLEEPING else ActionKind.START, view.model, _why(view)))
+        elif view.wanted_since is None:
             continue  # it is to run where there is room, and there is none
         elif not any(blocker.phase in PARKED for blocker in blockers):
             leaving |= {blocker.model: f"makes room for {view.model}" for blocker in blockers}
         holding.append(view)
     begins = {action.model for action in begun}
-    ends = (_next(view, leaving.get(view.model), now) for view in views if view.model not in begins and not view.busy_with)
+    ends = (_next(view, leaving.get(view.model), now) for view in views if view.model not in begins and not view.in_transition)
     return (*(action for action in ends if action is not None), *begun)
 
 
-def forecast(views: Sequence[View], now: float) -> dict[str, float]:
+def forecast(views: Sequence[ModelView], now: float) -> dict[str, float]:
     """When each model that is not up may be, at the earliest that one can say; none that has failed or is held down."""
-    expected = {view.model: _started(view, now) for view in views if view.phase is Phase.STARTING and not view.held}
+    expected = {view.model: _started(view, now) for view in views if view.phase is ModelPhase.STARTING and not view.held}
     free = {view.model: _free_at(view, now) for view in views if view.phase not in PARKED}
     holding = [view for view in views if view.phase not in PARKED]
     for view in sorted((view for view in views if _may_come(view)), key=_waiting_since):
         others = [other for other in holding if other.model != view.model]
         blockers = _blockers(view, others, lambda other: free[other.model])
         begins = max([now, *(free[blocker.model] for blocker in blockers)])
-        expected[view.model] = begins + (view.leave if view.phase is Phase.DRAINING else 0.0) + view.pace
-        if view.wanted is not None:
-            free[view.model] = expected[view.model] + turn(view) + view.leave
+        expected[view.model] = begins + (view.stop_seconds if view.phase is ModelPhase.DRAINING else 0.0) + view.start_seconds
+        if view.wanted_since is not None:
+            free[view.model] = expected[view.model] + time_slice(view) + view.stop_seconds
             holding = [*others, view]
     return expected
 
@@ -152,26 +152,26 @@ def forecast(views: Sequence[View], now: float) -> dict[str, float]:
 # Who is served next
 
 
-def _queue(views: Sequence[View]) -> Iterator[View]:
+def _queue(views: Sequence[ModelView]) -> Iterator[ModelView]:
     """Those that could be started: the wanted ones by their waiting, then those that are to run where there is room."""
-    parked = [view for view in views if view.phase in PARKED and not view.held and not view.busy_with]
-    yield from sorted((view for view in parked if view.wanted is not None), key=attrgetter("wanted"))
-    yield from (view for view in parked if view.wanted is None and view.eager and view.phase is Phase.STOPPED)
+    parked = [view for view in views if view.phase in PARKED and not view.held and not view.in_transition]
+    yield from sorted((view for view in parked if view.wanted_since is not None), key=attrgetter("wanted_since"))
+    yield from (view for view in parked if view.wanted_since is None and view.eager and view.phase is ModelPhase.STOPPED)
 
 
-def _may_come(view: View) -> bool:
-    return not view.held and (view.phase in PARKED or view.phase is Phase.DRAINING)
+def _may_come(view: ModelView) -> bool:
+    return not view.held and (view.phase in PARKED or view.phase is ModelPhase.DRAINING)
 
 
-def _waiting_since(view: View) -> float:
-    return float("inf") if view.wanted is None else view.wanted
+def _waiting_since(view: ModelView) -> float:
+    return float("inf") if view.wanted_since is None else view.wanted_since
 
 
-def _why(view: View) -> str:
-    return "eager, and there is room" if view.wanted is None else "asked for"
+def _why(view: ModelView) -> str:
+    return "eager, and there is room" if view.wanted_since is None else "asked for"
 
 
-def _blockers(view: View, holding: Sequence[View], by: Callable[[View], Any]) -> list[View]:
+def _blockers(view: ModelView, holding: Sequence[ModelView], by: Callable[[ModelView], Any]) -> list[ModelView]:
     """Those that have to leave, or have to have had their turn, before this one can run; where there is a choice, the first ``by``."""
     rivals = [other for other in holding if compete(view, other)]
     fellows = [other for other in holding if other.group is not None and other.group == view.group]
@@ -179,69 +179,69 @@ def _blockers(view: View, holding: Sequence[View], by: Callable[[View], Any]) ->
     return [*rivals, *sorted(fellows, key=by)[:surplus]]
 
 
-def _last_to_leave(view: View, now: float) -> tuple[bool, bool, bool, bool, float]:
+def _last_to_leave(view: ModelView, now: float) -> tuple[bool, bool, bool, bool, float]:
     """Orders the members of a group: who leaves already, then who may, the unused before the busy, the least recently used first."""
-    return view.phase in PARKED, view.phase is not Phase.DRAINING, not _may_leave(view, now), view.in_flight > 0, view.last_use
+    return view.phase in PARKED, view.phase is not ModelPhase.DRAINING, not _may_leave(view, now), view.in_flight > 0, view.last_used
 
 
 # What becomes of the one that runs
 
 
-def _next(view: View, makes_room: str | None, now: float) -> Action | None:
+def _next(view: ModelView, makes_room: str | None, now: float) -> Action | None:
     """What to begin with a model that is not to be started. ``makes_room``: for whom it is to leave, in words."""
     do, why = None, "the operator's word" if view.held else makes_room or _unused(view, now)
     match view.phase:
-        case Phase.READY | Phase.FAILED:
+        case ModelPhase.READY | ModelPhase.FAILED:
             if view.held or (makes_room and _may_leave(view, now)) or (why and not makes_room):
-                do = Do.DRAIN
-        case Phase.DRAINING:
-            do = _after_draining(view, now) if why else Do.RESUME
-        case Phase.STARTING if view.held:
-            do = Do.DRAIN if view.in_flight else Do.STOP  # a server of it that is to go may have requests still
-        case Phase.SLEEPING if view.held or _unused_for(view, view.idle_stop, now):
-            do = Do.STOP
+                do = ActionKind.DRAIN
+        case ModelPhase.DRAINING:
+            do = _after_draining(view, now) if why else ActionKind.RESUME
+        case ModelPhase.STARTING if view.held:
+            do = ActionKind.DRAIN if view.in_flight else ActionKind.STOP  # a server of it that is to go may have requests still
+        case ModelPhase.SLEEPING if view.held or _unused_for(view, view.idle_stop, now):
+            do = ActionKind.STOP
     return None if do is None else Action(do, view.model, why or "it is used again")
 
 
-def _after_draining(view: View, now: float) -> Do | None:
-    quiet = view.acknowledged and not view.in_flight
-    if not quiet and not (view.held and now >= view.since + view.patience):
+def _after_draining(view: ModelView, now: float) -> ActionKind | None:
+    quiet = view.drain_acknowledged and not view.in_flight
+    if not quiet and not (view.held and now >= view.since + view.drain_timeout):
         return None
     stops = view.held or not view.sleeps or _unused_for(view, view.idle_stop, now)
-    return Do.STOP if stops else Do.SLEEP
+    return ActionKind.STOP if stops else ActionKind.SLEEP
 
 
-def _may_leave(view: View, now: float) -> bool:
-    if view.phase is Phase.FAILED:
+def _may_leave(view: ModelView, now: float) -> bool:
+    if view.phase is ModelPhase.FAILED:
         return True
-    unused = not view.in_flight and view.wanted is None and now >= max(view.last_use, view.ready_since) + linger(view)
-    return view.phase is Phase.READY and (unused or now >= view.ready_since + turn(view))
+    unused = not view.in_flight and view.wanted_since is None and now >= max(view.last_used, view.ready_since) + linger(view)
+    return view.phase is ModelPhase.READY and (unused or now >= view.ready_since + time_slice(view))
 
 
-def _unused(view: View, now: float) -> str | None:
+def _unused(view: ModelView, now: float) -> str | None:
     """Why it need not run any more, in words."""
     due = [limit for limit in (view.idle_stop, view.idle_sleep) if limit is not None and _unused_for(view, limit, now)]
     return f"unused for {max(due):g} s" if due else None
 
 
-def _unused_for(view: View, limit: float | None, now: float) -> bool:
-    return limit is not None and view.wanted is None and not view.in_flight and now >= max(view.last_use, view.ready_since) + limit
+def _unused_for(view: ModelView, limit: float | None, now: float) -> bool:
+    return limit is not None and view.wanted_since is None and not view.in_flight and now >= max(view.last_used, view.ready_since) + limit
 
 
 # When
 
 
-def _started(view: View, now: float) -> float:
-    return max(view.since + view.pace, now + _OVERDUE * (now - view.since))
+def _started(view: ModelView, now: float) -> float:
+    return max(view.since + view.start_seconds, now + _OVERDUE * (now - view.since))
 
 
-def _free_at(view: View, now: float) -> float:
+def _free_at(view: ModelView, now: float) -> float:
     """When the place of one that runs may be another's."""
     match view.phase:
-        case Phase.STARTING:
-            return _started(view, now) + turn(view) + view.leave
-        case Phase.READY:
-            idle = not view.in_flight and view.wanted is None
-            end = min(view.ready_since + turn(view), view.last_use + linger(view)) if idle else view.ready_since + turn(view)
-            return max(end, now) + view.leave
-    return now + view.leave
+        case ModelPhase.STARTING:
+            return _started(view, now) + time_slice(view) + view.stop_seconds
+        case ModelPhase.READY:
+            idle = not view.in_flight and view.wanted_since is None
+            end = min(view.ready_since + time_slice(view), view.last_used + linger(view)) if idle else view.ready_since + time_slice(view)
+            return max(end, now) + view.stop_seconds
+    return now + view.stop_seconds

@@ -18,15 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 from upstream.address import Address
-from upstream.health import Doctor, Target
+from upstream.health import HealthCheck, Target
 from upstream.keeper import unlink_socket
 from upstream.launcher import memory
-from upstream.launcher.kept import KeptProcess, Order, kept_process
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, ended_by
+from upstream.launcher.kept import ServerCommand, ShimProcess, shim_process
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.vllm import RPC_FOLDER, address_for, command_line, knows_no_uds
-from upstream.vllm_failures import Cause, Ended, find_cause
+from upstream.vllm_failures import Cause, ProcessExit, find_cause
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class LaunchedServer:
         self.api_key = secrets.token_urlsafe(32)
         self.log = logfile
         self._folder = folder
-        self._place = place
+        self._scratch = place
         self._environ = environ
         self._backoff = backoff
         self._on_change = on_change
@@ -68,32 +68,32 @@ class LaunchedServer:
         self._failures = 0
         self._ready_since: float | None = None
         self._memory_kills: int | None = None
-        self._renewal: asyncio.Future[tuple[str, float]] | None = None
-        self._revived = asyncio.Event()
+        self._restart_request: asyncio.Future[tuple[str, float]] | None = None
+        self._resume_starts = asyncio.Event()
         self.status = LaunchStatus(spec.name, LaunchState.STARTING, time.time(), self._address(), logfile.path)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start it. To be called once, before ``stop`` or ``kill``."""
         self._on_change(self.status)
         self._task = asyncio.create_task(self._run(), name=f"launch {self.spec.name}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._task_done)
 
-    def renew(self, why: str, grace: float) -> None:
+    def restart(self, why: str, grace: float) -> None:
         """End the present process as ``stop`` does, and start another; nothing is done where it is not ready, or is ending already."""
-        if self.status.state is LaunchState.READY and self._renewal is not None and not self._renewal.done():
-            self._renewal.set_result((why, grace))
+        if self.status.state is LaunchState.READY and self._restart_request is not None and not self._restart_request.done():
+            self._restart_request.set_result((why, grace))
 
-    def allow(self, startup_timeout: float) -> None:
+    def set_startup_timeout(self, startup_timeout: float) -> None:
         """Have each start last so long, the one under way too. One that was given up, perhaps since it had less, is started again."""
         if startup_timeout != self.spec.startup_timeout:
             self.spec = replace(self.spec, startup_timeout=startup_timeout)
             if self.status.given_up:
-                self._revived.set()
+                self._resume_starts.set()
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
         if self.status.state not in (LaunchState.STOPPING, LaunchState.STOPPED):
-            self._begin_to_stop(grace)
+            self._start_stopping(grace)
         await asyncio.wait([self._task])
 
     async def kill(self) -> None:
@@ -101,120 +101,122 @@ class LaunchedServer:
         if self.status.state is LaunchState.STOPPING:
             self._task.cancel()
         else:
-            self._begin_to_stop(0.0)
+            self._start_stopping(0.0)
         await asyncio.wait([self._task])
 
-    def _begin_to_stop(self, grace: float) -> None:
+    def _start_stopping(self, grace: float) -> None:
         self._grace = grace
-        self._enter(LaunchState.STOPPING)
+        self._change_state(LaunchState.STOPPING)
         self._task.cancel()
 
     async def _run(self) -> None:
         """Until it is cancelled: one process after the other, unless they fail once too often."""
         while True:
-            await self._one_process()
+            await self._run_process()
             if self.status.given_up:
                 self._update(pid=None)
-                await self._revived.wait()
-                self._revived.clear()
+                await self._resume_starts.wait()
+                self._resume_starts.clear()
                 self._failures = 1
-            self._enter(LaunchState.BACKING_OFF, pid=None, given_up=False)
+            self._change_state(LaunchState.BACKING_OFF, pid=None, given_up=False)
             await asyncio.sleep(self._backoff.pause(self._failures))
-            self._enter(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
+            self._change_state(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
 
-    async def _one_process(self) -> None:
+    async def _run_process(self) -> None:
         """From its start until nothing is left of it."""
         self._ready_since = None
         self._memory_kills = memory.kills()
         try:
             with self.log.appending() as output:
-                async with _beside(self._watch_log()), kept_process(self._order(), output) as process:
-                    await self._live(process)
+                async with _beside(self._watch_log()), shim_process(self._server_command(), output) as process:
+                    await self._supervise(process)
         except OSError as error:
-            self._went_wrong(Ended(str(error)))
+            self._report_failure(ProcessExit(str(error)))
         except Exception as error:  # the outer edge: the next process may fare better, and the other servers go on
             log.exception("launch of %s", self.spec.name)
-            self._went_wrong(Ended(repr(error)))
+            self._report_failure(ProcessExit(repr(error)))
 
     def _ready_seconds(self) -> float:
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
-    def _order(self) -> Order:
+    def _server_command(self) -> ServerCommand:
         """What to start next, with nothing of a former process in its way. Raises OSError."""
         address = self.status.address
         if address.uds:
             unlink_socket(address.uds)
         else:
             check_free(address.host, address.port)
-        shutil.rmtree(self._place, ignore_errors=True)
-        os.mkdir(self._place, 0o700)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os.mkdir(self._scratch, 0o700)
         line = command_line(self._settings, address, self.api_key)
-        env = {**self._environ, RPC_FOLDER: self._place, **line.env}
-        return Order(self.spec.name, line.argv, env, address.uds or "", self._place, self._folder)
+        env = {**self._environ, RPC_FOLDER: self._scratch, **line.env}
+        return ServerCommand(self.spec.name, line.argv, env, address.uds or "", self._scratch, self._folder)
 
-    async def _live(self, process: KeptProcess) -> None:
+    async def _supervise(self, process: ShimProcess) -> None:
         self._update(pid=process.pid)
-        ended = asyncio.create_task(process.ended())
+        ended = asyncio.create_task(process.wait_exit())
         try:
-            why = await self._until_ready(ended)
+            why = await self._wait_until_ready(ended)
             if why is None:
                 self._ready_since = time.monotonic()
-                self._renewal = asyncio.get_running_loop().create_future()
-                self._enter(LaunchState.READY, concluded=True, reason="", cause=None, tail="", progress="")
-                why = await self._until_over(process, ended, self._renewal)
-            self._went_wrong(why)
+                self._restart_request = asyncio.get_running_loop().create_future()
+                self._change_state(LaunchState.READY, first_start_finished=True, reason="", cause=None, tail="", progress="")
+                why = await self._wait_for_end(process, ended, self._restart_request)
+            self._report_failure(why)
         except asyncio.CancelledError:
-            await process.end(self._grace)
+            await process.terminate(self._grace)
             raise
         finally:
             ended.cancel()
 
-    async def _until_ready(self, ended: asyncio.Task[int | None]) -> Ended | None:
+    async def _wait_until_ready(self, ended: asyncio.Task[int | None]) -> ProcessExit | None:
         """None: it answers. Otherwise why it does not."""
         began = asyncio.get_running_loop().time()
-        by = Doctor(Target(self.spec.name, self.status.address, self.api_key), LOOK_DEADLINE)
+        by = HealthCheck(Target(self.spec.name, self.status.address, self.api_key), LOOK_DEADLINE)
         try:
             while not ended.done():
                 async with asyncio.timeout_at(began + self.spec.startup_timeout):  # asked for anew, since it may change meanwhile
-                    if (seen := await by.look()) is not None and seen.up:
+                    if (seen := await by.run()) is not None and seen.up:
                         return None
                     await asyncio.wait([ended], timeout=POLL)
         except TimeoutError:
-            return Ended(f"no answer to GET /health within {self.spec.startup_timeout:g} s")
+            return ProcessExit(f"no answer to GET /health within {self.spec.startup_timeout:g} s")
         return self._ended_by(ended)
 
-    async def _until_over(self, process: KeptProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]) -> Ended:
+    async def _wait_for_end(
+        self, process: ShimProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]
+    ) -> ProcessExit:
         """Why its readiness is over. If it is to be renewed, that is told before its process is asked to end."""
         either: tuple[asyncio.Future[Any], ...] = (ended, renewal)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             return self._ended_by(ended)
         why, grace = renewal.result()
-        self._went_wrong(renewed := Ended(f"it is renewed: {why}"))
-        await process.end(grace)
+        self._report_failure(renewed := ProcessExit(f"it is renewed: {why}"))
+        await process.terminate(grace)
         return renewed
 
-    def _ended_by(self, ended: asyncio.Task[int | None]) -> Ended:
+    def _ended_by(self, ended: asyncio.Task[int | None]) -> ProcessExit:
         before, after = self._memory_kills, memory.kills()
-        return ended_by(ended.result(), None if before is None or after is None else after - before)
+        return describe_exit(ended.result(), None if before is None or after is None else after - before)
 
     async def _watch_log(self) -> None:
         while True:
             await asyncio.sleep(LOG_CHECK)
             try:
-                self.log.keep_bounded()
+                self.log.rotate()
             except OSError as error:
                 log.warning("log of %s: %s", self.spec.name, error)  # no reason to end the server
             if self.status.state is LaunchState.STARTING and (said := self.log.progress()) != self.status.progress:
                 self._update(progress=said)
 
-    def _went_wrong(self, ended: Ended) -> None:
+    def _report_failure(self, ended: ProcessExit) -> None:
         """The first failure of a process is the one that is reported."""
         what = {LaunchState.STARTING: "could not start", LaunchState.READY: "ended"}.get(self.status.state)
         if what is None:
             return
         starting = self.status.state is LaunchState.STARTING
-        self._failures = self._backoff.failures(self._failures, self._ready_seconds())
+        self._failures = self._backoff.count_failures(self._failures, self._ready_seconds())
         given_up = self._failures >= self._backoff.limit
         state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
@@ -222,17 +224,17 @@ class LaunchedServer:
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
         # A server that was ready has lived for long: what it logged an hour ago does not explain its end.
-        cause = find_cause(self.log.all_of_it() if starting else self.log.lately(), ended)
+        cause = find_cause(self.log.text() if starting else self.log.recent_text(), ended)
         reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
             reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"
-        self._enter(state, concluded=True, given_up=given_up, reason=reason, cause=cause, tail=tail, progress="")
+        self._change_state(state, first_start_finished=True, given_up=given_up, reason=reason, cause=cause, tail=tail, progress="")
 
-    def _ended(self, _: asyncio.Task[None]) -> None:
+    def _task_done(self, _: asyncio.Task[None]) -> None:
         if self.status.state is LaunchState.STOPPING:
-            self._enter(LaunchState.STOPPED, pid=None)
+            self._change_state(LaunchState.STOPPED, pid=None)
 
-    def _enter(self, state: LaunchState, **known: Any) -> None:
+    def _change_state(self, state: LaunchState, **known: Any) -> None:
         assert state in TRANSITIONS[self.status.state], f"{self.status.state} -> {state}"
         self._update(state=state, since=time.time(), **known)
 
@@ -241,14 +243,14 @@ class LaunchedServer:
         self._on_change(self.status)
 
     def _address(self) -> Address:
-        return address_for(self._settings, uds=f"{self._place}.sock", free_port=free_port)
+        return address_for(self._settings, uds=f"{self._scratch}.sock", free_port=free_port)
 
 
-def _explained(cause: Cause, ended: Ended) -> str:
+def _explained(cause: Cause, ended: ProcessExit) -> str:
     """The root cause first, then how the process ended."""
     if not cause.headline:
-        return ended.words
-    return cause.headline if ended.words in cause.headline else f"{cause.headline} ({ended.words})"
+        return ended.text
+    return cause.headline if ended.text in cause.headline else f"{cause.headline} ({ended.text})"
 
 
 @asynccontextmanager

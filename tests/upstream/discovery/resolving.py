@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.name_server import NameServer
 from upstream.discovery import DnsName, system_resolver
 from upstream.discovery.dns import watch
-from upstream.discovery.endpoints import Seen
+from upstream.discovery.endpoints import Observation
 
 
 def say(**members: Any) -> None:
@@ -35,7 +35,7 @@ async def main(name: str) -> None:
     transport.close()
 
 
-def seen(seen: Seen) -> None:
+def seen(seen: Observation) -> None:
     say(seen=[each.url for each in seen.endpoints])
 
 

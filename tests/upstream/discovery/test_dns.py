@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.running import until
-from upstream.discovery import Cluster, DnsName, Endpoint, Finding, Sources, system_resolver
+from upstream.discovery import Cluster, DiscoveryStatus, DnsName, Endpoint, Sources, system_resolver
 
 ROOT = Path(__file__).parents[3]
 NAME = DnsName("vllm.models", 8000, 0.02)
@@ -95,24 +95,24 @@ class Names:
 async def test_a_failure_leaves_what_was_found() -> None:
     names, told = Names("10.0.0.1", "10.0.0.2"), []
     async with Sources(lambda: told.append(1), Cluster("", ""), names) as sources:
-        sources.want([NAME, NAME])
+        sources.set_sources([NAME, NAME])
 
-        def finding() -> Finding:
-            return sources.findings()[NAME]
+        def finding() -> DiscoveryStatus:
+            return sources.statuses()[NAME]
 
-        assert not finding().concluded
+        assert not finding().first_result
         await until(lambda: finding().endpoints == (Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000)))
         names.fails = True
         await until(lambda: finding().problem == "vllm.models: Temporary failure in name resolution")
-        assert len(finding().endpoints) == 2 and finding().concluded
+        assert len(finding().endpoints) == 2 and finding().first_result
         names.fails, names.addresses = False, ["10.0.0.2"]
         await until(lambda: finding().endpoints == (Endpoint("10.0.0.2", 8000),))
         assert finding().problem == ""
         count, asked = len(told), names.asked
         await until(lambda: names.asked > asked + 5)
         assert len(told) <= count + 1, "nothing is told where nothing has changed"
-        sources.want([])
-        assert sources.findings() == {}
+        sources.set_sources([])
+        assert sources.statuses() == {}
 
 
 async def test_a_mistake_about_one_source_does_not_end_its_watch(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ async def test_a_mistake_about_one_source_does_not_end_its_watch(caplog: pytest.
         return found if names.asked > 1 else [found[7]]
 
     async with Sources(lambda: None, Cluster("", ""), mistaken) as sources:
-        sources.want([NAME])
-        await until(lambda: sources.findings()[NAME].problem.startswith("IndexError"))
-        await until(lambda: sources.findings()[NAME].endpoints == (Endpoint("10.0.0.1", 8000),))
+        sources.set_sources([NAME])
+        await until(lambda: sources.statuses()[NAME].problem.startswith("IndexError"))
+        await until(lambda: sources.statuses()[NAME].endpoints == (Endpoint("10.0.0.1", 8000),))
     assert "dns vllm.models:8000" in caplog.text

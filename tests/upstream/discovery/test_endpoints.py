@@ -8,16 +8,16 @@ import pytest
 
 from tests.support.kubernetes_api import endpoint, slice_of
 from upstream.address import Address
-from upstream.discovery.endpoints import Endpoint, Seen, Slices, Standing
+from upstream.discovery.endpoints import Endpoint, EndpointSlices, EndpointState, Observation
 
-READY, UNREADY, LEAVING = Standing.READY, Standing.UNREADY, Standing.LEAVING
+READY, UNREADY, LEAVING = EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING
 HTTP = ("http", 8000)
 
 
-def seen(*slices: dict[str, Any], port: int | str | None = None) -> Seen:
-    known = Slices()
+def seen(*slices: dict[str, Any], port: int | str | None = None) -> Observation:
+    known = EndpointSlices()
     known.replace(slices)
-    return known.seen(port)
+    return known.observation(port)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def seen(*slices: dict[str, Any], port: int | str | None = None) -> Seen:
         (None, READY),
     ],
 )
-def test_conditions(conditions: dict[str, Any] | None, standing: Standing) -> None:
+def test_conditions(conditions: dict[str, Any] | None, standing: EndpointState) -> None:
     entry = {"addresses": ["10.0.0.1"], "conditions": conditions}
     assert seen(slice_of("a", [entry], HTTP)).endpoints == (Endpoint("10.0.0.1", 8000, standing),)
 
@@ -62,9 +62,9 @@ def test_ports() -> None:
     both = slice_of("a", [endpoint("10.0.0.1")], HTTP, ("metrics", 9000))
     assert seen(both, port="http").endpoints[0].port == 8000
     assert seen(both, port=9000).endpoints[0].port == 9000
-    assert seen(both) == Seen((), "say which port in `port`; the endpoints have 8000 (http), 9000 (metrics)")
-    assert seen(both, port="web") == Seen((), "there is no port web; the endpoints have 8000 (http), 9000 (metrics)")
-    assert seen(slice_of("a", [endpoint("10.0.0.1")])) == Seen((), "say which port in `port`; the endpoints have none")
+    assert seen(both) == Observation((), "say which port in `port`; the endpoints have 8000 (http), 9000 (metrics)")
+    assert seen(both, port="web") == Observation((), "there is no port web; the endpoints have 8000 (http), 9000 (metrics)")
+    assert seen(slice_of("a", [endpoint("10.0.0.1")])) == Observation((), "say which port in `port`; the endpoints have none")
     other = slice_of("b", [endpoint("10.0.0.2")], ("http", 8001))
     assert [each.port for each in seen(both, other, port="http").endpoints] == [8000, 8001], "a name has its number in each slice"
     datagrams = slice_of("a", [endpoint("10.0.0.1")], HTTP)
@@ -73,14 +73,14 @@ def test_ports() -> None:
 
 
 def test_changes() -> None:
-    known = Slices()
+    known = EndpointSlices()
     known.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
     known.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
     known.put(slice_of("a", [endpoint("10.0.0.3")], HTTP))
-    assert [each.host for each in known.seen(None).endpoints] == ["10.0.0.2", "10.0.0.3"]
+    assert [each.host for each in known.observation(None).endpoints] == ["10.0.0.2", "10.0.0.3"]
     known.remove(slice_of("b", [], HTTP))
     known.remove(slice_of("never", [], HTTP))
-    assert [each.host for each in known.seen(None).endpoints] == ["10.0.0.3"]
+    assert [each.host for each in known.observation(None).endpoints] == ["10.0.0.3"]
 
 
 def test_what_is_no_address_is_left_out() -> None:
@@ -91,7 +91,7 @@ def test_what_is_no_address_is_left_out() -> None:
 def test_slices_with_nothing_in_them() -> None:
     nothing = slice_of("a", [{"addresses": []}], HTTP)
     none = slice_of("b", [], HTTP) | {"endpoints": None, "ports": [{"name": "http", "port": 8000}]}
-    assert seen(nothing, none) == Seen(())
+    assert seen(nothing, none) == Observation(())
 
 
 @pytest.mark.parametrize("port", [None, 8000, "http"])
@@ -99,5 +99,5 @@ def test_slices_with_nothing_in_them() -> None:
 def test_the_slice_that_a_service_without_pods_has_is_no_problem(port: int | str | None, empty: list[Any] | None) -> None:
     """Kubernetes' controller makes one that holds the place, with neither endpoints nor ports."""
     place = slice_of("a", []) | {"endpoints": empty, "ports": empty}
-    assert seen(place, port=port) == Seen(())
-    assert seen(place, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Seen((Endpoint("10.0.0.1", 8000),))
+    assert seen(place, port=port) == Observation(())
+    assert seen(place, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Observation((Endpoint("10.0.0.1", 8000),))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
 from tests.support.running import until
-from upstream.discovery import Cluster, Finding, Service, Sources
+from upstream.discovery import Cluster, DiscoveryStatus, Service, Sources
 
 HTTP = ("http", 8000)
 VLLM = Service("vllm")
@@ -30,8 +30,8 @@ class Watched:
         self.told += 1
 
     @property
-    def finding(self) -> Finding:
-        return self.sources.findings()[VLLM]
+    def finding(self) -> DiscoveryStatus:
+        return self.sources.statuses()[VLLM]
 
     @property
     def hosts(self) -> list[str]:
@@ -48,7 +48,7 @@ class Watched:
 async def watched(cluster: Cluster) -> AsyncIterator[Watched]:
     one = Watched()
     async with Sources(one.tell, cluster) as one.sources:
-        one.sources.want([VLLM])
+        one.sources.set_sources([VLLM])
         yield one
 
 
@@ -179,7 +179,7 @@ async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
         away = Cluster(api.cluster.host, "1", tmp_path)
         async with watched(away) as one:
             await one.has_trouble("the API server at https://localhost:1")
-            assert one.finding.concluded and one.hosts == []
+            assert one.finding.first_result and one.hosts == []
 
 
 async def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
