@@ -3,18 +3,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup run test quick check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
+# The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
+# Most tests wait for something most of their time, so three share a core.
+PROCESSES ?= $(shell expr 3 \* $$(nproc))
 test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`, `make clients` and `make deploy-tools`
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses $(PROCESSES) $(PYTEST_ARGS)
+
+test-deep: export DEEP = 1
+test-deep: test  ## the whole suite with ten times the examples for each property
+
+durations: export WRITE_DURATIONS = 1
+durations: test  ## the whole suite; write the seconds of its parts to tests/durations.json, which decide what starts first
 
 quick: $(READY)  ## the tests of gateway/ and upstream/; needs no root and no other tool
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup tests/gateway tests/upstream tests/style $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses $(PROCESSES) tests/gateway tests/upstream tests/style $(PYTEST_ARGS)
 
 check: $(READY)  ## style, types, vocabulary and the import order
 	$(BIN)/ruff check .

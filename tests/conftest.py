@@ -6,35 +6,58 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.distribution import DURATIONS, Stopwatch, group_of, problems
+from tests.support.distribution import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler  # the hook is found by its name here
+from tests.support.shared import Shared
+
 # An example, and the making of it, take as long as a busy machine lets them.
-settings.register_profile("suite", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+EVERY_PROFILE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("change", max_examples=20, **EVERY_PROFILE)
+settings.register_profile("deep", max_examples=200, **EVERY_PROFILE)
+settings.load_profile("deep" if os.environ.get("DEEP") else "change")
 
 _MEASURED = pytest.StashKey[dict[str, list[str]]]()
+_SHARED = pytest.StashKey[Shared]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests may leave figures."""
+    """Prepare for the figures that tests leave, and, where WRITE_DURATIONS is set, for the durations of their groups."""
     config.stash[_MEASURED] = {}
+    config.stash[_SHARED] = Shared()
+    if os.environ.get("WRITE_DURATIONS") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch(DURATIONS))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one file stay together where several processes share the work; those of the real vLLM are for one of them.
+    """Select rows of the matrix of faults by their numbers, where FAULTS_ROWS is set.
 
-    Of the matrix of faults FAULTS_ROWS can choose rows by their numbers.
+    Raises:
+        pytest.UsageError: an item needs a real vLLM, and the scheduler could not know.
     """
+    if wrong := problems(item.nodeid for item in items if item.get_closest_marker("vllm") is not None):
+        raise pytest.UsageError(f"A test with a real vLLM is in tests/vllm, or a parameter of it has an id @SERVER: {wrong}")
     if wanted := os.environ.get("FAULTS_ROWS", "").split():
         others = [item for item in items if (mark := item.get_closest_marker("row")) is None or str(mark.args[0]) not in wanted]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-    for item in items:
-        real = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vllm" if real else item.path.name))
+
+
+@pytest.fixture(scope="session")
+def shared(request: pytest.FixtureRequest) -> Shared:
+    """What the tests of a group share."""
+    return request.config.stash[_SHARED]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End what the tests of a group share after the last of them."""
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        item.config.stash[_SHARED].close()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any, Final
 import httpx2
 import pytest
 
+from tests.support.shared import Shared
 from tests.upstream import test_simulator_process as simulator
 from tests.vllm import server as vllm
 
@@ -31,10 +32,11 @@ FLAGS: Final = ["--max-model-len", "2048", "--reasoning-parser", "qwen3", "--ena
 BY_MODEL: Final = frozenset({"content", "reasoning", "stop_reason"})
 
 
-@pytest.fixture(scope="module")
-def clients() -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
+@pytest.fixture(scope="module", params=["@direct"])
+def clients(shared: Shared, request: pytest.FixtureRequest) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
     """The real server's and the simulator's."""
-    with vllm.running("qwen3") as real, simulator.running(*FLAGS) as simulated, httpx2.Client(base_url=real.url, timeout=120) as client:
+    real = shared.once(request.param, lambda: vllm.running("qwen3"))
+    with simulator.running(*FLAGS) as simulated, httpx2.Client(base_url=real.url, timeout=120) as client:
         yield client, simulated.client
 
 

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 
+from tests.support.shared import Shared
 from tests.vllm.gateway import Real, real_gateway
 
 
-class House:
-    """Holds the gateway from its first use until the session ends; a test that has killed it leaves the next one a new one."""
+@pytest.fixture(params=["@gateway"])
+def real(shared: Shared, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Real:
+    """A gateway whose real vLLM is up; a test that has killed the gateway leaves the next one another.
 
-    def __init__(self, folders: pytest.TempPathFactory, stack: ExitStack) -> None:
-        self._folders = folders
-        self._stack = stack
-        self._real: Real | None = None
+    Its parameter makes all tests with it one group of the distribution.
+    """
 
-    def real(self) -> Real:
-        if self._real is None or self._real.gateway.process.poll() is not None:
-            self._stack.close()
-            self._real = self._stack.enter_context(real_gateway(self._folders.mktemp("real")))
-        self._real.wait_until_up()
-        return self._real
+    def running() -> Real:
+        return shared.once(request.param, lambda: real_gateway(tmp_path_factory.mktemp("real")))
 
-
-@pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with ExitStack() as stack:
-        yield House(tmp_path_factory, stack)
-
-
-@pytest.fixture
-def real(house: House) -> Real:
-    """A gateway whose real vLLM is up."""
-    return house.real()
+    found = running()
+    if found.gateway.process.poll() is not None:
+        shared.close()
+        found = running()
+    found.wait_until_up()
+    return found

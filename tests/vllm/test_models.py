@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
+from tests.support.shared import Shared
 from tests.vllm.chat import ask, events
 from tests.vllm.dialogues import DIE, ENDLESS, STORY, TOOLSETS, Exchange, exchanges, user
 from tests.vllm.server import NOT_INSTALLED, installed, running
@@ -20,9 +21,10 @@ PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["pl
 WITHOUT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx2.Client]:
-    with running("qwen3") as server, httpx2.Client(base_url=server.url, timeout=120) as client:
+@pytest.fixture(scope="module", params=["@direct"])
+def client(shared: Shared, request: pytest.FixtureRequest) -> Iterator[httpx2.Client]:
+    server = shared.once(request.param, lambda: running("qwen3"))
+    with httpx2.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
