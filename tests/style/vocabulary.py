@@ -119,6 +119,10 @@ PHRASES: tuple[Phrase, ...] = (
     Phrase(r"(?:stand|stands|stood|standing) (?:in|at|there|behind|before|under|alone)", "is in, is at, follows, precedes"),
     Phrase(r"(?:held|holds|hold|holding) (?:\S+ ){0,4}(?:against|to its|to the)", "checked against, compared with"),
     Phrase(r"(?:held|hold|holds) to", "checked against, guaranteed"),
+    # Conditions
+    Phrase(r"(?:None|empty|0|nothing|false|true|all) where", "None if …, 0 if …"),
+    Phrase(r"(?:by|in|for|is given|after) so many (?:seconds|bytes|tokens|requests)", "that many; name the number"),
+    Phrase(r"which is no|that is no (?!longer|more)", "which is not a …"),
     # Idioms
     Phrase(r"of (?:its|their|his|her|one's) own(?: doing)?", "its own …, a separate …"),
     Phrase(r"all the same", "anyway, still, nevertheless"),

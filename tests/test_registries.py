@@ -1,0 +1,145 @@
+"""What is declared once is complete: a test for each kind names the place that was forgotten.
+
+The kinds are those of docs/development.md, "Changing something". The first place of each is the registry; it decides what exists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from docs.reference import groups
+from gateway.config import schema
+from gateway.errors import ROWS
+from gateway.limits.store import REASONS
+from gateway.limits.words import _WORDS
+from gateway.metrics import FAMILIES, PREFIX
+from gateway.reference.shapes import read
+from gateway.routes import ROUTES
+from gateway.state import Limits
+from tests.documents.blocks import DOCS, ROOT
+from upstream.policy import POLICIES
+
+
+class Place(NamedTuple):
+    """A file that must have every name of a registry, the names that it has, and what to do about a missing one."""
+
+    file: str
+    names: Callable[[], Iterable[str]]
+    task: str
+
+
+class Kind(NamedTuple):
+    """A registry and the places that follow it. ``names`` are those of the registry."""
+
+    registry: str
+    names: Iterable[str]
+    places: tuple[Place, ...]
+
+
+def first_cells(page: str) -> set[str]:
+    """Return everything between backticks in the first three cells of a page's tables, and bare cells."""
+    rows = re.findall(r"^\| (.+) \|$", (ROOT / page).read_text(), re.MULTILINE)
+    cells = [cell for row in rows for cell in row.split(" | ")[:3]]
+    return {name for cell in cells for name in (*re.findall(r"`([^`]+)`", cell), cell.strip("`"))}
+
+
+def described(file: str) -> Callable[[], set[str]]:
+    """Return a reader of the names in a page's tables."""
+    return lambda: first_cells(file)
+
+
+def chart_settings() -> set[str]:
+    """Return the names of every setting in the schema of the chart's values."""
+    shapes = [yaml.safe_load((ROOT / "deploy/helm/vllm-gateway/values.schema.json").read_text())]
+    found: set[str] = set()
+    while shapes:
+        shape = shapes.pop()
+        if isinstance(shape, dict):
+            found |= set(shape.get("properties", {}))
+            shapes += shape.values()
+        elif isinstance(shape, list):
+            shapes += shape
+    return found
+
+
+SETTINGS = {setting.name for group in groups() for setting in group.settings}
+KINDS = {
+    "error code": Kind(
+        "gateway/errors.py, ROWS",
+        ROWS,
+        (
+            Place("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
+            Place("docs/operators/troubleshooting.md", described("docs/operators/troubleshooting.md"), "add a row for operators"),
+        ),
+    ),
+    "metric": Kind(
+        "gateway/metrics.py, FAMILIES",
+        [PREFIX + name for name in FAMILIES],
+        (Place("docs/metrics.md", described("docs/metrics.md"), "add a row"),),
+    ),
+    "route": Kind(
+        "gateway/routes.py, ROUTES",
+        ROUTES,
+        (
+            Place("gateway/reference/*.yaml", lambda: read().routes, "add an entry with the shapes of its bodies"),
+            Place("docs/routes.md", described("docs/routes.md"), "add a row"),
+            Place(
+                "docs/api.md", lambda: re.findall(r"POST (/\S+?)`?$", (DOCS / "api.md").read_text(), re.MULTILINE), "run docs/reference.py"
+            ),
+        ),
+    ),
+    "setting": Kind(
+        "gateway/config/models.py",
+        SETTINGS,
+        (
+            Place("docs/configuration.md", described("docs/configuration.md"), "run docs/reference.py"),
+            Place("deploy/helm/vllm-gateway/values.schema.json", chart_settings, "run deploy/helm/sync.py"),
+        ),
+    ),
+    "limit": Kind(
+        "gateway/limits/store.py, REASONS",
+        REASONS,
+        (
+            Place("gateway/state.py, Limits", lambda: Limits.__annotations__, "add a field"),
+            Place("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
+            Place("gateway/limits/words.py, _WORDS", lambda: _WORDS, "add the text of its refusal"),
+            Place("docs/limits.md", described("docs/limits.md"), "add a row"),
+        ),
+    ),
+    "balance policy": Kind(
+        "upstream/policy.py, POLICIES",
+        POLICIES,
+        (
+            Place("gateway/config/models.py, balance", lambda: schema()["$defs"]["Model"]["properties"]["balance"]["enum"], "add its name"),
+            Place("docs/configuration.md", described("docs/configuration.md"), "run docs/reference.py"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_place_is_forgotten(kind: str) -> None:
+    registry, names, places = KINDS[kind]
+    assert names
+    missing = [
+        f"{kind} `{name}` of {registry} is missing in {place.file}: {place.task}"
+        for place in places
+        for name in {*names} - {*place.names()}
+    ]
+    assert not missing, "\n".join(sorted(missing))
+
+
+def test_every_place_of_the_page_for_contributors_exists() -> None:
+    section = (DOCS / "development.md").read_text().partition("## Changing something")[2].partition("\n## ")[0]
+    assert [kind for kind in KINDS if kind.split()[0] not in section.lower()] == []
+
+
+def test_every_policy_has_a_test() -> None:
+    tests = "".join(file.read_text() for file in Path(ROOT / "tests/upstream").rglob("*.py"))
+    assert [name for name in POLICIES if name not in tests] == [], "add a test to tests/upstream"
