@@ -68,10 +68,10 @@ soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, and it
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))
 
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
-	$(BIN)/python -m benchmarks $(CASES)
+	$(BIN)/python -m tests.benchmarks $(CASES)
 
 bench-peers: $(READY)  ## the peers that come from PyPI, each in an environment of its own
-	$(BIN)/python benchmarks/install.py
+	$(BIN)/python tests/benchmarks/install.py
 
 pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debian's prometheus
 	test -x .venv-pictures/bin/python || $(PYTHON) -m venv .venv-pictures
@@ -79,8 +79,8 @@ pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debi
 	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
 
 fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=60; TARGETS="config sse" for some of them
-	$(BIN)/python -m fuzz.install
-	$(BIN)/python -m fuzz $(or $(SECONDS),60) $(TARGETS)
+	$(BIN)/python -m tests.fuzz.install
+	$(BIN)/python -m tests.fuzz $(or $(SECONDS),60) $(TARGETS)
 
 audit: $(READY)  ## the locked packages against the known advisories; needs the network
 	$(BIN)/python -m tests.audit

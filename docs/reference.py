@@ -1,7 +1,7 @@
 """Writes what documents say of settings and of the API: the tables in configuration.md, and api.md.
 
 Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description and
-its default come from ``gateway.config``, and the API is that of ``gateway.reference``. A test holds the documents to what this makes.
+its default come from ``gateway.config``, and the API is that of ``gateway.api.reference``. A test holds the documents to what this makes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gateway.api.reference import document, words
+from gateway.api.reference.words import Operation, Ref, Row
 from gateway.config import schema
-from gateway.reference import document, words
-from gateway.reference.words import Operation, Ref, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"

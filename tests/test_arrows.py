@@ -38,5 +38,5 @@ def test_nothing_imports_the_tests(path: Path) -> None:
 
 def test_a_worker_does_not_load_what_only_control_needs() -> None:
     heavy = ["pydantic", "yaml", "prometheus_client", "httpx2", "typer", "rich"]
-    code = f"import sys, gateway.relay_process; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, gateway.worker.process; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -15,13 +15,13 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from gateway import __version__
-from gateway.cli import application
-from gateway.errors import ROWS, Refusal, anthropic_error
-from gateway.metrics import FAMILIES, PREFIX
-from gateway.routes import REFUSED, ROUTES
+from gateway.api.errors import ROWS, Refusal, anthropic_error
+from gateway.api.routes import REFUSED, ROUTES
+from gateway.cli.main import application
+from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
-from upstream.vllm_failures import CAUSES
-from upstream.vllm_presets import PRESETS
+from upstream.vllm.failures import CAUSES
+from upstream.vllm.presets import PRESETS
 
 _TABLE_ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 

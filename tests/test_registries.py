@@ -14,16 +14,16 @@ import pytest
 import yaml
 
 from docs.reference import groups
+from gateway.api.errors import ROWS
+from gateway.api.reference.shapes import read
+from gateway.api.routes import ROUTES
 from gateway.config import schema
-from gateway.errors import ROWS
-from gateway.limits.store import REASONS
-from gateway.limits.words import _WORDS
-from gateway.metrics import FAMILIES, PREFIX
-from gateway.reference.shapes import read
-from gateway.routes import ROUTES
-from gateway.state import Limits
+from gateway.limits.messages import _WORDS
+from gateway.limits.redis_store import REASONS
+from gateway.snapshot.snapshot import Limits
+from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, ROOT
-from upstream.policy import POLICIES
+from upstream.balancing.policies import POLICIES
 
 
 class Place(NamedTuple):
@@ -71,7 +71,7 @@ def chart_settings() -> set[str]:
 SETTINGS = {setting.name for group in groups() for setting in group.settings}
 KINDS = {
     "error code": Kind(
-        "gateway/errors.py, ROWS",
+        "gateway/api/errors.py, ROWS",
         ROWS,
         (
             Place("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
@@ -79,12 +79,12 @@ KINDS = {
         ),
     ),
     "metric": Kind(
-        "gateway/metrics.py, FAMILIES",
+        "gateway/telemetry/metrics.py, FAMILIES",
         [PREFIX + name for name in FAMILIES],
         (Place("docs/metrics.md", described("docs/metrics.md"), "add a row"),),
     ),
     "route": Kind(
-        "gateway/routes.py, ROUTES",
+        "gateway/api/routes.py, ROUTES",
         ROUTES,
         (
             Place("gateway/reference/*.yaml", lambda: read().routes, "add an entry with the shapes of its bodies"),
@@ -103,17 +103,17 @@ KINDS = {
         ),
     ),
     "limit": Kind(
-        "gateway/limits/store.py, REASONS",
+        "gateway/limits/redis_store.py, REASONS",
         REASONS,
         (
-            Place("gateway/state.py, Limits", lambda: Limits.__annotations__, "add a field"),
+            Place("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
             Place("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
-            Place("gateway/limits/words.py, _WORDS", lambda: _WORDS, "add the text of its refusal"),
+            Place("gateway/limits/messages.py, _WORDS", lambda: _WORDS, "add the text of its refusal"),
             Place("docs/limits.md", described("docs/limits.md"), "add a row"),
         ),
     ),
     "balance policy": Kind(
-        "upstream/policy.py, POLICIES",
+        "upstream/balancing/policies.py, POLICIES",
         POLICIES,
         (
             Place("gateway/config/models.py, balance", lambda: schema()["$defs"]["Model"]["properties"]["balance"]["enum"], "add its name"),

@@ -25,7 +25,6 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.certificate import CertificateError, Pair
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.values import (
@@ -56,12 +55,13 @@ from gateway.config.values import (
     exists,
     installed,
 )
-from gateway.logs import PARTS
-from gateway.state import Tls as Files
-from upstream import vllm_paths
-from upstream.address import Address
-from upstream.installed_vllm import runs_vllm_itself
-from upstream.vllm import takes_vllms_flags
+from gateway.snapshot.snapshot import Tls as Files
+from gateway.system.logs import PARTS
+from gateway.system.tls import CertificateError, Pair
+from upstream.http.address import Address
+from upstream.vllm import path_options
+from upstream.vllm.command_line import takes_vllms_flags
+from upstream.vllm.installed_vllm import runs_vllm_itself
 
 
 class Section(BaseModel):
@@ -164,7 +164,7 @@ class Launch(Section):
     @field_validator("command")
     @classmethod
     def _programs_of_the_folder(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        return vllm_paths.absolute_words(command, surroundings(info).folder, exists)
+        return path_options.absolute_words(command, surroundings(info).folder, exists)
 
     @field_validator("args")
     @classmethod
@@ -174,9 +174,9 @@ class Launch(Section):
         if not takes_vllms_flags(command):
             return args
         around = surroundings(info)
-        found = vllm_paths.absolute(args, around.folder, exists, own=runs_vllm_itself(command))
-        for named in vllm_paths.paths(found):
-            if vllm_paths.has_to_exist(named) and not exists(around.folder / named.path):
+        found = path_options.absolute(args, around.folder, exists, own=runs_vllm_itself(command))
+        for named in path_options.paths(found):
+            if path_options.has_to_exist(named) and not exists(around.folder / named.path):
                 around.file(named.path)
         return found
 

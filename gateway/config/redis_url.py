@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from gateway.state import LimitsStore
+from gateway.snapshot.snapshot import LimitsStore
 
 
 def limits_store(url: str, *, refuses: bool = False) -> LimitsStore:

@@ -19,7 +19,7 @@ from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
-from upstream import vllm
+from upstream.vllm import command_line
 
 _ORIGINS = ("launch", "servers", "discover")
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
@@ -180,11 +180,11 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
         gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
         sleeps = launch.get("idle_sleep").value is not None
-        adapters = tuple(vllm.Adapter("-", "-") for _ in model.each("loras"))
-        settings = vllm.LaunchSettings(
+        adapters = tuple(command_line.Adapter("-", "-") for _ in model.each("loras"))
+        settings = command_line.LaunchSettings(
             model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
         )
-        for wrong in vllm.problems(settings):
+        for wrong in command_line.problems(settings):
             place, message = wrong.split(": ", 1)
             section, _, name = place.partition(".")
             written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)

@@ -28,12 +28,12 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
-from gateway.logs import PARTS
-from gateway.media import is_entry
-from upstream.address import Address
-from upstream.vllm_presets import PRESETS
+from gateway.system.logs import PARTS
+from upstream.http.address import Address
+from upstream.vllm.presets import PRESETS
 
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
@@ -202,7 +202,7 @@ def _key_set_place(value: object, info: ValidationInfo) -> KeySetPlace:
     text = read_file(str(path), surroundings(info))
     if not installed("jwt", "cryptography"):
         return KeySetPlace()  # `issuer` says what is missing
-    from gateway.key_set import KeySetError, usable  # loaded by those who take tokens
+    from gateway.auth.jwks import KeySetError, usable  # loaded by those who take tokens
 
     try:
         return KeySetPlace(keys=usable(text.encode()))

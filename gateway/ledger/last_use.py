@@ -14,7 +14,7 @@ from sqlalchemy import Engine, Select, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.config import Config
-from gateway.key_list import LastUse, tokens_of
+from gateway.key_management.key_list import LastUse, tokens_of
 from gateway.ledger.errors import AwayError
 from gateway.ledger.queries import rows_of
 from gateway.ledger.schema import USAGE

@@ -22,17 +22,17 @@ from typing import Any, TextIO
 import msgspec
 
 from gateway import config as conf
-from gateway.dependencies import Observation
-from gateway.key_list import LastUse
+from gateway.key_management.key_list import LastUse
 from gateway.ledger import last_resort, queries
-from gateway.ledger.aside import aside
+from gateway.ledger.background import aside
 from gateway.ledger.errors import AwayError
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_use import known_last_use
 from gateway.ledger.row import Row, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import Store, database
-from gateway.metrics import Series
+from gateway.telemetry.dependencies import Observation
+from gateway.telemetry.metrics import Series
 
 _LOOK_EVERY = 0.25  # seconds between two looks at the journals
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time

@@ -5,8 +5,8 @@ no memory; ``meters`` keeps the counts in memory that all workers of a gateway s
 gateways share; a ``Permit`` is one request's share in both.
 """
 
+from gateway.admission.inflight_slot import Admission
 from gateway.limits.limiter import Limiter
-from gateway.limits.permit import Permit
-from gateway.limits.ticket import Admission
+from gateway.limits.reservation import Permit
 
 __all__ = ["Admission", "Limiter", "Permit"]

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.errors import CLIENT_CLOSED_REQUEST, Refusal
+from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal
+from gateway.api.lax_int import whole
+from gateway.api.media_urls import CONTAINERS, data_urls
+from gateway.api.routes import OUTPUTS, Output
+from gateway.api.usage import Usage
+from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Ask
-from gateway.media import CONTAINERS, data_urls
-from gateway.policy import NO_MEDIA
-from gateway.routes import OUTPUTS, Output
-from gateway.steps import finished
-from gateway.usage import Usage
-from gateway.whole import whole
+from gateway.system.steps import finished
 
 BYTES_PER_TOKEN = 4
 """Of a body; English text has a little more in a token, most other languages less."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import ceil
 
 from gateway.limits.rules import Standing, standing
-from gateway.state import Limits
+from gateway.snapshot.snapshot import Limits
 
 
 def lines(found: Iterable[tuple[Limits, float, float]], now: float) -> bytes:

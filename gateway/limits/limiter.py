@@ -10,12 +10,12 @@ from secrets import token_hex
 from time import monotonic, time
 
 from gateway.limits import estimate
-from gateway.limits.meters import Holder, Meters, MetersFullError
-from gateway.limits.permit import ARRIVAL, Permit
+from gateway.limits.buckets import Holder, Meters, MetersFullError
+from gateway.limits.redis_store import REASONS, Store
+from gateway.limits.reservation import ARRIVAL, Permit
 from gateway.limits.rules import moment
-from gateway.limits.store import REASONS, Store
-from gateway.metrics import WorkerMetrics
-from gateway.state import Allowance, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
+from gateway.telemetry.metrics import WorkerMetrics
 
 Holders = tuple[Holder, ...]
 

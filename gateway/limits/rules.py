@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.state import Limits
+from gateway.snapshot.snapshot import Limits
 
 REQUESTS, TOKENS = 0, 1
 """Of a meter, when those buckets are full again."""

@@ -1,0 +1,1 @@
+"""Measurements of the gateway beside its peers: ``make bench``."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.accounting import Tree, cost, share_of_others
+from tests.benchmarks.accounting import Tree, cost, share_of_others
 
 BURN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
 PARENT = f"""

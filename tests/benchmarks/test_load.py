@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from benchmarks import wire
-from benchmarks.load import LoadFailed, difference, summary
-from benchmarks.streams import percentile
+from tests.benchmarks import wire
+from tests.benchmarks.load import LoadFailed, difference, summary
+from tests.benchmarks.streams import percentile
 
 SAID = 'Running 3s test\nRESULT {"requests":%d,"bytes":%d,"microseconds":2000000,"p50":150,"p99":900,%s}\n'
 FINE = '"connect":0,"read":0,"write":0,"status":0,"timeout":0'

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.prefix.choosers import CHOOSERS, Chooser, Machine
-from benchmarks.prefix.traces import BLOCK, TRACES, Segment, document
-from benchmarks.prefix.world import Cache, play
+from tests.benchmarks.prefix.choosers import CHOOSERS, Chooser, Machine
+from tests.benchmarks.prefix.traces import BLOCK, TRACES, Segment, document
+from tests.benchmarks.prefix.world import Cache, play
 
 
 def segment(number: int, blocks: int = 1, role: str = "user") -> Segment:

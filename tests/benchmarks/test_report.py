@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report, results
-from benchmarks.cases import CASES
-from benchmarks.chart import Bar, bars
-from benchmarks.results import Section, Spread
+from tests.benchmarks import report, results
+from tests.benchmarks.cases import CASES
+from tests.benchmarks.chart import Bar, bars
+from tests.benchmarks.results import Section, Spread
 
 MACHINE = {"CPU": "A CPU", "cores": "2", "kernel": "Linux 6", "Python": "3.11.2"}
 SVG = "{http://www.w3.org/2000/svg}"

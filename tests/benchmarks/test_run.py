@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import results
-from benchmarks.__main__ import KEPT, run
-from benchmarks.stage import DIRECT, Scale
+from tests.benchmarks import results
+from tests.benchmarks.__main__ import KEPT, run
+from tests.benchmarks.stage import DIRECT, Scale
 
 
 async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import httpx2
 import orjson
 import pytest
 
-from gateway import keys
+from gateway.auth import keys
 from tests.clients.install import LOCKS, NODE, ROOT, environment, installed
 from tests.clients.overloaded import Overloaded, overloaded
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of

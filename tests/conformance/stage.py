@@ -23,8 +23,8 @@ import openai
 import psutil
 import pytest
 
-from gateway import keys
-from gateway.routes import ROUTES
+from gateway.api.routes import ROUTES
+from gateway.auth import keys
 from tests.conformance.asked import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
 from tests.support.described import answer_problems, request_problems
 from tests.support.process import SIMULATOR, Gateway, configuration, gateway, wait_for, words_of

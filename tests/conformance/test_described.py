@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gateway.routes import ROUTES, Body
+from gateway.api.routes import ROUTES, Body
 from tests.conformance.asked import LLAMA, Json
 from tests.conformance.stage import Stage, on
 from tests.support.described import answer_problems, described, request_problems

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway import keys
+from gateway.auth import keys
 from tests.conformance.asked import (
     ALIASES,
     CHAT,

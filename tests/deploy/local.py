@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import yaml
 
-from gateway.keys import hash_of
+from gateway.auth.keys import hash_of
 from tests.deploy.chart import Manifest, Rendered
 from tests.support.process import wait_for, write
 from tests.support.running import KEY

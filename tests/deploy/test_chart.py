@@ -19,17 +19,17 @@ import httpx2
 import pytest
 import yaml
 
-from gateway.change import NEEDS_RESTART
+from gateway.auth.keys import hash_of
 from gateway.config import load
-from gateway.keys import hash_of
-from gateway.metrics import FAMILIES, PREFIX
+from gateway.config.diff import NEEDS_RESTART
+from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.deploy.chart import CHART, EXAMPLES, Rendered, content, helm, judged, template
 from tests.deploy.local import engine, here, mounted
 from tests.documents.blocks import blocks
 from tests.support.process import gateway, wait_for, write
 from tests.support.running import KEY
-from upstream.address import Address
-from upstream.vllm import Adapter, LaunchSettings, command_line
+from upstream.http.address import Address
+from upstream.vllm.command_line import Adapter, LaunchSettings, command_line
 
 _RIGHTS = ("Role", "RoleBinding")
 ENGINE = {"model": {"id": "org/model"}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.metrics import FAMILIES, PREFIX
+from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import Gateway, gateway, wait_for
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.traffic import AWAY, BAD, MODEL, RESTING, Traffic, everything

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from gateway import keys
+from gateway.auth import keys
 from tests.deploy.chart import CHART, program
 from tests.deploy.containers import Container, Network, Settings, container, network
 from tests.deploy.images import FILES, Image, image

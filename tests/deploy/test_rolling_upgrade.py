@@ -15,7 +15,7 @@ import orjson
 import pytest
 from sqlalchemy import select
 
-from gateway import keys
+from gateway.auth import keys
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import Store, database
 from tests.faults.conftest import FULL

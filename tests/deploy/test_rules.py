@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.metrics import FAMILIES, PREFIX
+from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.prometheus import prometheus
 

@@ -21,7 +21,7 @@ import pytest
 
 from gateway.config import load
 from gateway.config.models import ServerSection
-from gateway.handling import STOP_GRACE
+from gateway.fleet.transitions import STOP_GRACE
 from tests.deploy import confined
 from tests.deploy.chart import program
 from tests.deploy.install import ROOT

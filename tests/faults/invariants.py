@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import PREFIX
-from gateway.routes import ENDPOINTS
-from gateway.state import Key, Model
+from gateway.api.routes import ENDPOINTS
+from gateway.snapshot.snapshot import Key, Model
+from gateway.telemetry.metrics import PREFIX
 from tests.support.controlled import Controlled
 from tests.support.process import Gateway, alive
 from tests.support.running import Served, serving, until

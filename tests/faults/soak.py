@@ -25,7 +25,7 @@ from tests.faults.invariants import request_ids, soon_idle, whole
 from tests.faults.report import ROOT, machine
 from tests.support.process import Gateway, configuration, gateway, launched
 from tests.support.wire import DONE, Reply, chat, client, request
-from tests.upstream.test_simulator_process import Simulated, running
+from tests.upstream.simulator.test_process import Simulated, running
 
 PAGE = ROOT / "docs" / "reliability-soak.md"
 CLIENTS = 24

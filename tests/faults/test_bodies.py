@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.policy import FORBIDDEN, MOST, REFUSED, STRIPPED
-from gateway.routes import ROUTES, Body
-from gateway.state import BodyRules
+from gateway.api.routes import ROUTES, Body
+from gateway.auth.body_policy import FORBIDDEN, MOST, REFUSED, STRIPPED
+from gateway.snapshot.snapshot import BodyRules
 from tests.faults.conftest import FULL
 from tests.faults.invariants import longest_iteration, unharmed
-from tests.gateway.test_form import BOUNDARY, FILE, MODEL, form
+from tests.gateway.proxy.test_form import BOUNDARY, FILE, MODEL, form
 from tests.support.running import Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request

@@ -13,7 +13,7 @@ from tests.faults.invariants import unharmed
 from tests.support.running import model
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import DONE, HELLO, ROLE, STOP, STREAM_HEAD, Reply, ask, chat, request
-from upstream.deadlines import Timeouts
+from upstream.http.deadlines import Timeouts
 
 EVENTS = (ROLE, HELLO, STOP)
 WIRE = STREAM_HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS)

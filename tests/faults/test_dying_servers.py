@@ -21,8 +21,8 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, Client, Reply, ask, chat, client, request
-from tests.upstream.test_simulator_process import running
-from upstream.deadlines import TICK, Timeouts
+from tests.upstream.simulator.test_process import running
+from upstream.http.deadlines import TICK, Timeouts
 
 STREAMS = 1_000 if FULL else 150
 WITHIN = 5.0 if FULL else 30.0

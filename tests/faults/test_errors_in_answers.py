@@ -14,7 +14,7 @@ from tests.faults.invariants import unharmed
 from tests.support.running import Served, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, ask, chat, request
-from upstream.ejection import FIRST_PAUSE
+from upstream.balancing.ejection import FIRST_PAUSE
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 CASES: dict[int, tuple[int, str, str | None]] = {

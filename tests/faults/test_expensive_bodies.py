@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 import pytest
 
-from gateway.state import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance, Limits
 from tests.faults.conftest import FULL
 from tests.faults.invariants import longest_iteration, nothing_left, unharmed
-from tests.gateway.test_form import BOUNDARY, END, PATH, part
+from tests.gateway.proxy.test_form import BOUNDARY, END, PATH, part
 from tests.support.bodies import LIMIT, UNITS, filled
 from tests.support.process import configuration, gateway, wait_for
 from tests.support.running import KEY, MODEL, key, model

@@ -16,20 +16,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.access_log import AccessLog
-from gateway.app import Worker
-from gateway.call import ClientRequest
-from gateway.edge import MAX_HEAD, ClientConnection
-from gateway.errors import Refusal
-from gateway.metrics import WorkerMetrics
-from gateway.state import Snapshot
+from gateway.api.errors import Refusal
+from gateway.client.connection import MAX_HEAD, ClientConnection
+from gateway.client.request import ClientRequest
+from gateway.snapshot.snapshot import Snapshot
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.worker.app import Worker
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.running import KEY, board, key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, Client, ask, chat, client, request
-from upstream.pool import live_servers
+from upstream.balancing.pool import live_servers
 
 BODY = orjson.dumps(chat())
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"

@@ -15,7 +15,7 @@ from tests.faults.invariants import unharmed
 from tests.support.running import Served, model, until
 from tests.support.scripted import Conversation, Script, scripted
 from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
-from upstream.deadlines import Timeouts
+from upstream.http.deadlines import Timeouts
 
 OK = b"HTTP/1.1 200 OK\r\n"
 JSON_HEAD = OK + b"content-type: application/json\r\n"

@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 
-from gateway.link import Health
-from gateway.state import Queue
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Queue
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
-from tests.gateway.test_form import AUDIO, form, part
+from tests.gateway.proxy.test_form import AUDIO, form, part
 from tests.support.ports import silent
 from tests.support.running import model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, request
-from upstream.deadlines import Timeouts
-from upstream.server import Condition
+from upstream.balancing.server import Condition
+from upstream.http.deadlines import Timeouts
 
 LEAVING = 10_000 if FULL else 600
 AT_ONCE = 16

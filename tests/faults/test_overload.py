@@ -14,7 +14,7 @@ from time import monotonic
 
 import pytest
 
-from gateway.state import Key, Queue
+from gateway.snapshot.snapshot import Key, Queue
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.running import Served, key, model, until

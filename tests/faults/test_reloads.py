@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from gateway import keys
-from gateway.keybook import Keybook
+from gateway.auth import keys
+from gateway.key_management.key_file import Keybook
 from tests.faults.conftest import FULL
 from tests.faults.invariants import logged, whole
 from tests.support.controlled import Controlled, controlled

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from gateway.key_set import usable
-from gateway.metrics import summed
-from gateway.routes import ROUTES, Body
-from gateway.state import Claims, Key
-from gateway.state import Issuer as Trusted
+from gateway.api.routes import ROUTES, Body
+from gateway.auth.jwks import usable
+from gateway.snapshot.snapshot import Claims, Key
+from gateway.snapshot.snapshot import Issuer as Trusted
+from gateway.telemetry.metrics import summed
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.issuer import AUDIENCE, Issuer

@@ -15,9 +15,10 @@ import httpx2
 import psutil
 import pytest
 
-from gateway import keys, logs
-from gateway.catalog import Catalog, Entry
-from gateway.state import Key
+from gateway.auth import keys
+from gateway.auth.catalog import Catalog, Entry
+from gateway.snapshot.snapshot import Key
+from gateway.system import logs
 from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of

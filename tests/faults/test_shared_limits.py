@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway import keys
-from gateway.limits.store import LEASE
+from gateway.auth import keys
+from gateway.limits.redis_store import LEASE
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import KEY, MODEL, until

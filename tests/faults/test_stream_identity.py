@@ -10,10 +10,10 @@ import pytest
 
 from tests.faults.conftest import FULL
 from tests.faults.invariants import nothing_left
-from tests.gateway.test_fidelity import chunked, cut
+from tests.gateway.proxy.test_response_bytes import chunked, cut
 from tests.support.way import unchunked, way
 from tests.support.wire import COUNT, DONE, HELLO, ROLE, STOP, STREAM_HEAD
-from upstream.sse import EventTooLongError, Splitter, split
+from upstream.http.sse import EventTooLongError, Splitter, split
 
 STREAMS = 100_000 if FULL else 2_000
 TEXTS = 100_000 if FULL else 5_000

@@ -26,22 +26,22 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.access_log import AccessLog, access_log
-from gateway.app import Worker
-from gateway.edge import ClientConnection
-from gateway.ledger.books import Books
+from gateway.client.connection import ClientConnection
 from gateway.ledger.journal import Journal
-from gateway.link import Health
-from gateway.metrics import WorkerMetrics
-from gateway.scoreboard import Board
-from gateway.state import Allowance, Key, Limits, Model, Snapshot
+from gateway.ledger.recorder import Books
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
+from gateway.telemetry.access_log import AccessLog, access_log
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.shared_counters import Board
+from gateway.worker.app import Worker
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
-from upstream.address import Address
-from upstream.connection import Connection
-from upstream.outlet import WriteBatch
-from upstream.pool import live_servers
-from upstream.server import Condition, ServerSpec
+from upstream.balancing.pool import live_servers
+from upstream.balancing.server import Condition, ServerSpec
+from upstream.http.address import Address
+from upstream.http.connection import Connection
+from upstream.http.write_batching import WriteBatch
 
 KEYS = 1000
 TIMES = 20

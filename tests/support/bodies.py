@@ -8,15 +8,15 @@ from time import thread_time
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from gateway.beginning import hint
-from gateway.body_shape import shape
-from gateway.collector import collector_paused
-from gateway.errors import Refusal
+from gateway.api.errors import Refusal
+from gateway.api.routes import ROUTES
+from gateway.auth.body_policy import Policy
 from gateway.limits.estimate import estimate_in_steps
-from gateway.payload import merge, parse_in_steps, prepare_in_steps
-from gateway.policy import Policy
-from gateway.routes import ROUTES
-from gateway.state import BodyRules
+from gateway.proxy.body import merge, parse_in_steps, prepare_in_steps
+from gateway.proxy.prefix import hint
+from gateway.snapshot.snapshot import BodyRules
+from gateway.system.garbage_collector import collector_paused
+from gateway.telemetry.body_shape import shape
 
 LIMIT = 20 * 1024 * 1024
 VALUES = 500_000

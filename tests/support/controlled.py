@@ -16,14 +16,14 @@ import httpx2
 import yaml
 from rich.console import Console
 
-from gateway.announce import Announcer
-from gateway.assembly import Surroundings, assembled
 from gateway.config import load
-from gateway.control import Control
-from gateway.metrics import Series
-from gateway.reload import Reading
-from gateway.report import Report
-from gateway.serve import listen
+from gateway.control.assembly import Surroundings, assembled
+from gateway.control.control import Control
+from gateway.control.reload import Reading
+from gateway.control.report import Report
+from gateway.control.serve import listen
+from gateway.control.startup_messages import Announcer
+from gateway.telemetry.metrics import Series
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
 from upstream.discovery import Cluster, Resolve, system_resolver

@@ -14,7 +14,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
-from gateway.reference import document
+from gateway.api.reference import document
 
 Json = dict[str, Any]
 

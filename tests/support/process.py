@@ -19,7 +19,7 @@ import httpx2
 import psutil
 import yaml
 
-from gateway import keys
+from gateway.auth import keys
 from tests.support.running import KEY
 
 PROGRAM = Path(sys.executable).with_name("vllm-gateway")

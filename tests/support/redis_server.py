@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-from gateway.state import LimitsStore
+from gateway.snapshot.snapshot import LimitsStore
 from tests.support.ports import reserved
 from tests.support.process import wait_for
 

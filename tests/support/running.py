@@ -11,21 +11,21 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.access_log import AccessLog
-from gateway.app import Worker
-from gateway.call import ClientRequest
-from gateway.ledger.books import Books
-from gateway.link import Health
-from gateway.metrics import WorkerMetrics, summed
-from gateway.record import Record
-from gateway.relay_process import started
-from gateway.scoreboard import Board
-from gateway.state import Key, Model, Snapshot
-from gateway.tracing import spans
-from upstream.address import Address
-from upstream.deadlines import TICK
-from upstream.pool import live_servers
-from upstream.server import Condition, ServerSpec
+from gateway.client.request import ClientRequest
+from gateway.ledger.recorder import Books
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Key, Model, Snapshot
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.metrics import WorkerMetrics, summed
+from gateway.telemetry.request_record import Record
+from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.tracing import spans
+from gateway.worker.app import Worker
+from gateway.worker.process import started
+from upstream.balancing.pool import live_servers
+from upstream.balancing.server import Condition, ServerSpec
+from upstream.http.address import Address
+from upstream.http.deadlines import TICK
 
 _LOOK = 0.01  # seconds
 KEY = "sk-a-test-key"

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from gateway import keys
+from gateway.auth import keys
 from tests.support.process import Gateway, configuration, launched, wait_for
 from tests.support.running import KEY
 

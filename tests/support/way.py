@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.access_log import access_log
-from gateway.link import Health
-from gateway.metrics import WorkerMetrics
-from gateway.state import Snapshot
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Snapshot
+from gateway.telemetry.access_log import access_log
+from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.running import Watched, board, key, model
 from tests.support.wire import chat, request
-from upstream.connection import Connection
-from upstream.pool import live_servers
-from upstream.server import Condition
+from upstream.balancing.pool import live_servers
+from upstream.balancing.server import Condition
+from upstream.http.connection import Connection
 
 _ENDED = re.compile(rb"(?:\r\n|\n|\r){2}\Z")
 """How events end; behind a CR the LF may come with the next read, and belongs to no event."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.launching import Case, alive
+from tests.upstream.launcher.launching import Case, alive
 
 
 @pytest.fixture

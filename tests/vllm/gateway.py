@@ -168,7 +168,7 @@ class Real:
 
     def keeper(self) -> psutil.Process:
         """The process between control and vLLM, of which all vLLM's processes are descendants."""
-        [keeper] = [each for each in self.gateway.named("upstream.keeper") if MODEL in " ".join(process.words_of(each))]
+        [keeper] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.words_of(each))]
         return keeper
 
     def process(self, title: str) -> psutil.Process:

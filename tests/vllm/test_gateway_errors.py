@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from gateway.errors import ROWS
+from gateway.api.errors import ROWS
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import ALIAS, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed, model_path

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gateway.keys import hash_of
+from gateway.auth.keys import hash_of
 from tests.support.process import Gateway, configuration, gateway, wait_for
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING

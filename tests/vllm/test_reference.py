@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.policy import FORBIDDEN, OLD_NAMES
-from gateway.reference import document
+from gateway.api.reference import document
+from gateway.auth.body_policy import FORBIDDEN, OLD_NAMES
 from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, installed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.routes import REFUSED, ROUTES
+from gateway.api.routes import REFUSED, ROUTES
 from tests.vllm.server import NOT_INSTALLED, installed
-from upstream.vllm_abilities import TASK_ROUTES
+from upstream.vllm.capabilities import TASK_ROUTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
 """Requests with one mistake each, by the gateway to a real vLLM: the error's message names the field, or states the cause.
 
 ``.venv/bin/pytest -rA tests/vllm/test_wrong_fields.py`` prints both tables. With RECORD=1 in the environment it also writes what the
-servers said into tests/gateway/vllm_errors.json, by which the mapping is tested without a vLLM.
+servers said into tests/gateway/api/vllm_errors.json, by which the mapping is tested without a vLLM.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.errors import ROWS
-from gateway.vllm_errors import from_server
+from gateway.api.errors import ROWS
+from gateway.api.vllm_errors import from_server
 from tests.vllm.dialogues import Json
 from tests.vllm.gateway import MODEL, PYTHON, Real, real_gateway
 from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, POOLING, Flag, installed

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from upstream import keeper
+from upstream.launcher import shim
 from upstream.launcher.lifecycle import SHIM_LOST
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ KILL_PATIENCE = 5.0
 PASSES = 100
 PASS_PAUSE = 0.02
 """How often, and after how many seconds, control looks again for what a lost keeper has left."""
-TRACKER_PASSES = round(keeper.TRACKER_GRACE / PASS_PAUSE)
+TRACKER_PASSES = round(shim.TRACKER_GRACE / PASS_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What a keeper is told; ``env`` is the server's whole environment. For the paths see upstream/keeper.py."""
+    """What a keeper is told; ``env`` is the server's whole environment. For the paths see upstream/launcher/shim.py."""
 
     name: str
     argv: tuple[str, ...]
@@ -72,7 +72,19 @@ async def shim_process(order: ServerCommand, output: int, patience: float = KILL
 
 async def _start_keeper(order: ServerCommand, control: int, output: int) -> Process:
     paths = ("--socket", order.socket, "--scratch", order.scratch, "--folder", order.folder)
-    command = (sys.executable, "-P", "-m", "upstream.keeper", "--name", order.name, "--control", str(control), *paths, "--", *order.argv)
+    command = (
+        sys.executable,
+        "-P",
+        "-m",
+        "upstream.launcher.shim",
+        "--name",
+        order.name,
+        "--control",
+        str(control),
+        *paths,
+        "--",
+        *order.argv,
+    )
     return await create_subprocess_exec(*command, stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(control,), start_new_session=True)
 
 
@@ -128,8 +140,8 @@ class ShimProcess:
             if not (strays := _strays(self._shim.pid, self._mark)):
                 break
             for pid in strays:
-                if number >= TRACKER_PASSES or not keeper.is_resource_tracker(pid):
-                    keeper.kill(pid)
+                if number >= TRACKER_PASSES or not shim.is_resource_tracker(pid):
+                    shim.kill(pid)
             await asyncio.sleep(PASS_PAUSE)
         else:
             log.error("these processes do not die: %s", strays)
@@ -148,5 +160,5 @@ class ShimProcess:
 def _strays(session: int, mark: str) -> list[int]:
     """The living processes of the keeper's session, the keeper among them, and those that left it but carry the mark."""
     needle = f"{MARK}={mark}".encode()
-    alive = [process for process in keeper.processes() if process.state not in "ZX"]
-    return [process.pid for process in alive if process.session == session or needle in keeper.read(f"/proc/{process.pid}/environ")]
+    alive = [process for process in shim.processes() if process.state not in "ZX"]
+    return [process.pid for process in alive if process.session == session or needle in shim.read(f"/proc/{process.pid}/environ")]

@@ -19,7 +19,7 @@ from typing import Self
 from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchStatus
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.server import LaunchedServer
-from upstream.vllm import problems
+from upstream.vllm.command_line import problems
 
 SOCKET_PATH_LIMIT = 107
 """Bytes of a unix socket's path (unix(7): sun_path has 108, one of them is the final zero)."""

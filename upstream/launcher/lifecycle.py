@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from upstream.address import Address
-from upstream.vllm import LaunchSettings
-from upstream.vllm_failures import Cause, ProcessExit
+from upstream.http.address import Address
+from upstream.vllm.command_line import LaunchSettings
+from upstream.vllm.failures import Cause, ProcessExit
 
 
 class LaunchState(StrEnum):

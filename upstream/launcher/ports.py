@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 
-from upstream.keeper import read
+from upstream.launcher.shim import read
 
 _LISTENING = b"0A"
 

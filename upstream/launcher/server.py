@@ -17,16 +17,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from upstream.address import Address
-from upstream.health import HealthCheck, Target
-from upstream.keeper import unlink_socket
+from upstream.http.address import Address
 from upstream.launcher import memory
 from upstream.launcher.kept import ServerCommand, ShimProcess, shim_process
 from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
-from upstream.vllm import RPC_FOLDER, address_for, command_line, knows_no_uds
-from upstream.vllm_failures import Cause, ProcessExit, find_cause
+from upstream.launcher.shim import unlink_socket
+from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, knows_no_uds
+from upstream.vllm.failures import Cause, ProcessExit, find_cause
+from upstream.vllm.health import HealthCheck, Target
 
 log = logging.getLogger(__name__)
 

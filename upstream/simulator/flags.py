@@ -18,8 +18,8 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 import yaml
 
-from upstream import vllm_names
 from upstream.simulator.behavior import Behavior, setting
+from upstream.vllm import known_names
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 DEFAULT_CONTEXT: Final = 40960
@@ -134,7 +134,7 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
     accepted = parser.add_argument_group("vLLM's own flags, all accepted; those that have no meaning here are left aside")
     for names, options in _VLLM_FORMS:
         for name in sorted(names):
-            shorts = [short for short, long in vllm_names.SHORT.items() if long == name]
+            shorts = [short for short, long in known_names.SHORT.items() if long == name]
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
@@ -144,11 +144,11 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
 
 
 _VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
-    (vllm_names.VALUES, {}),
-    (vllm_names.LISTS, {"nargs": "+"}),
-    (vllm_names.OPTIONAL, {"nargs": "?"}),
-    (vllm_names.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
-    (vllm_names.SWITCHES, {"action": "store_true"}),
+    (known_names.VALUES, {}),
+    (known_names.LISTS, {"nargs": "+"}),
+    (known_names.OPTIONAL, {"nargs": "?"}),
+    (known_names.BOOLEANS, {"action": argparse.BooleanOptionalAction}),
+    (known_names.SWITCHES, {"action": "store_true"}),
 )
 
 
@@ -204,10 +204,10 @@ def _as_arguments(name: str, value: object) -> list[str]:
 def _check_parsers(given: argparse.Namespace) -> None:
     if given.enable_auto_tool_choice and not given.tool_call_parser:
         raise BadArguments("TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser")
-    if given.enable_auto_tool_choice and given.tool_call_parser not in vllm_names.TOOL_PARSERS:
-        raise BadArguments(_unknown("tool call", given.tool_call_parser, vllm_names.TOOL_PARSERS))
-    if given.reasoning_parser and given.reasoning_parser not in vllm_names.REASONING_PARSERS:
-        raise BadArguments(_unknown("reasoning", given.reasoning_parser, vllm_names.REASONING_PARSERS))
+    if given.enable_auto_tool_choice and given.tool_call_parser not in known_names.TOOL_PARSERS:
+        raise BadArguments(_unknown("tool call", given.tool_call_parser, known_names.TOOL_PARSERS))
+    if given.reasoning_parser and given.reasoning_parser not in known_names.REASONING_PARSERS:
+        raise BadArguments(_unknown("reasoning", given.reasoning_parser, known_names.REASONING_PARSERS))
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.cli import run
+from gateway.cli.main import run
 from gateway.ledger.last_use import last_use
 from gateway.ledger.store import Store, database
 from tests.gateway.ledger.rows import STARTED, row

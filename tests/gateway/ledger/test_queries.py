@@ -15,11 +15,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gateway.cli import run
+from gateway.cli.main import run
 from gateway.ledger.errors import QuestionError
+from gateway.ledger.output import FORMATS
 from gateway.ledger.queries import Answer, Sum, answer, question
 from gateway.ledger.row import LOST
-from gateway.ledger.shown import FORMATS
 from gateway.ledger.store import Store, database
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.process import configuration

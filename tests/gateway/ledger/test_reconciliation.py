@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.wire import client, request
-from tests.upstream.test_simulator_process import Simulated, running
+from tests.upstream.simulator.test_process import Simulated, running
 
 MODEL, ANY = "tiny", "sim/one"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")

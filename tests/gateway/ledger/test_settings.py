@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway import plan
 from gateway.config import Config, ConfigurationError, load
-from gateway.state import Snapshot
+from gateway.fleet import plan
+from gateway.snapshot.snapshot import Snapshot
 from tests.support.process import configuration
 
 CANARY = "hunter2"

@@ -21,7 +21,7 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.spool import save, spool
 from gateway.ledger.store import Store, database
 from gateway.ledger.writer import Ledger, running
-from gateway.metrics import Series
+from gateway.telemetry.metrics import Series
 from tests.gateway.ledger.rows import payload, row
 from tests.support.process import wait_for
 

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.errors import Refusal
+from gateway.api.errors import Refusal
+from gateway.api.usage import Usage
 from gateway.limits.estimate import Outcome, Tokens, ask, cap, counts_as_request, estimate, used
 from gateway.limits.rules import Ask
-from gateway.usage import Usage
 
 BATCH = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

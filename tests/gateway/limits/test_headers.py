@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.limits.headers import duration, lines
-from gateway.state import Limits
+from gateway.snapshot.snapshot import Limits
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.errors import duration
+from gateway.api.errors import duration
 from gateway.limits import rules
-from gateway.state import Allowance, Key, Limits, Snapshot
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted

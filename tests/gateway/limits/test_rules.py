@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gateway.limits import rules
-from gateway.limits.meters import Holder, Meters
+from gateway.limits.buckets import Holder, Meters
 from gateway.limits.rules import DAY, QUOTAS, REQUESTS, SIZE, TOKENS, USED, Ask, Moment, Refused, Standing, moment, month_of, standing
-from gateway.state import Limits
+from gateway.snapshot.snapshot import Limits
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)

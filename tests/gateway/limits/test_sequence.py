@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway import keys
+from gateway.auth import keys
 from tests.support.process import Gateway, configuration, gateway, launched
 from tests.support.redis_server import redis_server
 from tests.support.running import KEY

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.errors import Refusal
+from gateway.api.errors import Refusal
 from gateway.limits import Limiter
-from gateway.limits.meters import Meters
-from gateway.metrics import WorkerMetrics
-from gateway.state import Allowance, Key, Limits, Snapshot
+from gateway.limits.buckets import Meters
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
+from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.running import board
 
 FULL = "rate_limit_exceeded"

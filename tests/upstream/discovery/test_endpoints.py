@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.kubernetes_api import endpoint, slice_of
-from upstream.address import Address
 from upstream.discovery.endpoints import Endpoint, EndpointSlices, EndpointState, Observation
+from upstream.http.address import Address
 
 READY, UNREADY, LEAVING = EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING
 HTTP = ("http", 8000)

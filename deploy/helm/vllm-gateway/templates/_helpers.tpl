@@ -101,7 +101,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- empty (.Values.config.server).tls | ternary "http" "https" }}
 {{- end }}
 
-{{- /* What of config.server is decided at the start of the gateway, as JSON; gateway/change.py lists the same. */ -}}
+{{- /* What of config.server is decided at the start of the gateway, as JSON; gateway/config/diff.py lists the same. */ -}}
 {{- define "vllm-gateway.server" -}}
 {{- $server := .Values.config.server | default dict }}
 {{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "workers" "admin") | toJson }}
@@ -205,7 +205,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- kindIs "string" . | ternary . (toRawJson .) }}
 {{- end }}
 
-{{- /* The words after the command of an engine, as a JSON list; upstream/vllm.py says the same of launch.args */ -}}
+{{- /* The words after the command of an engine, as a JSON list; upstream/vllm/command_line.py says the same of launch.args */ -}}
 {{- define "vllm-gateway.engineArgs" -}}
 {{- $flags := dict "served-model-name" (list .model.id) "host" .host "port" .port "shutdown-timeout" (include "vllm-gateway.seconds" .drain | int64) }}
 {{- with .acceptedKeys }}

@@ -1,1 +1,0 @@
-"""Measurements of the gateway beside its peers: ``make bench``."""

@@ -1,1 +1,0 @@
-"""How often requests find their beginning cached, by the way their server is chosen: ``python -m benchmarks.prefix``."""

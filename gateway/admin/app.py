@@ -1,0 +1,241 @@
+"""What control serves to operators: metrics, health, the status, usage, keys, operations, a description of it all.
+
+The rules: every answer is made from what control has at hand and waits for nobody, but for a server's own metrics, which the server is
+asked for, /usage and /keys, which wait for the ledger's database on a thread of its own, and the logs in /status, which are read on one;
+what acts is noted in the log with who asked for it. Who may ask is decided before: by the port's guard, by the socket's owner.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from gateway.admin import engine_metrics, openapi, status_page
+from gateway.admin.engine_metrics import Engine, Handler
+from gateway.admin.status_view import picture
+from gateway.api.accept import prefers_html
+from gateway.config.problems import did_you_mean
+from gateway.fleet.operations import OPERATIONS, Operations, RefusedOperation
+from gateway.ledger.errors import AwayError, QuestionError
+from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
+
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class Overview(Protocol):
+    """What control shows."""
+
+    def series(self) -> Mapping[Series, Sequence[float]]:
+        """Every series of this moment: the workers' boards added up, and control's own."""
+
+    def not_ready(self) -> str | None:
+        """Why no traffic should come yet; None when it may."""
+
+    def degraded(self) -> list[str]:
+        """Why not everything works, though traffic may come."""
+
+    def status(self) -> dict[str, Any]:
+        """The whole picture, as JSON, but for what launched servers have written last."""
+
+    async def status_with_logs(self) -> dict[str, Any]:
+        """The whole picture."""
+
+    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+        """What the ledger answers to a question in words; None: there is no ledger.
+
+        Raises QuestionError, and AwayError where its database does not answer.
+        """
+
+    async def keys(self) -> dict[str, Any]:
+        """The entries of keys as /keys shows them."""
+
+    def engines(self) -> Mapping[str, Engine]:
+        """The servers that run, by name."""
+
+
+class _Families(Collector):
+    """Presents the families to prometheus_client, which writes the text."""
+
+    def __init__(self, series: Callable[[], Mapping[Series, Sequence[float]]]) -> None:
+        self._series = series
+
+    def collect(self) -> Iterator[Metric]:
+        for name, family, rows in by_family(self._series()):
+            yield _metric(name, family, rows)
+
+
+def _metric(name: str, family: Family, rows: Iterable[tuple[tuple[str, ...], Sequence[float]]]) -> Metric:
+    full = PREFIX + name
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(full, family.help, labels=family.labels)
+        for labels, values in rows:
+            histogram.add_metric(labels, _cumulative(family.buckets, values), sum_value=values[-1])
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(full, family.help, labels=family.labels)
+    for labels, values in rows:
+        metric.add_metric(labels, values[0])
+    return metric
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Prometheus' buckets hold everything up to their bound."""
+    total, buckets = 0.0, []
+    for bound, count in zip(bounds, counts, strict=False):
+        total += count
+        buckets.append((str(floatToGoString(bound)), total))  # type: ignore[no-untyped-call]
+    return buckets
+
+
+def registry(overview: Overview) -> CollectorRegistry:
+    """The gateway's metrics, and those of the control process itself."""
+    made = CollectorRegistry(auto_describe=False)
+    made.register(_Families(overview.series))
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=made)
+    return made
+
+
+def application(overview: Overview, operations: Operations) -> Starlette:
+    """The ASGI application of the admin port and of the admin socket."""
+    return Starlette(routes=_routes(_handlers(overview) | _acting(overview, operations)))
+
+
+def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
+    return [Route(route.path, handlers[route.path], methods=[route.method]) for route in openapi.ROUTES]
+
+
+def _handlers(overview: Overview) -> dict[str, Handler]:
+    metrics_registry = registry(overview)
+
+    async def metrics(request: Request) -> Response:
+        encode, content_type = _encoder(request.headers.get("accept", ""))
+        return Response(encode(metrics_registry), headers={"content-type": content_type})
+
+    async def livez(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_: Request) -> Response:
+        reason, headers = overview.not_ready(), {"cache-control": "no-store"}
+        if reason is not None:
+            return JSONResponse({"status": "not_ready", "reasons": [reason]}, 503, headers)
+        reasons = overview.degraded()
+        return JSONResponse({"status": "degraded" if reasons else "ready", "reasons": reasons}, headers=headers)
+
+    async def status(request: Request) -> Response:
+        known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}
+        if prefers_html(request.headers.get("accept", "")):
+            return HTMLResponse(status_page.page(picture(known)), headers=headers | status_page.HEADERS)
+        return JSONResponse(known, headers=headers)
+
+    async def usage(request: Request) -> Response:
+        try:
+            known = await overview.usage(dict(request.query_params))
+        except QuestionError as error:
+            return _error(str(error), 400)
+        except AwayError as error:
+            return _error(f"the ledger's database does not answer: {error}", 503)
+        return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
+
+    async def keys(_: Request) -> Response:
+        return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
+
+    return {
+        "/metrics": metrics,
+        "/livez": livez,
+        "/readyz": readyz,
+        "/status": status,
+        "/usage": usage,
+        "/keys": keys,
+        **engine_metrics.handlers(overview.engines),
+        **_documents(),
+    }
+
+
+def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """The form that a scraper asks for. A version that is no number prometheus_client cannot compare: that is none that it knows."""
+    try:
+        return choose_encoder(accept)
+    except TypeError:
+        return choose_encoder("")
+
+
+def _documents() -> dict[str, Handler]:
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(openapi.document())
+
+    async def docs(_: Request) -> Response:
+        return HTMLResponse(openapi.page(), headers=openapi.HEADERS)
+
+    return {"/openapi.json": openapi, "/docs": docs}
+
+
+def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
+    methods = {name: getattr(operations, name) for name in OPERATIONS}
+
+    async def operate(request: Request) -> Response:
+        model, operation = request.path_params["id"], request.path_params["operation"]
+        if operation not in methods:
+            return _error(f"there is no operation {operation}", 404)
+        if unknown := _unknown(model, overview.status()):
+            return _error(unknown, 404)
+        _note(f"{operation} of {model}", request)
+        try:
+            await methods[operation](model)
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
+        return JSONResponse(shown) if shown is not None else _error(f"{model} has left the configuration meanwhile", 404)
+
+    async def reload(request: Request) -> Response:
+        _note("reload", request)
+        try:
+            reading = await operations.reload()
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        return JSONResponse(reading.shown())
+
+    async def drain(request: Request) -> Response:
+        _note("drain", request)
+        try:
+            await operations.drain()
+        except RefusedOperation as refused:
+            return _error(str(refused), 409)
+        return JSONResponse({"draining": True}, 202)
+
+    return {"/reload": reload, "/drain": drain, "/models/{id:path}/{operation}": operate}
+
+
+def _note(what: str, request: Request) -> None:
+    """Who has what done. Each line is a kind of its own, so that none is left out for being like another."""
+    _log.info(f"{what} is asked for by {request.state.who}")
+
+
+def _error(message: str, status: int) -> Response:
+    return JSONResponse({"error": message}, status)
+
+
+def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
+    """Why there is no such model; None when there is."""
+    models = status["models"]
+    ids = [each["id"] for each in models]
+    if model in ids:
+        return None
+    named = next((each["id"] for each in models if model in each["aliases"]), None)
+    if named is not None:
+        return f"{model} is an alias of {named}: name that"
+    base = next((each["id"] for each in models for lora in each["loras"] if model in (lora["id"], *lora["aliases"])), None)
+    if base is not None:
+        return f"{model} is a LoRA adapter on the servers of {base}: name that"
+    return f"there is no model {model}{did_you_mean(model, ids)}"

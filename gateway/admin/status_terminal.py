@@ -1,0 +1,67 @@
+"""The status on a terminal: the same picture as the page's, in color where there is one, plain text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.admin.status_view import ModelPicture, Picture, ServerPicture
+from gateway.config.problems import one_line
+
+_COLORS = {"ready": "green", "starting": "yellow", "draining": "magenta", "sleeping": "blue", "stopped": "dim", "failed": "red"}
+_LINES = 5  # of a failed server's log
+_COLUMNS = ("model", "state", "for", "in flight", "queued", "tokens/s")
+
+
+def show(shown: Picture, console: Console) -> None:
+    """Print the picture."""
+    tone = "green" if shown.state == "ready" else "yellow"
+    console.print(Text.assemble((shown.headline, f"bold {tone}"), "  ", (", ".join(shown.facts), "dim")))
+    for warning in shown.warnings:
+        console.print(Text(one_line(warning), "red"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in _COLUMNS:
+        table.add_column(title, overflow="fold", justify="right" if title in ("in flight", "queued") else "left")
+    for model in shown.models:
+        for row in _rows(model):
+            table.add_row(*row)
+    console.print(table)
+    for model in shown.models:
+        for server in model.servers:
+            for line in _told(server):
+                console.print(line, soft_wrap=True)
+
+
+def _rows(model: ModelPicture) -> Iterator[tuple[Text, ...]]:
+    queued = f"{model.queued} ({model.waiting})" if model.waiting else str(model.queued)
+    cells = (model.since, str(model.in_flight), queued, model.speed)
+    yield (Text(one_line(model.id), "bold"), _state(model.state), *map(Text, cells))
+    for server in model.servers:
+        yield (Text(f"  {one_line(server.name)}", "dim"), _state(server.state), Text(server.since), Text(server.load))
+    for one in model.adapters:
+        yield (Text(f"  {one_line(one.id)} (LoRA)", "dim"), Text(), Text(), Text(str(one.in_flight)), Text(), Text(one.speed))
+
+
+def _state(state: str) -> Text:
+    return Text(state, _COLORS[state])
+
+
+def _without_name(server: ServerPicture) -> str:
+    """The reason of a launched server begins with its name."""
+    return server.reason.removeprefix(f"{server.name} ")
+
+
+def _told(server: ServerPicture) -> Iterator[Text]:
+    """What there is to say of a server beside its state."""
+    if server.progress:
+        yield Text.assemble((one_line(server.name), "bold"), f": {one_line(server.progress)}")
+    if server.reason:
+        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(_without_name(server)), "red"))
+    if server.hint:
+        yield Text(f"  Hint: {one_line(server.hint)}")
+    if server.state == "failed" and server.lines:
+        yield Text(f"  the end of {one_line(server.log)}:", "dim")
+        yield from (Text(f"  | {one_line(line)}", "dim") for line in server.lines[-_LINES:])

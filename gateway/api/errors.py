@@ -1,0 +1,219 @@
+"""Every refusal a client can meet: one table, one renderer.
+
+The rule: whatever goes wrong, in whatever layer, becomes a ``Refusal`` with a row of ``ROWS``, and
+``render`` alone turns it into bytes. A server's own errors become refusals in ``vllm_errors``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from upstream.http.errors import (
+    BadAnswer,
+    ConnectFailed,
+    Disconnected,
+    FirstByteTimeout,
+    IdleTimeout,
+    LocalLimit,
+    StaleConnection,
+    TotalTimeout,
+    UpstreamError,
+)
+
+INVALID_REQUEST, AUTHENTICATION, RATE_LIMIT, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a code means on the wire: the HTTP status and OpenAI's error type."""
+
+    status: int
+    type: str
+
+
+ROWS: Mapping[str, Row] = MappingProxyType(
+    {
+        "invalid_json": Row(400, INVALID_REQUEST),
+        "invalid_value": Row(400, INVALID_REQUEST),
+        "invalid_request": Row(400, INVALID_REQUEST),
+        "feature_not_enabled": Row(400, INVALID_REQUEST),
+        "missing_required_parameter": Row(400, INVALID_REQUEST),
+        "context_length_exceeded": Row(400, INVALID_REQUEST),
+        "missing_api_key": Row(401, AUTHENTICATION),
+        "invalid_api_key": Row(401, AUTHENTICATION),
+        "expired_api_key": Row(401, AUTHENTICATION),
+        "model_not_found": Row(404, INVALID_REQUEST),
+        "not_found": Row(404, INVALID_REQUEST),
+        "method_not_allowed": Row(405, INVALID_REQUEST),
+        "request_timeout": Row(408, INVALID_REQUEST),
+        "request_too_large": Row(413, INVALID_REQUEST),
+        "unsupported_media_type": Row(415, INVALID_REQUEST),
+        "headers_too_large": Row(431, INVALID_REQUEST),
+        "rate_limit_exceeded": Row(429, RATE_LIMIT),
+        "insufficient_quota": Row(429, RATE_LIMIT),
+        "server_error": Row(500, SERVER),
+        "internal_error": Row(500, SERVER),
+        "upstream_unreachable": Row(502, SERVER),
+        "upstream_disconnected": Row(502, SERVER),
+        "upstream_timeout": Row(504, SERVER),
+        "model_loading": Row(503, SERVER),
+        "overloaded": Row(503, SERVER),
+        "draining": Row(503, SERVER),
+        "no_healthy_server": Row(503, SERVER),
+    }
+)
+
+NAME_LIMIT = 200
+"""Characters of a client's name for a model that a message repeats."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status that metrics and log give to a request whose client left (nginx's number; it is never sent)."""
+
+RETRY_AFTER: Mapping[str, int] = MappingProxyType(
+    {"rate_limit_exceeded": 1, "model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
+)
+"""Seconds after which another request may succeed, for errors that do not say it themselves."""
+
+_RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
+"""Errors below 500 that a retry of the same request may cure."""
+
+
+class Refusal(Exception):
+    """A request ends with this error. ``code`` is a key of ``ROWS``; ``param`` names the field at fault."""
+
+    def __init__(self, code: str, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.row = ROWS[code]
+        self._headers = headers or {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that belong to the error: ``WWW-Authenticate`` with 401, ``Retry-After`` where the same request may succeed
+        later, and ``x-should-retry: false`` where it can't (the SDKs of OpenAI and Anthropic obey it)."""
+        headers = dict(self._headers)
+        if self.row.status == 401:
+            headers.setdefault("www-authenticate", "Bearer")
+        if self.row.status < 500 and self.code not in _RETRIED:
+            headers.setdefault("x-should-retry", "false")
+        if self.code in RETRY_AFTER and headers.get("x-should-retry") != "false":
+            headers.setdefault("retry-after", str(RETRY_AFTER[self.code]))
+        return headers
+
+
+# What is said in more than one place
+
+
+def draining() -> Refusal:
+    return Refusal("draining", "The gateway is shutting down.")
+
+
+def none_healthy() -> Refusal:
+    return Refusal("no_healthy_server", "No server of this model is healthy at the moment.")
+
+
+def unknown_model(model: str) -> Refusal:
+    """One wording for a model that does not exist and for one outside the key's scope."""
+    return Refusal("model_not_found", f"The model `{model[:NAME_LIMIT]}` does not exist or you do not have access to it.", param="model")
+
+
+def internal_error() -> Refusal:
+    return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
+
+
+_UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
+
+
+def duration(seconds: int) -> str:
+    """Whole seconds in words, in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client comes too early."""
+    for at, (name, size) in enumerate(_UNITS):
+        if seconds >= size:
+            smaller = _UNITS[at + 1] if at + 1 < len(_UNITS) else None
+            if smaller is None:
+                return _counted(seconds, name)
+            parts = math.ceil(seconds / smaller[1])
+            whole, rest = divmod(parts * smaller[1], size)
+            return _counted(whole, name) + (f" {_counted(rest // smaller[1], smaller[0])}" if rest else "")
+    return "1 second"
+
+
+def _counted(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+# Rendering
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    return {"error": {"message": refusal.message, "type": refusal.row.type, "param": refusal.param, "code": refusal.code}}
+
+
+def anthropic_error(refusal: Refusal) -> dict[str, Any]:
+    """``{"type": "error", "error": {"type", "message"}}``, as Anthropic's API documents it."""
+    fallback = "invalid_request_error" if refusal.row.status < 500 else "api_error"
+    message, param = refusal.message, refusal.param
+    if param is not None and param not in message:  # there is no member for it, so it is said as Anthropic says it
+        message = f"{param}: {message}"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.row.status, fallback), "message": message}}
+
+
+def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:
+    """The JSON body of an error."""
+    return orjson.dumps(anthropic_error(refusal) if anthropic else openai_error(refusal))
+
+
+def render_event(refusal: Refusal, *, dialect: str, number: int = 0) -> bytes:
+    """The error as the last event of a stream that is already under way.
+
+    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events, those of
+    ``responses`` a ``number``: how many came before.
+    """
+    if dialect == "messages":
+        return b"event: error\ndata: " + render(refusal, anthropic=True) + b"\n\n"
+    if dialect == "responses":
+        error = {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param, "sequence_number": number}
+        return b"event: error\ndata: " + orjson.dumps(error) + b"\n\n"
+    return b"data: " + render(refusal) + b"\n\ndata: [DONE]\n\n"
+
+
+# Failures of a server
+
+_FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
+    {
+        ConnectFailed: ("upstream_unreachable", "The model's server could not be reached."),
+        LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
+        StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it answered."),
+        Disconnected: ("upstream_disconnected", "The model's server broke off its answer."),
+        BadAnswer: ("upstream_disconnected", "The model's server gave no valid answer."),
+        FirstByteTimeout: ("upstream_timeout", "The model's server did not begin to answer in time."),
+        IdleTimeout: ("upstream_timeout", "The model's server fell silent in its answer."),
+        TotalTimeout: ("upstream_timeout", "The answer took longer than this model's limit."),
+    }
+)
+
+
+def from_failure(error: UpstreamError) -> Refusal:
+    """What a client is told of a failure of the upstream side; the details are for the log."""
+    for kind in type(error).__mro__:
+        if kind in _FAILURES:
+            return Refusal(*_FAILURES[kind])
+    return Refusal("upstream_disconnected", "The model's server failed.")

@@ -1,0 +1,217 @@
+"""The fields of a response that the gateway acts on, and where each dialect has them.
+
+The rule: a field is read at its own place in the document and nowhere else. Much of a response may be the client's text, as JSON of
+its own too (metadata, tools, arguments of tool calls, messages), and must not pass for the server's fields. A search for bytes only
+decides whether a document is parsed: MARKS are in every event that has such a field, whatever the order of its members, with any
+spaces, and with escapes.
+
+Where vLLM 0.32 has the fields:
+
+| dialect | usage | the engine stopped the request | the usage is final in |
+|---|---|---|---|
+| chat, completions | ``usage`` | ``choices[*].finish_reason`` is ``abort`` | the event whose ``choices`` is empty |
+| responses | ``usage``; ``response.usage`` of the last event | the same object's ``status`` is ``cancelled`` | the last event |
+| messages | ``usage``; ``message.usage`` of ``message_start``, ``usage`` of ``message_delta`` | not reported | ``message_delta`` |
+| cohere | ``meta.billed_units`` | not reported | not streamed |
+| plain (embeddings, rerank, score, audio and others) | ``usage`` | not reported | the event whose ``choices`` is empty |
+
+Messages have ``stop_reason: null`` for a stopped engine, but not for that alone. The last events of responses are
+``response.completed``, ``response.incomplete`` and ``response.failed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import orjson
+from msgspec.structs import replace
+
+from gateway.api.json_scan import ELEMENT, Scanner, Wanted
+from gateway.api.routes import Dialect
+from gateway.api.usage import Member, Usage, decoded, read
+
+_ESCAPED = b"\\u00"  # an ASCII letter may be written so, in a key as well
+_USAGE, _ERROR = b'"usage"', b"error"
+_STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
+
+Marks = tuple[bytes, bytes, bytes, bytes]
+MARKS: Mapping[Dialect, Marks] = MappingProxyType({dialect: (_USAGE, _ERROR, _STOPPED[dialect], _ESCAPED) for dialect in Dialect})
+"""An event of a stream that has none of its dialect's needs no parse."""
+
+HELD = 64 * 1024
+"""Bytes of a document that is parsed as a whole. A longer one is scanned as it passes."""
+_PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, HELD) | {Dialect.COHERE: -1})
+"""And those for which ``of_body`` uses its parser, which knows ``usage`` at the top alone."""
+
+_LONGEST_USAGE = 64 * 1024
+_LAST_OF_RESPONSES = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+_CHOICES: Wanted = {"usage": None, "choices": {ELEMENT: {"finish_reason": None}}}
+_WANTED: Mapping[Dialect, Wanted] = MappingProxyType(
+    {
+        Dialect.CHAT: _CHOICES,
+        Dialect.COMPLETIONS: _CHOICES,
+        Dialect.RESPONSES: {"usage": None, "status": None},
+        Dialect.MESSAGES: {"usage": None},
+        Dialect.COHERE: {"meta": {"billed_units": None}},
+        Dialect.PLAIN: {"usage": None},
+    }
+)
+
+_COUNTS = (("usage",), ("meta", "billed_units"))
+
+
+class Fields(msgspec.Struct, frozen=True, gc=False):
+    """What a response or one of its events reports. ``stopped``: its engine stopped the request. ``is_final``: no later event reports
+    another usage. ``is_sole``: the usage is that of all choices of which events have come, as long as this is so of each event."""
+
+    usage: Usage | None = None
+    stopped: bool = False
+    is_final: bool = False
+    is_sole: bool = False
+
+
+_NOTHING = Fields()
+
+
+# Events, and bodies that were parsed already
+
+
+def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
+    """What an event's data reports."""
+    match dialect:
+        case Dialect.RESPONSES:
+            response = document.get("response")
+            if document.get("type") not in _LAST_OF_RESPONSES or not isinstance(response, dict):
+                return _NOTHING
+            return Fields(_usage_of(response), _is_stopped(response, dialect), is_final=True)
+        case Dialect.MESSAGES:
+            kind, message = document.get("type"), document.get("message")
+            if kind == "message_start" and isinstance(message, dict):
+                return Fields(_usage_of(message))
+            return Fields(_usage_of(document), is_final=True) if kind == "message_delta" else _NOTHING
+    choices = document.get("choices")
+    return Fields(_usage_of(document), _is_stopped(document, dialect), choices == [], _is_first_choice(choices))
+
+
+def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:
+    """What a whole response reports."""
+    if dialect is Dialect.COHERE:
+        meta = document.get("meta")
+        return Fields(_usage_of(meta, "billed_units") if isinstance(meta, dict) else None, is_final=True)
+    return Fields(_usage_of(document), _is_stopped(document, dialect), is_final=True)
+
+
+def _usage_of(document: Mapping[str, Any], name: str = "usage") -> Usage | None:
+    usage = document.get(name)
+    return read(usage) if isinstance(usage, dict) else None
+
+
+def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
+    if dialect is Dialect.RESPONSES:
+        return document.get("status") == "cancelled"
+    choices = document.get("choices")
+    if dialect not in (Dialect.CHAT, Dialect.COMPLETIONS) or not isinstance(choices, list):
+        return False
+    return any(isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices)
+
+
+def _is_first_choice(choices: object) -> bool:
+    return isinstance(choices, list) and all(isinstance(choice, dict) and choice.get("index") == 0 for choice in choices)
+
+
+# Bodies in bytes
+
+
+class _Body(msgspec.Struct, gc=False):
+    usage: Member | None = None
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+
+
+def of_body(body: bytes, dialect: Dialect) -> Fields:
+    """What a whole JSON response reports; nothing where it is no object."""
+    if len(body) > _PARSED[dialect]:
+        return _scanned(body, dialect)
+    try:
+        found = _decode_body(body).usage
+    except msgspec.ValidationError:  # its usage is not valid, or it is not an object
+        found = None
+    except msgspec.DecodeError:
+        return _scanned(body, dialect)
+    may_be_stopped = body.find(_STOPPED[dialect]) >= 0 or body.find(_ESCAPED) >= 0
+    return Fields(None if found is None else found.usage(), may_be_stopped and _scanned(body, dialect).stopped, True)
+
+
+def _scanned(body: bytes, dialect: Dialect) -> Fields:
+    observed = _Scanned(dialect)
+    observed.feed(body)
+    return observed.fields
+
+
+class _Scanned:
+    """A JSON response that is too long to be held."""
+
+    __slots__ = ("_dialect", "_scanner", "_value", "fields")
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._scanner = Scanner(_WANTED[dialect])
+        self._value = b""
+        self.fields = Fields(is_final=True)
+
+    def feed(self, data: bytes) -> None:
+        if self._scanner.finished:
+            return
+        for path, start, end, is_last in self._scanner.feed(data):
+            self._value += data[start : min(end, start + _LONGEST_USAGE)]
+            if is_last:
+                self._note(path, self._value)
+            if is_last or len(self._value) > _LONGEST_USAGE:
+                self._value = b""
+
+    def _note(self, path: tuple[str, ...], value: bytes) -> None:
+        if path in _COUNTS:
+            self.fields = replace(self.fields, usage=decoded(value))
+        elif _text(value) == ("cancelled" if self._dialect is Dialect.RESPONSES else "abort"):
+            self.fields = replace(self.fields, stopped=True)
+
+
+def _text(value: bytes) -> object:
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return None
+
+
+class Observer:
+    """Watches a JSON response pass, in pieces of any size."""
+
+    __slots__ = ("_dialect", "_held", "_scanned", "_size")
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._held: list[bytes] = []
+        self._size = 0
+        self._scanned: _Scanned | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Watch the next bytes."""
+        if self._scanned is not None:
+            self._scanned.feed(data)
+            return
+        self._held.append(data)
+        self._size += len(data)
+        if self._size > HELD:
+            self._scanned = _Scanned(self._dialect)
+            self._scanned.feed(b"".join(self._held))
+            self._held.clear()
+
+    @property
+    def fields(self) -> Fields:
+        """What has been reported so far."""
+        return of_body(b"".join(self._held), self._dialect) if self._scanned is None else self._scanned.fields

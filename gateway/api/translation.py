@@ -1,0 +1,293 @@
+"""Requests in words that vLLM no longer understands, and their answers put back into those words. Pure.
+
+Three need it: a raw ``prompt`` on the chat route (answered by /v1/completions, in chat shape), the deprecated
+``functions``/``function_call`` (today's tools), and ``developer`` messages, which few chat templates know. The rule:
+a request that is not one of these is not touched, and its answer's bytes pass as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import islice, takewhile
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from gateway.api.errors import Refusal
+from gateway.system.steps import finished
+
+Document = dict[str, Any]
+_MESSAGES_PER_STEP = 10_000
+
+
+class Translation(Protocol):
+    """How one request's answer is put back. A stream has one of its own, which may remember what it has seen."""
+
+    def answer(self, document: Document) -> Document:
+        """A whole answer."""
+
+    def chunk(self, document: Document) -> list[Document]:
+        """One chunk of a stream, as the chunks that the client gets."""
+
+
+Translated = tuple[Document, str | None, Translation | None]
+
+
+def translate(document: Document) -> Translated:
+    """A chat request as vLLM takes it: the body, another path at the server if it goes there, and the way back.
+
+    Raises Refusal when both or neither of ``messages`` and ``prompt`` are given, and for functions beside tools.
+    """
+    messages = document.get("messages")
+    if messages is not None and "functions" not in document and "prompt" not in document and not _has_old_words(messages):
+        return document, None, None
+    return finished(translate_in_steps(document))
+
+
+def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
+    """The same for a large body, in steps."""
+    raw, chat = document.get("prompt") is not None, document.get("messages") is not None
+    if raw and chat:
+        raise Refusal("invalid_value", "Only one of 'messages' and 'prompt' can be given.", param="prompt")
+    if not raw and not chat:
+        raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
+    if raw:
+        return _completion(document), "/v1/completions", RawPrompt()
+    developer, functions = _old_words(document["messages"])
+    yield
+    if developer:
+        document = {**document, "messages": (yield from _gathered(_as_system(document["messages"])))}
+    if functions or document.get("functions") is not None:
+        body, translation = _tools(document), None if document.get("functions") is None else Functions()
+        yield
+        if isinstance(body["messages"], list):
+            body["messages"] = yield from _gathered(_modern(body["messages"]))
+        return body, None, translation
+    return document, None, None
+
+
+def _gathered(messages: Iterator[Any]) -> Generator[None, None, list[Any]]:
+    """A list of translated messages, some of them in each step."""
+    gathered: list[Any] = []
+    while some := list(islice(messages, _MESSAGES_PER_STEP)):
+        gathered += some
+        yield
+    return gathered
+
+
+_OLD_ROLES = ("developer", "function")  # no set: a client may send what has no hash
+
+
+def _has_old_words(messages: Any) -> bool:
+    """Whether a closer look is worth it."""
+    if type(messages) is not list:
+        return False
+    for message in messages:  # noqa: SIM110  a generator takes twice as long
+        if type(message) is dict and ("function_call" in message or message.get("role") in _OLD_ROLES):
+            return True
+    return False
+
+
+def _old_words(messages: Any) -> tuple[bool, bool]:
+    """Whether a conversation holds ``developer`` messages, and function calls or their results."""
+    developer = functions = False
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            role = message.get("role")
+            if role == "developer":
+                developer = True
+            elif role == "function" or (message.get("function_call")):
+                functions = True
+    return developer, functions
+
+
+# A raw prompt
+
+
+def _completion(document: Document) -> Document:
+    """The body for /v1/completions: chat's names of two settings are others there, and null is not always taken for nothing said."""
+    if not isinstance(document["prompt"], str):
+        raise Refusal("invalid_value", "The field 'prompt' must be a string.", param="prompt")
+    others = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
+    body = {name: value for name, value in document.items() if value is not None and name not in others}
+    limit = document.get("max_completion_tokens")
+    if limit is not None:
+        body["max_tokens"] = limit
+    if document.get("logprobs"):
+        body["logprobs"] = document.get("top_logprobs") or 0
+    return body
+
+
+class RawPrompt:
+    """Completions → chat."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def answer(self, document: Document) -> Document:
+        return {**document, "object": "chat.completion", "choices": [_message_of(choice) for choice in document.get("choices", ())]}
+
+    def chunk(self, document: Document) -> list[Document]:
+        chunk = {**document, "object": "chat.completion.chunk"}
+        choices = document.get("choices", [])
+        beginnings = [choice for choice in choices if self._begins(choice)]
+        roles = [{"index": choice.get("index", 0), "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                 for choice in beginnings]  # fmt: skip
+        first = [{**chunk, "choices": roles}] if roles else []
+        return [*first, {**chunk, "choices": [_delta_of(choice) for choice in choices]}]
+
+    def _begins(self, choice: Document) -> bool:
+        index = choice.get("index", 0)
+        new = index not in self._begun
+        self._begun.add(index)
+        return new
+
+
+_TEXT_ONLY = ("text", "prompt_logprobs", "prompt_token_ids")
+
+
+def _message_of(choice: Document) -> Document:
+    rest = {name: value for name, value in choice.items() if name not in _TEXT_ONLY}
+    return {**rest, "message": {"role": "assistant", "content": choice.get("text", "")}, "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def _delta_of(choice: Document) -> Document:
+    rest = {name: value for name, value in choice.items() if name not in _TEXT_ONLY}
+    text = choice.get("text", "")
+    delta = {} if choice.get("finish_reason") is not None and not text else {"content": text}
+    return {**rest, "delta": delta, "logprobs": _logprobs(choice.get("logprobs"))}
+
+
+def _logprobs(value: Any) -> Document | None:
+    """Completions' parallel lists → chat's list of tokens."""
+    if not isinstance(value, dict):
+        return None
+    tops = value.get("top_logprobs") or [None] * len(value.get("tokens", ()))
+    rows = zip(value.get("tokens", ()), value.get("token_logprobs", ()), tops, strict=False)
+    return {"content": [{**_token(token, logprob), "top_logprobs": [_token(*pair) for pair in (top or {}).items()]}
+                        for token, logprob, top in rows]}  # fmt: skip
+
+
+def _token(token: str, logprob: float | None) -> Document:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+# Developer messages
+
+
+def _as_system(messages: Iterable[Any]) -> Iterator[Any]:
+    """``developer`` is what ``system`` was. Those that follow a system message are joined to it, since templates take one."""
+    system: dict[str, Any] | None = None
+    contents: list[Any] = []
+    for message in messages:
+        if system is not None and _has_role(message, "developer"):
+            contents.append(message.get("content"))
+            continue
+        if system is not None:
+            yield {**system, "content": _joined(contents)} if len(contents) > 1 else system
+            system = None
+        if _has_role(message, "developer") or _has_role(message, "system"):
+            system, contents = {**message, "role": "system"}, [message.get("content")]
+        else:
+            yield message
+    if system is not None:
+        yield {**system, "content": _joined(contents)} if len(contents) > 1 else system
+
+
+def _has_role(message: Any, role: str) -> bool:
+    return isinstance(message, dict) and message.get("role") == role
+
+
+def _joined(contents: list[Any]) -> Any:
+    """Several contents as one: texts with a blank line between them, or the parts of all, with those texts that come first as one part."""
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    text = "\n\n".join(texts)
+    if len(texts) == len(contents):
+        return text
+    return [*(_parts(text) if texts else ()), *(part for content in contents[len(texts) :] for part in _parts(content))]
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+# Functions
+
+_CALL_ID = "call_function_{}"
+
+
+def _tools(document: Document) -> Document:
+    """``functions`` → ``tools``, and ``function_call`` → ``tool_choice``."""
+    body = {name: value for name, value in document.items() if name not in ("functions", "function_call")}
+    functions = document.get("functions")
+    if functions is not None:
+        if document.get("tools") is not None:
+            raise Refusal("invalid_value", "Only one of 'functions' and 'tools' can be given.", param="functions")
+        if not isinstance(functions, list):
+            raise Refusal("invalid_value", "The field 'functions' must be a list.", param="functions")
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+        body["parallel_tool_calls"] = False  # the old shape has room for one call
+        body |= _choice(document.get("function_call"))
+    return body
+
+
+def _choice(call: Any) -> Document:
+    if call is None:
+        return {}
+    if call in ("auto", "none"):
+        return {"tool_choice": call}
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        return {"tool_choice": {"type": "function", "function": {"name": call["name"]}}}
+    raise Refusal("invalid_value", "The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
+
+
+def _modern(messages: Iterable[Any]) -> Iterator[Any]:
+    """Each old call gets an id by its place, and the result that follows it the same one."""
+    calls = 0
+    for message in messages:
+        if type(message) is dict:
+            if type(message.get("function_call")) is dict:
+                calls += 1
+                message = _called(message, _CALL_ID.format(calls))
+            elif message.get("role") == "function":
+                message = {"role": "tool", "tool_call_id": _CALL_ID.format(calls), "content": message.get("content")}
+        yield message
+
+
+def _called(message: Document, identity: str) -> Document:
+    called = message.copy()
+    called["tool_calls"] = [{"id": identity, "type": "function", "function": called.pop("function_call")}]
+    return called
+
+
+class Functions:
+    """``tool_calls`` → ``function_call``."""
+
+    def answer(self, document: Document) -> Document:
+        return {**document, "choices": [_old(choice, "message", _whole_call) for choice in document.get("choices", ())]}
+
+    def chunk(self, document: Document) -> list[Document]:
+        return [{**document, "choices": [_old(choice, "delta", _piece_of_call) for choice in document.get("choices", ())]}]
+
+
+_FINISH: Mapping[str, str] = MappingProxyType({"tool_calls": "function_call"})
+
+
+def _old(choice: Document, member: str, call: Callable[[Iterable[Document]], Document]) -> Document:
+    holder = choice.get(member)
+    finish = choice.get("finish_reason")
+    changed = {**choice, "finish_reason": _FINISH.get(finish, finish) if isinstance(finish, str) else finish}
+    if isinstance(holder, dict) and holder.get("tool_calls"):
+        rest = {name: value for name, value in holder.items() if name != "tool_calls"}
+        changed[member] = rest | call(holder["tool_calls"])
+    return changed
+
+
+def _whole_call(calls: Iterable[Document]) -> Document:
+    first = next(iter(calls))["function"]
+    return {"function_call": {"name": first.get("name"), "arguments": first.get("arguments", "")}}
+
+
+def _piece_of_call(calls: Iterable[Document]) -> Document:
+    """The first call's piece; later calls have no place in the old shape."""
+    pieces = [call.get("function") or {} for call in calls if call.get("index", 0) == 0]
+    return {"function_call": pieces[0]} if pieces else {}

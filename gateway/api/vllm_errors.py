@@ -1,0 +1,411 @@
+"""Maps a server's error to what the client reads: from vLLM's status and message to a row of the table of errors.
+
+The rule: the words that help the client stay, with the path of the field at fault. Internals are removed (addresses, paths, other
+models, class names, flags of the server), and so is what the client sent. It takes time in proportion to the lengths of the error and
+of the request. Facts are read from vLLM 0.32's ``entrypoints`` and checked against a running one (tests/vllm/test_wrong_fields.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.api import vllm_validation as validation
+from gateway.api.errors import NAME_LIMIT, RETRY_AFTER, Refusal, unknown_model
+from upstream.http.errors import EngineDead, ServerError, UpstreamError
+
+_MESSAGE_LIMIT = 2000
+_RETRY_AFTER_DIGITS = 5  # of a server's number of seconds: about a day
+
+_DEAD = ("EngineCore encountered an issue", "EngineDeadError", "cannot schedule new futures after shutdown")
+"""The words of a vLLM whose engine is dead, or that is shutting down (vllm/v1/engine/exceptions.py; seen on a running one)."""
+
+
+def fault(server: str, status: int, words: str) -> UpstreamError | None:
+    """What a server's error response says of the server itself; None for an error that is the request's."""
+    if status < 500:
+        return None
+    kind = EngineDead if any(mark in words for mark in _DEAD) else ServerError
+    return kind(server, f"answered with status {status}")
+
+
+def from_server(
+    status: int, body: bytes, model: str, input_field: str, retry_after: bytes | None = None, document: Mapping[str, Any] | None = None
+) -> Refusal:
+    """Map an error response of vLLM's, in any of its shapes, to the contract.
+
+    ``model`` is what the client requested (a server's list of "valid aliases" never reaches it); ``input_field`` is the field of this
+    route that holds the text, blamed when the text is too long; ``retry_after`` is the server's header of that name, kept where it is a
+    number of seconds; ``document`` is the body that the server got, in which the field at fault is found where the server does not
+    name it.
+    """
+    message, kind, param = _read(body)
+    refusal = classify(status, message, kind, param, model, input_field, document)
+    if retry_after is not None and retry_after.isdigit() and len(retry_after) <= _RETRY_AFTER_DIGITS and refusal.code in RETRY_AFTER:
+        return Refusal(refusal.code, refusal.message, headers={"retry-after": retry_after.decode()})
+    return refusal
+
+
+def from_event(error: Mapping[str, Any], model: str, input_field: str, document: Mapping[str, Any] | None = None) -> Refusal:
+    """Map vLLM's in-band error object (``{"message", "type", "param", "code"}``) to the contract; ``document`` as in ``from_server``."""
+    status, message, kind = event_status(error), _text(error.get("message")), _text(error.get("type"))
+    return classify(status, message, kind, _name(error.get("param")), model, input_field, document)
+
+
+def event_status(error: Mapping[str, Any]) -> int:
+    """The status that an in-band error would have had."""
+    code = error.get("code")
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500
+
+
+def classify(
+    status: int, message: str, kind: str, param: str | None, model: str, input_field: str, document: Mapping[str, Any] | None = None
+) -> Refusal:
+    """The decision behind ``from_server`` and ``from_event``, in the order of the rules below."""
+    if status == 404 or kind == "NotFoundError":
+        return _no_route(model) if message == "Not Found" else unknown_model(model)  # the words are FastAPI's, for a path it does not have
+    if kind == "NotImplementedError" and message.endswith(" API"):  # "The model does not support Chat Completions API"
+        return _no_route(model)
+    if status in (401, 403):  # our key was refused by our server: not the client's fault
+        return Refusal("server_error", "The model's server refused the gateway.")
+    if status == 429:  # no vLLM says so, but what stands in front of one may
+        return Refusal("rate_limit_exceeded", "The model's server takes no more requests at the moment.")
+    if status == 503:
+        return Refusal("overloaded", "The model's server is overloaded.")
+    message = message.rstrip()
+    if _is_of_output(message, document):
+        return Refusal("server_error", _BAD_OUTPUT)
+    if status >= 500 or status < 400:
+        return Refusal("server_error", "The model's server failed.")
+    report = validation.read(message)
+    if report is not None:
+        return _invalid(report, param, document)
+    return _refused(status, message, param, input_field, document or {})
+
+
+def _no_route(model: str) -> Refusal:
+    """A chat model has no /v1/embeddings, and the other way round."""
+    return Refusal("not_found", f"The model `{model[:NAME_LIMIT]}` does not serve this route.")
+
+
+# Reading a body
+
+
+def _read(body: bytes) -> tuple[str, str, str | None]:
+    """(message, type, param) of any error shape vLLM has: its own, FastAPI's ``detail``, Anthropic's, Cohere's, a bare string."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return "", "", None
+    if not isinstance(document, dict):
+        return "", "", None
+    error = document.get("error", document.get("detail", document.get("message")))
+    if isinstance(error, dict):
+        return _text(error.get("message")), _text(error.get("type")), _name(error.get("param"))
+    if isinstance(error, list):
+        return _listed(error), "", None
+    return _text(error), "", None
+
+
+def _listed(details: list[Any]) -> str:
+    """FastAPI's own list of findings, in the form in which vLLM's handler writes it."""
+    lines = []
+    for each in details[: validation.MAX_FINDINGS]:
+        if isinstance(each, dict) and isinstance(each.get("loc"), list):
+            place = ".".join(str(segment) for segment in each["loc"] if isinstance(segment, str | int))
+            lines.append(f"  {{'type': '{_word(each.get('type'))}', 'loc': {place!r}, 'msg': {_text(each.get('msg'))!r}")
+    return "\n".join((f"{len(lines)} validation errors:", *lines)) if lines else ""
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else "value_error"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_PATH = re.compile(r"[A-Za-z_]\w*(?:(?:\.|\[)\w+\]?)*\Z")
+
+
+def _name(value: object) -> str | None:
+    """The field's path without class names; vLLM writes ``body.9`` for a byte offset, which names no field."""
+    if not isinstance(value, str) or value == "body" or len(value) > NAME_LIMIT:
+        return None
+    path = value.removeprefix("body.")
+    return (validation.without_classes(path) or None) if _PATH.match(path) else None
+
+
+# A response that the server could not make of what the model wrote
+
+_BAD_OUTPUT = (
+    "The model's output was not valid, so the server could not build a response from it. Tool arguments that are not a JSON object "
+    "cause this. Try again, or use another model."
+)
+_OF_OUTPUT = re.compile(
+    r"(?:Response|Choice|ResponseData|Event|Delta|DeltaMessage|ChatMessage|Usage|UsageInfo|LogProbs?|ContentBlock|ToolCall|FunctionCall"
+    r"|FunctionDefinition\]|OutputMessage|OutputText|ReasoningItem)\Z"
+)
+"""How the names of the classes end of which vLLM makes responses; those for requests end otherwise (Request, Param, Params, Options)."""
+_NOT_JSON = re.compile(r"[A-Z][a-zA-Z' \\:]{5,60}: line \d+ column \d+ \(char \d+\)\Z")  # json.JSONDecodeError
+
+
+def _is_of_output(message: str, document: Mapping[str, Any] | None) -> bool:
+    """Whether vLLM refused its own response: an exception's text names the class, or the model's JSON could not be read.
+
+    A request's JSON has been read before it was sent, so only a text in it that vLLM reads as JSON can be the client's fault.
+    """
+    report = validation.read(message) if " validation error" in message[:40] else None
+    if report is not None:
+        return report.title is not None and _OF_OUTPUT.search(report.title) is not None
+    return document is not None and _NOT_JSON.match(message) is not None and _bad_json(document, "") is None
+
+
+# Fields that vLLM's own words do not name
+
+_Where = Callable[[Mapping[str, Any], str], str | None]
+"""From the document and the route's field for text to a path."""
+
+
+def _at(path: str) -> _Where:
+    return lambda _document, _field: path
+
+
+def _text_field(document: Mapping[str, Any], field: str) -> str | None:
+    return field if field in document or "messages" not in document else "messages"
+
+
+def _first_of(*names: str) -> _Where:
+    def find(document: Mapping[str, Any], _: str) -> str | None:
+        return next((name for name in names if validation.holds(document, tuple(name.split(".")))), None)
+
+    return find
+
+
+def _role(document: Mapping[str, Any], _: str) -> str | None:
+    """The first message whose role no API knows."""
+    for path, message in validation.messages(document):
+        if isinstance(message, dict) and message.get("role") not in validation.KNOWN_ROLES:
+            return validation.dotted((*path, "role"))
+    return None
+
+
+def _media(document: Mapping[str, Any], _: str) -> str | None:
+    """The first part of a message that is no text."""
+    for path, message in validation.messages(document):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for at, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict) and not str(part.get("type", "text")).endswith(("text", "refusal", "thinking")):
+                return validation.dotted((*path, "content", str(at)))
+    return None
+
+
+def _no_list(document: Mapping[str, Any], _: str) -> str | None:
+    """What vLLM goes through without a look at what it is."""
+    if "messages" in document and not isinstance(document["messages"], list):
+        return "messages"
+    for path, message in validation.messages(document):
+        if isinstance(message, dict) and not isinstance(message.get("tool_calls", []), list | None):
+            return validation.dotted((*path, "tool_calls"))
+    return None
+
+
+_JSON_TEXTS = (("structured_outputs", "json"), ("structured_outputs", "structural_tag"))
+
+
+def _bad_json(document: Mapping[str, Any], _: str) -> str | None:
+    """A text that vLLM reads as JSON and that is not JSON: a constraint, or the arguments of an earlier tool call."""
+    for place in _JSON_TEXTS:
+        text = validation.value_at(document, place)
+        if isinstance(text, str) and not _is_json(text):
+            return validation.dotted(place)
+    for path, message in validation.messages(document):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for at, call in enumerate(calls if isinstance(calls, list) else ()):
+            arguments = validation.value_at(call, ("function", "arguments"))
+            if isinstance(arguments, str) and arguments and not _is_json(arguments):
+                return validation.dotted((*path, "tool_calls", str(at), "function", "arguments"))
+    return None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+_CONSTRAINTS = _first_of(
+    "structured_outputs.json",
+    "structured_outputs.regex",
+    "structured_outputs.grammar",
+    "structured_outputs.choice",
+    "structured_outputs.structural_tag",
+    "structured_outputs",
+    "response_format.json_schema.schema",
+    "response_format",
+    "text.format.schema",
+    "output_config.format.schema",
+    "tools",
+)
+
+
+_SIZE = _first_of("dimensions", "output_dimension")
+
+
+class _Words(NamedTuple):
+    """Words of vLLM's, the field that they mean, and what is said instead, where they do not help the client. ``{0}`` is the
+    pattern's group."""
+
+    pattern: re.Pattern[str]
+    where: _Where
+    instead: str | None = None
+    code: str = "invalid_value"
+
+
+def _words(pattern: str, where: _Where, instead: str | None = None, code: str = "invalid_value") -> _Words:
+    return _Words(re.compile(pattern), where, instead, code)
+
+
+def _not_enabled(pattern: str, what: str, where: _Where) -> _Words:
+    return _words(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
+
+
+_KNOWN = (
+    _not_enabled(r"--enable-auto-tool-choice|--tool-call-parser", "Tools are", _first_of("tools", "tool_choice")),
+    _not_enabled(
+        r"--trust-request-chat-template", "Chat templates in requests are", _first_of("chat_template", "chat_template_kwargs.chat_template")
+    ),
+    _not_enabled(
+        r"--trust-request-mm-kwargs", "Options of media processing in requests are", _first_of("mm_processor_kwargs", "media_io_kwargs")
+    ),
+    _not_enabled(r"--reasoning-parser|--reasoning-config", "Bounds on reasoning are", _first_of("thinking_token_budget", "thinking")),
+    _not_enabled(r"--enable-prompt-embeds", "Embeddings as prompts are", _first_of("prompt_embeds")),
+    _not_enabled(r"--enable-mm-embeds", "Embeddings as images, sounds or videos are", _media),
+    _not_enabled(r"--pooler-config\.task", "This task is", _at("task")),
+    _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", _at("messages")),
+    _words(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
+    _words(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
+    _words(r"At most \d+ \w+\(s\) may be provided", _media),
+    _words(r"empty conversation", _at("messages"), "The list needs at least one message."),
+    _words(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
+    _words(r"'\w+' object is not iterable\Z", _no_list, "Input should be a valid list"),
+    _words(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
+    _words(r"\AToken id -?\d+ is out of vocabulary", _text_field),
+    _words(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
+    _words(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
+    _words(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
+    _words(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
+    _words(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
+    _words(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
+    _words(r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"),
+    _words(
+        r"\A(?:Invalid value for `tool_choice`|tool_choice )",
+        _at("tool_choice"),
+        "Only named tools, 'none', 'auto' or 'required' are supported.",
+    ),
+    _words(
+        r"one kind of (?:structured outputs constraint|constraints for structured outputs)",
+        _at("structured_outputs"),
+        "Exactly one constraint must be set.",
+    ),
+    _words(
+        r"[Gg]rammar|[Rr]egex|JSON [Ss]chema|json_schema|structural.tag|jsonschema|Invalid type: |choices into|structured outputs?\b",
+        _CONSTRAINTS,
+    ),
+)
+"""In the order in which they are tried."""
+
+_OVERFLOW = re.compile(
+    r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
+)
+_TOO_LONG = ("input_tokens", "input_text")  # what vLLM blames when the text does not fit
+_PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+(?:, value=|\)$)")
+_INSIDE = re.compile(r"(?:unix|https?|tcp|ipc)://?\S+|(?<![\w.<])/(?:[\w.@+-]+/)+[\w.@+-]*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]+|\bVLLM_[A-Z]|environment variable")
+_CAUSE = re.compile(r"^(?:error: )(.{1,300})$", re.MULTILINE)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_FIRST = re.compile(r"[`']?([a-z][a-z0-9_]{0,63}(?:\.\w{1,63})?)\b")
+_ENABLE = "This request needs a feature that is not enabled for this model; ask the operator."
+
+
+def _invalid(report: validation.Report, param: str | None, document: Mapping[str, Any] | None) -> Refusal:
+    """pydantic's findings, as sentences."""
+    found = validation.fault(report, document)
+    if found is None:
+        words = f"{param}: Input is not valid" if param else "The request does not have the right shape."
+        return Refusal("invalid_value" if param else "invalid_request", words, param=param)
+    message = _INSIDE.sub("…", found.message)[:_MESSAGE_LIMIT]
+    if found.missing:
+        return Refusal("missing_required_parameter", message, param=found.param)
+    return Refusal("invalid_value" if found.param else "invalid_request", message, param=found.param)
+
+
+def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
+    """vLLM's own words, with the field that they mean."""
+    if param in _TOO_LONG or (_OVERFLOW.search(message) and status == 400):
+        blamed = input_field if param in _TOO_LONG else param
+        return Refusal("context_length_exceeded", _helpful(message) or "The input is too long for this model.", param=blamed)
+    if status == 413:
+        return Refusal("request_too_large", _helpful(message) or "The request is too large.")
+    if status == 415:
+        return Refusal("unsupported_media_type", _helpful(message) or "The content type is not supported.")
+    code, own = "invalid_value", False
+    for known in _KNOWN:
+        found = known.pattern.search(message)
+        if found is not None:
+            where = known.where(document, input_field)
+            param, code = (where or param), known.code
+            if known.instead is not None:
+                message, own = known.instead.format(*found.groups("")), True
+            break
+    else:
+        param = _beginning(message, param, document)
+    words = _helpful(_without_echo(message, param, document))
+    if not words and message:
+        return Refusal("feature_not_enabled", _ENABLE, param=param)
+    if param and words and not _names(words, param, own=own):
+        words = f"{param}: {words}"
+    return Refusal(code if param or code != "invalid_value" else "invalid_request", words or "The request is not valid.", param=param)
+
+
+def _names(words: str, param: str, *, own: bool) -> bool:
+    """Whether a sentence names the field. In our own sentences only a quoted name counts: their other words are English."""
+    return f"'{param}'" in words or (not own and re.search(rf"(?<![\w.]){re.escape(param)}(?![\w]|\.\w)", words) is not None)
+
+
+def _beginning(message: str, param: str | None, document: Mapping[str, Any]) -> str | None:
+    """The field that the words begin with, where vLLM names none: ``min_p must be in [0, 1], got 5.0.``"""
+    if param is not None:
+        return param
+    first = _FIRST.match(message)
+    if first is None:
+        return None
+    return next((name for name in (first[1], first[1].partition(".")[0]) if validation.holds(document, tuple(name.split(".")))), None)
+
+
+def _without_echo(message: str, param: str | None, document: Mapping[str, Any]) -> str:
+    """Without the client's own text, where the words repeat the whole of the field's."""
+    value = validation.value_at(document, tuple((param or "").split(".")))
+    if isinstance(value, str) and 2 < len(value) < _MESSAGE_LIMIT:
+        return message.replace(f": {value!r}", "").replace(f": {value}", "").replace(value, "…")
+    return message
+
+
+def _helpful(message: str) -> str:
+    """The server's words without its internals."""
+    message = message.rstrip()
+    parameter = _PARAMETER.search(message) if message.endswith(")") else None
+    if parameter is not None:
+        message = message[: parameter.start()]
+    first, line_break, rest = message.partition("\n")
+    if line_break:  # a drawing of the place in a regular expression or a grammar, and what is wrong there
+        cause = _CAUSE.search(rest)
+        message = first if cause is None else f"{first} {cause[1]}"
+    if _FLAG.search(message) is not None:  # settings of the server are the operator's to change
+        message = " ".join(each for each in _SENTENCE.split(message) if _FLAG.search(each) is None)
+    return _INSIDE.sub("…", message).strip()[:_MESSAGE_LIMIT]

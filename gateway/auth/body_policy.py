@@ -1,0 +1,280 @@
+"""What a client may put into a request's body: one table, compiled for each model when a snapshot is taken.
+
+The rule: what a request pays here is a few set operations and one look at what is a list; every decision that depends on
+the configuration was made before. Each row can be lifted by an operator's ``body.allow``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from gateway.api.errors import Refusal
+from gateway.api.media_urls import CONTAINERS, MediaHosts, path_to, refused_member
+from gateway.snapshot.snapshot import BodyRules, Model
+from gateway.system.steps import SMALL, finished
+
+Document = dict[str, Any]
+
+STRIPPED = frozenset(
+    {
+        "priority",
+        "request_id",
+        "session_id",
+        "cache_salt",
+        "return_prompt_text",
+    }
+)
+"""Fields that are the gateway's to say: they go missing."""
+
+REFUSED = frozenset(
+    {
+        "chat_template",
+        "ec_transfer_params",
+        "kv_transfer_params",  # its prompt_token_ids would replace the checked messages
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "prompt_logprobs",
+        "use_beam_search",
+        "vllm_xargs",
+    }
+)
+"""Fields without which the answer would be another one: the client is told."""
+
+FORBIDDEN = STRIPPED | REFUSED
+
+MOST: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
+"""The largest number that a field may hold. OpenAI allows n up to 128 and top_logprobs up to 20, as vLLM does unless told otherwise."""
+
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""The fields by which a client bounds an answer, in the order in which vLLM believes them."""
+
+_CHOICES = ("n", "best_of")
+
+NUMBERS = frozenset({*MOST, *TOKEN_LIMITS})
+"""The fields that may have a largest number."""
+
+SIZES: Mapping[str, int] = MappingProxyType(
+    {
+        "response_format": 128 * 1024,  # OpenAI takes schemas of up to 120,000 characters
+        "structured_outputs": 128 * 1024,
+        "guided_json": 128 * 1024,
+        "guided_regex": 128 * 1024,
+        "guided_choice": 128 * 1024,
+        "guided_grammar": 128 * 1024,
+        "text": 128 * 1024,  # the format of /v1/responses
+        "output_config": 128 * 1024,  # and that of /v1/messages
+        "chat_template_kwargs": 128 * 1024,
+        "tools": 1024 * 1024,
+        "functions": 1024 * 1024,
+    }
+)
+"""Bytes of JSON that a field may be: what is compiled into a grammar, or read by a template."""
+_LEAST_SIZE = min(SIZES.values())
+_VALUES_PER_STEP = 20_000
+_INTEGERS = frozenset({int})
+
+MAX_BATCH = 2048
+"""Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
+
+BATCHES = frozenset({"data_1", "data_2", "documents", "inputs", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
+"""Where whatever a list holds, or the ``content`` of an object, is such a request, unless it is a number (a prompt of tokens)."""
+
+ECHO = "echo"
+"""With it vLLM takes ``logprobs`` for ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and of completions)."""
+
+IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
+"""What ``chat_template_kwargs`` may not hold besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
+
+OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "tools": ("functions",),
+        "tool_choice": ("function_call",),
+    }
+)
+"""Fields whose older names clients still use."""
+
+NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
+"""Where what looks like a message's part is none: schemas and such."""
+
+
+class Policy:
+    """The table as it holds for one model, with the operator's own fields."""
+
+    __slots__ = (
+        "_allowed",
+        "_forbidden",
+        "_in_template",
+        "_media",
+        "_most",
+        "_refused",
+        "_sizes",
+        "_watched",
+        "defaults",
+        "max_tokens",
+        "overrides",
+    )
+
+    def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+        allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
+        self.defaults = defaults
+        self.overrides = overrides
+        self.max_tokens = rules.max_tokens
+        self._refused = (REFUSED - allowed) | refused
+        most = {name: value for name, value in MOST.items() if name not in allowed}
+        if rules.max_n is not None:
+            most |= dict.fromkeys(("n", "best_of"), rules.max_n)
+        if rules.max_tokens is not None:
+            most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
+        self._most = {name: value for name, value in most.items() if name not in refused}
+        stripped = STRIPPED - allowed
+        self._forbidden = stripped | self._refused
+        self._watched = self._forbidden | self._most.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
+        self._in_template = (IN_TEMPLATE - allowed) | self._forbidden
+        self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
+        self._allowed = allowed
+        self._media = MediaHosts(rules.media_hosts)
+
+    @classmethod
+    def of(cls, model: Model) -> Policy:
+        """That of a model of the state."""
+        return cls(model.body, model.defaults, model.overrides)
+
+    def apply(self, document: Document, size: int) -> None:
+        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what may not be sent."""
+        if size > SMALL:
+            finished(self.apply_in_steps(document, size))
+            return
+        if not self._watched.isdisjoint(document):
+            self._named(document)
+        if "chat_template_kwargs" in document:
+            self._template(document["chat_template_kwargs"])
+        for name, value in document.items():
+            if type(value) in CONTAINERS and name not in NO_MEDIA:
+                if name in BATCHES or len(value) > MAX_BATCH:
+                    self._check_batch(name, value)
+                if (found := refused_member([value], self._media)) is not None:
+                    raise self._refused_url(name, value, *found)
+
+    def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
+        """The same for a large body, in steps."""
+        if not self._watched.isdisjoint(document):
+            self._named(document)
+        yield
+        if size > _LEAST_SIZE:
+            for name in self._sizes.keys() & document.keys():
+                self._check_size(name, document[name])
+                yield
+        if "chat_template_kwargs" in document:
+            self._template(document["chat_template_kwargs"])
+        yield
+        for name, value in document.items():
+            if type(value) in CONTAINERS and name not in NO_MEDIA:
+                if name in BATCHES or len(value) > MAX_BATCH:
+                    self._check_batch(name, value)
+                pending = [value]
+                while pending:
+                    if (found := refused_member(pending, self._media, _VALUES_PER_STEP)) is not None:
+                        raise self._refused_url(name, value, *found)
+                    yield
+
+    def refused_of(self, names: Set[str]) -> str | None:
+        """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
+        return min(self._forbidden & names, default=None)
+
+    def check_images(self, images: Any) -> None:
+        """Check the URLs of ``images`` in a request of Cohere's API, each of which is one by itself. Raises Refusal."""
+        for at, url in enumerate(images if isinstance(images, list) else ()):
+            if not isinstance(url, str) or not self._media.allows(url):
+                raise self._not_allowed(f"images.{at}")
+
+    def _refused_url(self, name: str, value: Any, holder: Document, member: str) -> Refusal:
+        return self._not_allowed(f"{name}.{path_to(value, holder)}{member}")
+
+    def _not_allowed(self, path: str) -> Refusal:
+        return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
+
+    def most(self, name: str) -> int | None:
+        """The largest number that a field may hold, where there is a bound."""
+        return self._most.get(name)
+
+    def _named(self, document: Document) -> None:
+        for name in self._watched & document.keys():
+            value = document[name]
+            if name in self._most:
+                if value is not None:
+                    self._check_number(name, value, document)
+                continue
+            if name == ECHO and name not in self._refused:
+                _check_echo(document)
+                continue
+            if name in self._refused and value is not None and value is not False:
+                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
+            del document[name]
+
+    def _check_number(self, name: str, value: Any, document: Document) -> None:
+        check_number(name, value, self._most[name])
+        if name in _CHOICES and value * _batch(document.get("prompt")) > MAX_BATCH:
+            raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
+
+    def _check_size(self, name: str, value: Any) -> None:
+        if len(orjson.dumps(value)) > self._sizes[name]:
+            raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
+
+    def _check_batch(self, name: str, value: Any) -> None:
+        many = _batch(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
+        if many and name not in self._allowed:
+            raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
+
+    def _template(self, kwargs: Any) -> None:
+        if isinstance(kwargs, dict):
+            for name in sorted(self._in_template & kwargs.keys()):
+                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+
+
+def _check_echo(document: Document) -> None:
+    """Raises Refusal where it would bring the probabilities of a chat's tokens, which it would without a word of them. For a prompt it is
+    OpenAI's own API, and passes."""
+    if not document[ECHO] or "messages" not in document:
+        return
+    for name in ("logprobs", "top_logprobs"):
+        if document.get(name) is not None and document[name] is not False:
+            raise Refusal("invalid_value", f"The fields '{ECHO}' and '{name}' are not allowed together here.", param=ECHO)
+    document["top_logprobs"] = None
+
+
+_SHOWN_HOSTS = 10
+
+
+def _allowed(hosts: tuple[str, ...]) -> str:
+    """Which URLs of media a model takes."""
+    if not hosts:
+        return "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator to allow the host."
+    shown = ", ".join(hosts[:_SHOWN_HOSTS]) + (", …" if len(hosts) > _SHOWN_HOSTS else "")
+    return f"This model takes media from http and https URLs of these hosts: {shown}. Ask the operator to allow others."
+
+
+def _batch(value: Any) -> int:
+    """How many requests for the engine a member is."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if not isinstance(value, list):
+        return 1
+    return 1 if _INTEGERS.issuperset(map(type, value)) else len(value)
+
+
+def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
+    """What is refused is refused under the names that are translated to it, too."""
+    return frozenset(each for name in refused for each in (name, *OLD_NAMES.get(name, ())))
+
+
+def check_number(name: str, value: Any, most: int) -> None:
+    """Raises Refusal for what is no number from 0 to ``most``. vLLM would take text for a number too."""
+    if not isinstance(value, int | float):
+        raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
+    if not 0 <= value <= most:
+        raise Refusal("invalid_value", f"The field '{name}' must be between 0 and {most}, not {value}.", param=name)

@@ -1,0 +1,136 @@
+"""Which model a name means, and whether a key may use it.
+
+Owns the names of one snapshot: ids, aliases and mounts, each a plain dict look-up. The rule: an unknown
+model and one outside a key's scope are the same answer in the same words, so nobody can probe for names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.errors import Refusal, unknown_model
+from gateway.api.routes import ROUTES, Route
+from gateway.auth.body_policy import Policy
+from gateway.snapshot.snapshot import Key, Model
+from upstream.balancing.pool import Pool
+from upstream.balancing.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model with its live servers, and what a request's body may hold. ``name``: what its answers are to call it; None: as its
+    servers do."""
+
+    model: Model
+    pool: Pool
+    policy: Policy
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a path means: the route, and the model it is bound to when the path is an instance's."""
+
+    route: Route
+    mounted: Entry | None = None
+
+
+class Catalog:
+    """The models of one snapshot."""
+
+    def __init__(self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None) -> None:
+        self._pools: dict[str, Pool] = {}  # an adapter has its base's
+        self.entries = tuple(
+            Entry(model, self._pool(model, servers), Policy.of(model), model.id if model.rewrite else None) for model in models
+        )
+        self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
+        self._by_id = {entry.model.id: entry for entry in self.entries}
+        self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
+        self._default = default
+        self.targets: dict[bytes, Target] = {}
+        for path, route in ROUTES.items():
+            self._serve(path, Target(route))
+            for mount, entry in self._mounts.items():
+                self._serve(mount + path, Target(route, entry))
+        self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
+
+    def _serve(self, path: str, target: Target) -> None:
+        """Serve a path, with and without a slash at its end. vLLM redirects from the one to the other, which not every client follows."""
+        self.targets[path.encode()] = self.targets[path.encode() + b"/"] = target
+
+    def _pool(self, model: Model, servers: Mapping[str, Server]) -> Pool:
+        found = self._pools.get(model.base)
+        if found is None:
+            found = self._pools[model.base] = Pool([servers[spec.name] for spec in model.servers], model.balance)
+        return found
+
+    def retire(self) -> None:
+        """There is a new snapshot."""
+        for pool in self._pools.values():
+            pool.retire()
+
+    def mounted(self, path: str, suffix: str) -> Entry | None:
+        """The model whose instance URL, followed by ``suffix``, is this path."""
+        return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
+
+    def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
+        """The model that a name means for a key. ``mounted`` may be of the snapshot before. Raises Refusal model_not_found."""
+        entry = self._by_name.get(name)
+        if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
+            raise unknown_model(name)
+        return entry
+
+    def unnamed(self, key: Key, mounted: Entry | None = None) -> Entry:
+        """The model of a request that names none: that of the instance URL, the default, or the only one that the key may use.
+
+        LoRA adapters are not counted where their base may be used, as vLLM serves the base. Raises Refusal model_not_found where the
+        key may not use the default, and missing_required_parameter where several models are left.
+        """
+        if mounted is not None:
+            return self.resolve(mounted.model.id, key, mounted)
+        if self._default is not None:
+            entry = self._by_name[self._default]
+            if not self._allows(key, entry.model):
+                raise unknown_model("")
+            return entry
+        visible = self.visible(key)
+        ids = {entry.model.id for entry in visible}
+        found = [entry for entry in visible if entry.model.parent not in ids]
+        if len(found) != 1:
+            raise Refusal("missing_required_parameter", "The field 'model' is missing. GET /v1/models lists the models.", param="model")
+        return found[0]
+
+    def fallbacks(self, entry: Entry, key: Key) -> list[Entry]:
+        """Where a model's requests may go when its own servers cannot take them, as far as the key may use it."""
+        others = (self._by_name[name] for name in entry.model.fallbacks)
+        return [other for other in others if self._allows(key, other.model)]
+
+    def pool(self, model: str) -> Pool | None:
+        """The servers of the model with this id, if there is one."""
+        entry = self._by_id.get(model)
+        return entry.pool if entry is not None else None
+
+    def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
+        """The models that a key may use, in the order of the configuration."""
+        return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]
+
+    def _allows(self, key: Key, model: Model) -> bool:
+        of_key, of_token = key.models, key.within
+        return (of_key is None or model.id in self._scope(of_key)) and (of_token is None or model.id in self._scope(of_token))
+
+    def _scope(self, globs: tuple[str, ...]) -> frozenset[str]:
+        """The ids that a key's globs cover, by id or alias; worked out once for each set of globs in use."""
+        scope = self._scopes.get(globs)
+        if scope is None:
+            scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))
+        return scope
+
+
+def named_model(body: Mapping[str, Any]) -> str | None:
+    """The name of the model that a body requests; None where it is missing, null or empty. Raises Refusal for anything but a string."""
+    name = body.get("model")
+    if name is not None and not isinstance(name, str):
+        raise Refusal("invalid_value", "The field 'model' must be the ID of a model, as a string.", param="model")
+    return name or None

@@ -1,0 +1,303 @@
+"""Tokens of an identity provider (JSON Web Tokens, RFC 7519) as keys: what one says, whether it is true, and which principal it is.
+
+The rules: a token is checked once and its verdict kept until it ends, so that an ordinary request costs two look-ups; whatever can be
+refused without a signature's mathematics is; everything that is kept is bounded, whoever sends what; no I/O: a worker asks control
+for keys that it does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from base64 import urlsafe_b64decode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jwt
+import orjson
+
+from gateway.admission.fair_queue import weight_of
+from gateway.api.errors import Refusal
+from gateway.auth.jwks import Checkers
+from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot
+
+_FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes are those of a brace
+_SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")
+_VERDICTS = 20_000
+_REFUSED = 5_000
+_REFUSED_FOR = 10.0  # seconds
+_ASK_EVERY = 1.0  # seconds between two words to control on one issuer
+_MOST_NAMES = 64  # of teams or models in one claim
+_INT64 = 2**63
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a good token. ``expires`` is in seconds since the epoch, the leeway included."""
+
+    entry: str
+    subject: str
+    expires: float
+    teams: tuple[str, ...] = ()
+    models: tuple[str, ...] | None = None
+    priority: int | None = None
+
+
+class Tokens:
+    """The tokens that a worker has met. ``want`` is told of an issuer of which a key is not known."""
+
+    def __init__(self, want: Callable[[str], None]) -> None:
+        self._want = want
+        self._issuers: tuple[Issuer, ...] = ()
+        self._by_name: dict[str, _Issuer] = {}
+        self._verdicts: dict[bytes, Verdict] = {}
+        self._refused: dict[bytes, tuple[str, str, float]] = {}
+        self._keys: dict[bytes, Key] = {}  # those of this snapshot
+        self._asked: dict[str, float] = {}
+        self._subjects: dict[str, set[str]] = {}  # by entry
+        self._entries: dict[str, Key] = {}
+        self._teams: Mapping[str, tuple[Allowance, ...]] = {}
+        self._limit = 0
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Serve by this snapshot from now on. Verdicts stay, unless an issuer or its keys are others."""
+        self._keys.clear()
+        self._entries = {key.id: key for key in snapshot.keys}
+        self._teams = snapshot.teams
+        if snapshot.issuers != self._issuers:
+            self._issuers = snapshot.issuers
+            self._by_name = {issuer.name: _Issuer(issuer) for issuer in snapshot.issuers}
+            self._limit = max(issuer.limit for issuer in snapshot.issuers)
+            self._verdicts.clear()
+            self._refused.clear()
+
+    def key(self, token: bytes, digest: bytes) -> Key | None:
+        """The principal that a token shows; None where this is no token. ``digest`` is its SHA-256. Raises Refusal."""
+        key = self._keys.get(digest)
+        if key is None:
+            if not _FORM.match(token):
+                return None
+            key = self._made(token, digest)
+        if key.expires is not None and time.time() >= key.expires:
+            raise _refusal("expired_api_key")
+        return key
+
+    def _made(self, token: bytes, digest: bytes) -> Key:
+        verdict = self._verdicts.get(digest)
+        if verdict is None:
+            verdict = self._judged(token, digest)
+            _keep(self._verdicts, digest, verdict, _VERDICTS)
+        key = self._principal(verdict)
+        _keep(self._keys, digest, key, _VERDICTS)
+        return key
+
+    def _judged(self, token: bytes, digest: bytes) -> Verdict:
+        before = self._refused.get(digest)
+        if before is not None and time.monotonic() < before[2]:
+            raise Refusal(before[0], before[1])
+        try:
+            return self._verdict(token)
+        except Refusal as refusal:
+            if refusal.row.status == 401:
+                _keep(self._refused, digest, (refusal.code, refusal.message, time.monotonic() + _REFUSED_FOR), _REFUSED)
+            raise
+
+    def _verdict(self, token: bytes) -> Verdict:
+        if len(token) > self._limit:
+            raise Refusal("invalid_api_key", f"The token is larger than {self._limit} bytes.")
+        head, claims, _ = token.split(b".")
+        header, told = _object(head), _object(claims)
+        name = told.get("iss")
+        issuer = self._by_name.get(name) if isinstance(name, str) else None
+        if issuer is None:
+            raise Refusal("invalid_api_key", "The token is of an issuer that is not known here.")
+        return issuer.verdict(token, header, told, self._ask)
+
+    def _ask(self, issuer: str) -> None:
+        """Tell control that there may be new keys, but not with every token that somebody makes up."""
+        now = time.monotonic()
+        if now >= self._asked.get(issuer, 0.0):
+            self._asked[issuer] = now + _ASK_EVERY
+            self._want(issuer)
+
+    def _principal(self, verdict: Verdict) -> Key:
+        """The configured entry as this subject has it: with limits, a salt and a name of its own."""
+        entry = self._entries.get(verdict.entry)
+        if entry is None or entry.revoked:
+            raise Refusal("invalid_api_key", "The token's key is not known here." if entry is None else "This API key has been revoked.")
+        identity = self._identity(entry.id, verdict)
+        team = next((team for team in verdict.teams if team in self._teams), None)
+        fields, weight = dict(entry.fields), entry.weight
+        if verdict.priority is not None:
+            fields["priority"], weight = verdict.priority, weight_of(verdict.priority)
+        if "cache_salt" in fields:
+            fields["cache_salt"] = hmac.new(fields["cache_salt"].encode(), verdict.subject.encode(), hashlib.sha256).hexdigest()
+        return replace(
+            entry,
+            id=identity,
+            entry=entry.id,
+            digests=(),
+            ends={},
+            expires=verdict.expires if entry.expires is None else min(verdict.expires, entry.expires),
+            fields=fields,
+            weight=weight,
+            team=team or entry.team,
+            allowances=_allowances(entry, identity, None if team is None else self._teams[team]),
+            within=verdict.models,
+        )
+
+    def _identity(self, entry: str, verdict: Verdict) -> str:
+        """The subject's own name, as long as there is room for one more."""
+        known = self._subjects.setdefault(entry, set())
+        most = max(issuer.subjects for issuer in self._issuers)
+        if verdict.subject not in known and len(known) >= most:
+            return entry
+        known.add(verdict.subject)
+        return f"{entry}/{verdict.subject}"
+
+
+def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
+    """The entry's own limits, for whom this identity names, and a team's: the one that the token names, or the entry's."""
+    mark = f"key {entry.id}"
+    own = [each for each in entry.allowances if each.holder.startswith(mark)]
+    shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]
+    return (*(replace(each, holder=f"key {identity}{each.holder[len(mark) :]}") for each in own), *shared)
+
+
+def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:
+    """Keep a value, and forget the oldest where there are too many."""
+    if len(where) >= most:
+        del where[next(iter(where))]
+    where[digest] = value
+
+
+class _Issuer:
+    """An issuer with what checks its tokens."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self._checkers = None if issuer.key_set is None else Checkers(issuer.key_set, issuer.algorithms)
+
+    def verdict(self, token: bytes, header: Mapping[str, Any], told: Mapping[str, Any], ask: Callable[[str], None]) -> Verdict:
+        """Judge a token, what costs least first. ``told`` is what it claims, which nobody has checked. Raises Refusal."""
+        issuer, algorithm, expires = self._issuer, header.get("alg"), told.get("exp")
+        if len(token) > issuer.limit:
+            raise Refusal("invalid_api_key", f"The token is larger than {issuer.limit} bytes.")
+        if algorithm not in issuer.algorithms:
+            raise Refusal("invalid_api_key", f"The token is not signed by one of {', '.join(issuer.algorithms)}.")
+        if isinstance(expires, int | float) and time.time() >= expires + issuer.leeway:
+            raise _refusal("expired_api_key")
+        claims = self._checked(token, self._checker(header.get("kid"), algorithm, ask))
+        return _read(claims, issuer)
+
+    def _checker(self, identity: object, algorithm: str, ask: Callable[[str], None]) -> jwt.PyJWK:
+        if self._checkers is None:
+            raise Refusal("overloaded", "The keys of the token's issuer are not known yet.")
+        known = self._checkers.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
+        if known is None:
+            ask(self._issuer.name)
+            raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
+        return known
+
+    def _checked(self, token: bytes, key: jwt.PyJWK) -> dict[str, Any]:
+        issuer = self._issuer
+        try:
+            return jwt.decode(
+                token,
+                key,
+                algorithms=[key.algorithm_name],
+                audience=issuer.audiences,
+                issuer=issuer.name,
+                leeway=issuer.leeway,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.MissingRequiredClaimError as error:
+            raise Refusal("invalid_api_key", f"The token has no claim {error.claim}.") from None
+        except (jwt.PyJWTError, ValueError, OverflowError, RecursionError) as error:
+            code, words = next((words for kind, words in _WORDS.items() if isinstance(error, kind)), _INVALID)
+            raise Refusal(code, words) from None
+
+
+_INVALID = ("invalid_api_key", "The token is not valid.")
+_WORDS: Mapping[type[Exception], tuple[str, str]] = MappingProxyType(
+    {
+        jwt.ExpiredSignatureError: ("expired_api_key", "The token has expired."),
+        jwt.ImmatureSignatureError: ("invalid_api_key", "The token is not valid yet."),
+        jwt.InvalidAudienceError: ("invalid_api_key", "The token is for another audience."),
+        jwt.InvalidSignatureError: ("invalid_api_key", "The token's signature is wrong."),
+    }
+)
+
+
+def _refusal(code: str) -> Refusal:
+    return Refusal(code, "The token has expired.")
+
+
+def _object(part: bytes) -> dict[str, Any]:
+    """A part of a token, which is JSON in base64. Raises Refusal."""
+    try:
+        found = orjson.loads(urlsafe_b64decode(part + b"=" * (-len(part) % 4)))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Refusal(*_INVALID)
+    return found
+
+
+# What claims say
+
+
+def _read(claims: Mapping[str, Any], issuer: Issuer) -> Verdict:
+    """A checked token's claims. Raises Refusal for one that cannot be a principal here."""
+    names, subject = issuer.claims, _claim(claims, issuer.claims.subject)
+    if not isinstance(subject, str) or not _SUBJECT.fullmatch(subject):
+        raise Refusal("invalid_api_key", f"The token's claim {names.subject} is no name.")
+    models, priority = _claim(claims, names.models), _claim(claims, names.priority)
+    return Verdict(
+        _entry(claims, issuer),
+        subject,
+        float(claims["exp"]) + issuer.leeway,
+        _words(_claim(claims, names.team), names.team),
+        None if models is None else _words(models, names.models),
+        None if priority is None else _number(priority, names.priority),
+    )
+
+
+def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
+    """The configured entry as which it counts: the only one, or the first that it names."""
+    if issuer.claims.key is None:
+        return issuer.keys[0]
+    named = _words(_claim(claims, issuer.claims.key), issuer.claims.key)
+    found = next((name for name in named if name in issuer.keys), None)
+    if found is None:
+        raise Refusal("invalid_api_key", f"The token's claim {issuer.claims.key} names no key of this gateway.")
+    return found
+
+
+def _claim(claims: Mapping[str, Any], name: str | None) -> object:
+    """A claim by its name, or by the way that leads into one; None where there is none."""
+    if name is None or name in claims:
+        return claims.get(name) if name is not None else None
+    found: object = claims
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _words(value: object, name: str | None) -> tuple[str, ...]:
+    """A list of texts, or the words of one text. Raises Refusal."""
+    found = value.split() if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or len(found) > _MOST_NAMES or not all(isinstance(word, str) for word in found):
+        raise Refusal("invalid_api_key", f"The token's claim {name} is no list of at most {_MOST_NAMES} names.")
+    return tuple(found)
+
+
+def _number(value: object, name: str | None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -_INT64 <= value < _INT64:
+        raise Refusal("invalid_api_key", f"The token's claim {name} is no whole number.")
+    return value

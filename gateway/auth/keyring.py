@@ -1,0 +1,137 @@
+"""Whose request this is: from headers to a key of the configuration.
+
+The rule: no I/O and no memory of what strangers send. A token is hashed and looked up in a dict made with the
+``Snapshot``; a bad one leaves nothing behind. It runs before the body is read.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from gateway.api.errors import Refusal
+from gateway.auth import keys
+from gateway.snapshot.snapshot import Key
+
+if TYPE_CHECKING:
+    from gateway.auth.jwt import Tokens
+
+_ONE_WORD = re.compile(rb"[\x21-\x7e]+\Z")  # of visible ASCII (RFC 6750's b64token and every key in use)
+_LONGEST = 512  # bytes of a key
+
+_QUOTED = "The API key is in quotes. Send it without them."
+_UNSET = "The API key is a placeholder: it begins with '{}'. Put the key in its place."
+_MARKS: Mapping[bytes, str] = {
+    b'"': _QUOTED,
+    b"'": _QUOTED,
+    b"`": _QUOTED,
+    b"$": _UNSET.format("$"),
+    b"<": _UNSET.format("<"),
+    b"{": _UNSET.format("{"),
+}
+"""What no key begins with, and what is wrong where one does: a mistake in a shell or a configuration file."""
+
+_MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
+"""Headers in which other APIs expect a key. Only Anthropic's routes read the first."""
+
+
+class Keyring:
+    """The keys of one snapshot, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
+
+    def __init__(self, keys: Iterable[Key], tokens: Tokens | None = None) -> None:
+        self._tokens = tokens
+        self._by_digest: dict[bytes, Key] = {}
+        self._anonymous: Key | None = None
+        for key in keys:
+            self._by_digest.update((digest, _shown_by(key, digest)) for digest in key.digests)
+            if key.anonymous and not key.revoked:
+                self._anonymous = key
+
+    def authenticate(self, authorization: bytes | None, api_key: bytes | None = None, sent: Container[bytes] = ()) -> Key:
+        """The key that a request shows by ``Authorization: Bearer`` or, where the route knows it, ``x-api-key``.
+
+        ``sent``: the names of all headers, among which a key is looked for that no route reads. Raises Refusal missing_api_key,
+        invalid_api_key or expired_api_key. With an anonymous key configured, a request without a key and a well-formed bearer that
+        cannot be one of the configured keys both count as anonymous (clients send ``not-needed``). A malformed or misplaced key is
+        refused.
+        """
+        token = _bearer(authorization) if authorization is not None else api_key
+        if not token:
+            return self._without_key(authorization, api_key, sent)
+        digest = sha256(token).digest()
+        key = self._by_digest.get(digest)
+        if key is None:
+            return (self._tokens.key(token, digest) if self._tokens is not None else None) or self._stranger(token)
+        if _has_ended(key):
+            if key.revoked:
+                raise Refusal("invalid_api_key", "This API key has been revoked.")
+            raise Refusal("expired_api_key", "This API key has expired.")
+        return key
+
+    def _without_key(self, authorization: bytes | None, api_key: bytes | None, sent: Container[bytes]) -> Key:
+        if authorization is not None:
+            raise Refusal("missing_api_key", "The Authorization header has no key after 'Bearer'. Set the key, or leave the header out.")
+        if api_key is not None:
+            raise Refusal("missing_api_key", "The header 'x-api-key' is empty. Set the key, or leave the header out.")
+        for name in _MISPLACED:
+            if name in sent:
+                raise Refusal(
+                    "invalid_api_key", f"The header '{name.decode()}' is not read here. Send the key as 'Authorization: Bearer <key>'."
+                )
+        anonymous = self._anonymous
+        if anonymous is None or _has_ended(anonymous):
+            raise Refusal("missing_api_key", "No API key was sent. Send it as 'Authorization: Bearer <key>'.")
+        return anonymous
+
+    def _stranger(self, token: bytes) -> Key:
+        if token[:1] in _MARKS:
+            raise Refusal("invalid_api_key", _MARKS[token[:1]])
+        if _ONE_WORD.match(token) is None:
+            raise Refusal("invalid_api_key", "The API key has a space or another character that no key has.")
+        anonymous = self._anonymous
+        if anonymous is not None and not token.startswith(b"sk-") and not _has_ended(anonymous):
+            return anonymous
+        if len(token) > _LONGEST:
+            raise Refusal("invalid_api_key", f"The API key is longer than {_LONGEST} bytes.")
+        raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
+
+
+def _has_ended(key: Key) -> bool:
+    return key.expires is not None and time.time() >= key.expires
+
+
+def _shown_by(key: Key, digest: bytes) -> Key:
+    """The principal as one of its keys shows it: it ends with that key, and a revoked one has ended always."""
+    ends = [0.0] if key.revoked else [end for end in (key.expires, key.ends.get(digest)) if end is not None]
+    return key if ends in ([], [key.expires]) else replace(key, expires=min(ends))
+
+
+_MISTYPED = "The API key is mistyped: its checksum is wrong."
+
+
+def _mistyped(token: bytes) -> bool:
+    text = token.decode("ascii")
+    return keys.in_our_form(text) and not keys.well_formed(text)
+
+
+def _bearer(value: bytes) -> bytes:
+    """The token of an Authorization header, scheme in any case (RFC 9110, section 11.1).
+
+    Raises Refusal invalid_api_key for another scheme.
+    """
+    scheme, _, token = value.partition(b" ")
+    if scheme != b"Bearer" and scheme.lower() != b"bearer":
+        raise Refusal("invalid_api_key", "The Authorization header must have the form 'Bearer <key>'.")
+    return token.strip(b" ")
+
+
+AUTH_REASONS: Mapping[str, str] = {
+    "missing_api_key": "missing",
+    "invalid_api_key": "invalid",
+    "expired_api_key": "expired",
+}
+"""The ``reason`` label of the metrics by the error's code."""

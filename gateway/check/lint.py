@@ -1,0 +1,111 @@
+"""What a good configuration says that deserves a look: an admin port without a token, keys that have ended, and costs
+that nothing bounds. Pure.
+
+The rule: a note forbids nothing; what is wrong is told as a problem, elsewhere, and what is written wrongly is not there for a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from gateway.client.addresses import is_loopback
+from gateway.config import Key, Note
+from gateway.config.models import matches
+from gateway.config.references import Draft, Place
+from gateway.key_management.key_list import state
+
+_COSTS = ("cost_per_day", "cost_per_month")
+OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
+"""Also logged when the gateway starts."""
+_NAMED = 5
+Scope = Sequence[str] | None
+"""Patterns of models; None is all of them."""
+
+
+class _Model(NamedTuple):
+    id: str
+    names: Sequence[str]
+
+
+def notes(draft: Draft, now: datetime) -> Iterator[Note]:
+    """All of them. ``now`` is aware."""
+    yield from _open_admin_port(draft)
+    yield from _ended(draft, now)
+    yield from _unbounded(draft)
+
+
+def note(place: Place, message: str) -> Note:
+    """One of a place."""
+    problem = place.problem(message)
+    return Note(problem.file, problem.line, problem.path, problem.message)
+
+
+def _open_admin_port(draft: Draft) -> Iterator[Note]:
+    admin = draft.top.get("server", "admin")
+    host = admin.get("host")
+    if isinstance(host.value, str) and not is_loopback(host.value) and admin.get("token").value is None:
+        yield note(host, OPEN_ADMIN_PORT)
+
+
+def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
+    for place in draft.keys:
+        key = _key(place)
+        if key is not None and state(key, now) == "expired":
+            ends = place.get("hash") if key.expires is None or key.expires > now else place.get("expires")
+            yield note(ends, "has ended: no key of this entry is taken any more")
+
+
+def _key(place: Place) -> Key | None:
+    try:
+        return Key.model_validate(place.value)
+    except ValidationError:
+        return None
+
+
+def _unbounded(draft: Draft) -> Iterator[Note]:
+    """Limits of cost whose holder may use models that have no price: those cost nothing."""
+    free = [_Model(str(model.get("id").value), _names(model)) for model in draft.models if model.get("price").value is None]
+    if not free or len(free) == len(draft.models):
+        return  # where there is no price at all, that is a problem
+    for key in draft.keys:
+        yield from _of(key, [_scope(key)], free)
+    by_claim = any(issuer.get("claims", "team").value is not None for issuer in draft.top.each("jwt"))
+    for team in draft.top.each("teams"):
+        keys = [key for key in draft.keys if by_claim or key.get("team").value == team.get("id").value]
+        yield from _of(team, list(map(_scope, keys)), free)
+
+
+def _of(holder: Place, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
+    limits = holder.get("limits")
+    costs = [place for place in (_cost(limits), *map(_cost, limits.each("models"))) if place is not None]
+    if not costs:
+        return
+    usable = [model for model in free if any(_permits(scope, model) for scope in scopes)]
+    for cost in costs:
+        rows = cost.source.at((*cost.path[:-1], "models")) if "models" in cost.path else None
+        if unbounded := [model.id for model in usable if _permits(rows, model)]:
+            more = f" and {len(unbounded) - _NAMED} more" if len(unbounded) > _NAMED else ""
+            yield note(cost, f"does not bound models that have no price: {', '.join(unbounded[:_NAMED])}{more}")
+
+
+def _cost(limits: Place) -> Place | None:
+    return next((limits.get(name) for name in _COSTS if limits.get(name).value is not None), None)
+
+
+def _scope(key: Place) -> Scope:
+    listed = key.get("models")
+    return None if listed.value is None else [place.value for place in listed.items() if isinstance(place.value, str)]
+
+
+def _permits(scope: Scope, model: _Model) -> bool:
+    return scope is None or any(matches(pattern, name) for pattern in scope for name in model.names)
+
+
+def _names(model: Place) -> list[str]:
+    """The model's, and those of its adapters, which cost what it costs."""
+    adapters = [name for lora in model.each("loras") for name in (lora.get("id"), *lora.each("aliases"))]
+    return [place.value for place in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(place.value, str)]

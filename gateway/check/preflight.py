@@ -1,0 +1,272 @@
+"""What a launch would fail on, said before it is tried: missing programs and files, names that vLLM does not know, GPUs.
+
+Every check is a generator over the raw document, as those in ``config.references``, and is given what is known of
+this machine; nothing here starts or reads anything. The rule: a command that is not vLLM's is not judged by vLLM's
+names, and what is only unusual is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.check.lint import note
+from gateway.config import Note, Problem
+from gateway.config.models import Launch, matches
+from gateway.config.problems import did_you_mean
+from gateway.config.references import Draft, Place
+from gateway.config.source import reason
+from gateway.config.values import exists
+from upstream.vllm.command_line import flag_of
+from upstream.vllm.installed_vllm import runs_vllm_itself
+from upstream.vllm.known_names import KnownNames
+from upstream.vllm.path_options import absolute_words, has_to_exist, is_local, paths
+from upstream.vllm.presets import PRESETS, preset_for
+
+_DECIDED = {"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice", "config", "runner", "convert"}
+"""Options by which the operator has decided on parsers, or that a model generates no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of where the servers would run.
+
+    ``names``: those that the vLLM of a command knows. ``gpus``: how many there are, None without an NVIDIA driver.
+    ``folder``: where relative paths start from. ``why_not_executable``: why a program, found in this PATH (None: that of the servers'
+    environment), cannot be executed; empty when it can.
+    """
+
+    names: Callable[[tuple[str, ...]], KnownNames]
+    gpus: int | None
+    folder: Path
+    why_not_executable: Callable[[str, str | None], str] = lambda _program, _path: ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A model that is launched, as far as it is written well. ``args``: each by its flag; ``written``: each by its key."""
+
+    model: Place
+    launch: Place
+    command: tuple[str, ...]
+    args: Mapping[str, Place]
+    written: Mapping[str, Place]
+
+    def value(self, flag: str) -> Any:
+        return self.args[flag].value if flag in self.args else None
+
+
+def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
+    """Everything that a launch would fail on; what is a ``Note`` does not forbid it."""
+    launched = _all_launched(draft)
+    for each in launched:
+        yield from _certain(each, machine)
+        if runs_vllm_itself(each.command):
+            yield from _priorities(each, draft)
+            yield from _family(each)
+    yield from _gpus(launched, machine.gpus)
+    yield from _shared_gpus(launched)
+
+
+def certain_failures(draft: Draft, machine: Machine, models: Set[str]) -> list[Problem]:
+    """What keeps the servers of these models from starting, whatever else runs on the machine."""
+    launched = [each for each in _all_launched(draft) if each.model.get("id").value in models]
+    own = [each for each in launched if runs_vllm_itself(each.command)]
+    found = [*(problem for each in launched for problem in _certain(each, machine)), *_gpus(own, machine.gpus)]
+    return [problem for problem in found if not isinstance(problem, Note)]
+
+
+def missing(draft: Draft, machine: Machine) -> list[Problem]:
+    """Programs and files that launches need and that are not there; vLLM is not asked for anything."""
+    return [problem for each in _all_launched(draft) for problem in _missing(each, machine)]
+
+
+def _certain(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    yield from _missing(each, machine)
+    if runs_vllm_itself(each.command):
+        names = machine.names(each.command)
+        yield from _flags(each, names)
+        yield from _parsers(each, names)
+        yield from _automatic_tools(each)
+
+
+def _missing(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    yield from _program(each, machine)
+    if runs_vllm_itself(each.command):
+        yield from _weights(each, machine.folder)
+        yield from _files(each, machine.folder)
+
+
+def _all_launched(draft: Draft) -> list[_Launched]:
+    return [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
+
+
+def _launched(model: Place) -> _Launched:
+    launch = model.get("launch")
+    written = launch.get("command").value
+    words = Launch.model_fields["command"].default if written is None else written
+    command = tuple(words) if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words) else ()
+    args = launch.get("args")
+    keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
+    flags = {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys}
+    return _Launched(model, launch, command, _of_the_preset(launch.get("preset")) | flags, {key: args.get(key) for key in keys})
+
+
+def _of_the_preset(preset: Place) -> dict[str, Place]:
+    """The options that a preset sets, each as if it stood where the preset is named."""
+    known = PRESETS.get(preset.value) if isinstance(preset.value, str) else None
+    return {} if known is None else {flag: Place(preset.source, preset.path, value) for flag, value in known.args.items()}
+
+
+def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
+    """The first word of the command has to be a program, by the PATH that the server gets."""
+    if not each.command:
+        return
+    [program] = absolute_words(each.command[:1], machine.folder, exists)
+    path = each.launch.get("env", "PATH").value
+    if why := machine.why_not_executable(program, path if isinstance(path, str) else None):
+        written = each.launch.get("command")
+        yield (each.launch if written.value is None else written).problem(why)
+
+
+def _files(each: _Launched, folder: Path) -> Iterator[Problem]:
+    """What an option names as a file has to be there, beside the configuration where the path is relative."""
+    args = {key: place.value for key, place in each.written.items()}
+    for named in paths(args):
+        if has_to_exist(named) and (wrong := _nothing_at(folder / named.path)):
+            place = each.written[named.key]
+            yield (place.get(named.field) if named.field else place).problem(wrong)
+
+
+def _flags(each: _Launched, names: KnownNames) -> Iterator[Problem]:
+    for flag, place in each.args.items():
+        if not names.knows(flag):
+            plain = [known for known in names.flags if not known.startswith("no-")]
+            yield place.problem(f"vLLM {names.version} has no option --{flag}{did_you_mean(flag, plain)}")
+        elif place.value is False and not names.knows(f"no-{flag}"):
+            yield place.problem(f"vLLM {names.version} has no option --no-{flag}: leave {flag} out")
+
+
+def _parsers(each: _Launched, names: KnownNames) -> Iterator[Problem]:
+    kinds = {
+        "reasoning-parser": (names.reasoning_parsers, "reasoning-parser-plugin"),
+        "tool-call-parser": (names.tool_parsers, "tool-parser-plugin"),
+    }
+    for flag, (known, plugin) in kinds.items():
+        value = each.value(flag)
+        if isinstance(value, str) and value and value not in known and plugin not in each.args:
+            yield each.args[flag].problem(f"vLLM {names.version} has no {flag} of this name{did_you_mean(value, known)}")
+
+
+def _automatic_tools(each: _Launched) -> Iterator[Problem]:
+    parser, automatic = each.value("tool-call-parser"), each.value("enable-auto-tool-choice")
+    if "config" in each.args:
+        return  # the rest may be in vLLM's own file
+    if automatic is True and not parser:
+        yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
+    if parser and automatic is not True:
+        yield note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+
+
+def _family(each: _Launched) -> Iterator[Problem]:
+    """Tools and reasoning that are off for a model whose parsers are known, and a template that a preset's tool calls need."""
+    preset = each.launch.get("preset")
+    if preset.value is None:
+        named = each.launch.get("model").value or each.model.get("id").value
+        family = preset_for(named) if isinstance(named, str) and not each.args.keys() & _DECIDED else None
+        if family is not None:
+            what = " and ".join(filter(None, ("tool calls" * bool(PRESETS[family].tools), "reasoning" * bool(PRESETS[family].reasoning))))
+            yield note(each.launch, f"{what} are not set up; `preset: {family}` sets up the parsers of this family")
+        return
+    template = PRESETS[preset.value].template if isinstance(preset.value, str) and preset.value in PRESETS else ""
+    if template and "chat-template" not in each.args:
+        yield note(preset, f"for tool calls vLLM recommends chat-template: {template}, of the examples in its repository")
+
+
+def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
+    """vLLM takes requests as they come unless it is told otherwise, and without a bound none wait in front of it."""
+    keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
+    if (
+        keys
+        and each.model.get("max_inflight").value is None
+        and "config" not in each.args
+        and each.value("scheduling-policy") != "priority"
+    ):
+        known = each.model.get("id").value
+        yield note(
+            keys[0].get("priority"), f"has no effect on `{known}` without max_inflight, or scheduling-policy: priority in its launch.args"
+        )
+
+
+def _may_use(key: Place, model: Place) -> bool:
+    patterns = [place.value for place in key.each("models") if isinstance(place.value, str)]
+    names = [place.value for place in (model.get("id"), *model.each("aliases")) if isinstance(place.value, str)]
+    return key.get("models").value is None or any(matches(pattern, name) for pattern in patterns for name in names)
+
+
+def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
+    """What is written as a path has to be there; any other name is the hub's."""
+    named = each.launch.get("model")
+    written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
+    for place in written:
+        if isinstance(place.value, str) and is_local(place.value) and (wrong := _nothing_at(folder / place.value)):
+            yield place.problem(wrong)
+
+
+def _nothing_at(path: Path) -> str:
+    """Why a server would find nothing there; no word where it would find something."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return "there is no such file or folder"
+    except OSError as error:  # a folder on the way that this user may not enter, a name that is too long
+        return f"cannot be looked at: {reason(error)}"
+    return ""
+
+
+def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]:
+    wanted = [gpu for each in launched for replica in each.launch.each("gpus") for gpu in replica.items() if _is_number(gpu.value)]
+    if count is None:
+        yield from (note(gpu, "there is no NVIDIA driver on this machine, so GPUs are not checked") for gpu in wanted[:1])
+        return
+    for gpu in wanted:
+        if gpu.value >= count:
+            there = f"those here are 0 to {count - 1}" if count > 1 else "there is GPU 0 alone" if count else "there is none"
+            yield gpu.problem(f"there is no GPU {gpu.value}: {there}")
+
+
+def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
+    owners: dict[int, list[tuple[_Launched, Place]]] = {}
+    for each in launched:
+        for replica in each.launch.each("gpus"):
+            for gpu in replica.items():
+                if _is_number(gpu.value):
+                    before = next((found for found in owners.setdefault(gpu.value, []) if _collide(found, (each, replica))), None)
+                    if before is not None:
+                        yield gpu.problem(_sharing(gpu, *before, each))
+                    owners[gpu.value].append((each, replica))
+
+
+def _collide(one: tuple[_Launched, Place], other: tuple[_Launched, Place]) -> bool:
+    if one[0] is other[0]:
+        return one[1].path != other[1].path
+    return _both_at_once(one[0].launch, other[0].launch)
+
+
+def _both_at_once(one: Place, other: Place) -> bool:
+    """Whether the gateway would start both: it makes models on demand, and those of a group, take turns."""
+    grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
+    return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
+
+
+def _sharing(gpu: Place, owner: _Launched, replica: Place, each: _Launched) -> str:
+    if owner is each:
+        return f"GPU {gpu.value} is another replica's already; each needs GPUs of its own"
+    where = f"`{owner.model.get('id').value}` (line {replica.source.line(replica.path)})"
+    return f"GPU {gpu.value} is given to {where} too, and both run at once: start one on_demand, or put both into one group"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,80 @@
+"""How a command has a conversation with a running gateway: of this machine and user, or behind an admin port.
+
+Owns the options that name a gateway elsewhere; one of this machine is named by its configuration. The rule: what can go wrong is one
+sentence for the operator, and an exit code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from gateway.cli.output import BAD_USAGE, FAILED, say_error
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+
+AdminUrl = Annotated[
+    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of a FILE.",
+                             show_default=False)
+]  # fmt: skip
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.",
+                              show_default=False)
+]  # fmt: skip
+
+
+class Where(NamedTuple):
+    """The gateway that is meant: the one that runs with a configuration here, or the one behind an admin port."""
+
+    config: Path
+    admin: str | None = None
+    token_file: Path | None = None
+
+    def client(self) -> AbstractContextManager[AdminClient]:
+        """Raises OSError and ValueError where the token cannot be read."""
+        from gateway.admin.client import admin_client, remote_admin_client
+        from gateway.admin.unix_socket import socket_path
+
+        if self.admin is None:
+            return admin_client(socket_path(self.config, os.environ))
+        return remote_admin_client(self.admin, None if self.token_file is None else _token(self.token_file))
+
+    def unreachable(self, why: str) -> str:
+        if self.admin is not None:
+            return f"{self.admin}: {why}"
+        hint = "" if self.config.exists() else ", and there is no such file; name it as the last argument"
+        return f"no gateway of this user runs with {self.config}{hint}"
+
+
+def _token(file: Path) -> str:
+    """The token that a file holds. Raises OSError and ValueError."""
+    token = file.read_text("ascii").strip()
+    if not token or not token.isprintable():
+        raise ValueError("a header could not hold it")
+    return token
+
+
+def asked(where: Where, ask: Callable[[AdminClient], None]) -> int:
+    """Have a conversation with a gateway."""
+    from gateway.admin.client import RefusedError, UnreachableError
+
+    if where.token_file is not None and where.admin is None:
+        return say_error("--token-file goes with --admin; a gateway of this machine and user asks for no token", BAD_USAGE)
+    try:
+        client = where.client()
+    except (OSError, ValueError) as error:
+        return say_error(f"{where.token_file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}", FAILED)
+    try:
+        with client as gateway:
+            ask(gateway)
+    except UnreachableError as error:
+        return say_error(where.unreachable(str(error)), FAILED)
+    except RefusedError as error:
+        return say_error(str(error), FAILED)
+    return 0

@@ -1,0 +1,33 @@
+"""How a command is given its configuration: as its last argument, by ``--config``, or not at all for ``gateway.yaml`` here.
+
+The rule: every command that reads a configuration takes it in all three ways.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.output import BAD_USAGE, say_error
+
+DEFAULT = Path("gateway.yaml")
+
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.", show_default=False)]
+
+
+def named_config(argument: Path | None, option: Path | None) -> Path | None:
+    """Return the configuration that a command line names; None if it names none. Ends the command if it names two."""
+    if argument is not None and option is not None:
+        say_error(f"the configuration is given twice: {argument} and --config {option}", BAD_USAGE)
+        raise typer.Exit(BAD_USAGE)
+    return option if argument is None else argument
+
+
+def config_file(argument: Path | None, option: Path | None) -> Path:
+    """Return the configuration that a command is to use. Ends the command if the command line names two."""
+    return named_config(argument, option) or DEFAULT

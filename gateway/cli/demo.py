@@ -1,0 +1,94 @@
+"""The demo: the whole gateway with a simulated model that it launches itself, a fresh key, and a curl line that works.
+
+Owns a temporary folder with the configuration, gone in the end. Nothing in the gateway knows that it is a demo.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from gateway.auth import keys
+from gateway.control.serve import serve
+from gateway.control.startup_messages import Announcer
+
+MODEL = "demo/qwen3"
+_PORTS = (8000, 9090)
+
+
+def run() -> int:
+    """Serve the demo until it is told to stop; returns the exit code."""
+    key = keys.mint("demo")
+    with tempfile.TemporaryDirectory(prefix="vllm-gateway-demo-") as folder:
+        file = Path(folder) / "gateway.yaml"
+        data, admin = _free_ports()
+        file.write_text(yaml.safe_dump(configuration(key, data, admin), sort_keys=False))
+        os.environ["XDG_STATE_HOME"] = folder  # the launched server's log goes with the folder
+        return serve(file, _DemoAnnouncer(key, data))
+
+
+def configuration(key: str, data: int, admin: int) -> dict[str, object]:
+    """What the demo is configured with."""
+    return {
+        "server": {"host": "127.0.0.1", "port": data, "admin": {"port": admin}},
+        "models": [
+            {
+                "id": MODEL,
+                "aliases": ["demo"],
+                "launch": {
+                    "command": [sys.executable, "-P", "-m", "upstream.simulator"],
+                    "args": {
+                        "reasoning-parser": "qwen3",
+                        "enable-auto-tool-choice": True,
+                        "tool-call-parser": "qwen3_coder",
+                        "max-model-len": 32768,
+                    },
+                },
+            }
+        ],
+        "keys": [{"id": "demo", "hash": keys.hash_of(key)}],
+    }
+
+
+class _DemoAnnouncer(Announcer):
+    """Says, when the model is up, what to type."""
+
+    def __init__(self, key: str, port: int) -> None:
+        super().__init__()
+        self._key = key
+        self._port = port
+
+    def serving(self, up: int, total: int) -> None:
+        super().serving(up, total)
+        if up:
+            print(_WORDS.format(port=self._port, key=self._key, model=MODEL), flush=True)
+
+
+_WORDS = """
+Try it from another terminal (add "stream": true to see it stream):
+
+curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \
+-d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+
+Ctrl-C stops it."""
+
+
+def _free_ports() -> tuple[int, int]:
+    """The usual ports where they are free, others where not."""
+    first, second = (_free(port) for port in _PORTS)
+    return first, second
+
+
+def _free(port: int) -> int:
+    for wish in (port, 0):
+        try:
+            with socket.create_server(("127.0.0.1", wish)) as probe:
+                return int(probe.getsockname()[1])
+        except OSError:
+            continue
+    raise OSError("no port is free on 127.0.0.1")

@@ -1,0 +1,412 @@
+"""``vllm-gateway keys …``: make keys, replace them, revoke them, list them, take over those of another gateway.
+
+The rules: a key is printed once, when it is made, and is in no argument, file or message; what is written into the
+configuration's files is ``keybook``'s to do, and a gateway that runs with them follows by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, asked
+from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
+from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from gateway.config import Config, Key
+    from gateway.key_management.key_file import Keybook
+    from gateway.key_management.key_list import LastUse
+    from gateway.key_management.keys_import import Found
+
+_ONCE = "This key is not stored and not shown again: keep it now."
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
+
+
+def new(
+    id: Annotated[str, typer.Option("--id", help="The id of the key's entry, e.g. team-a.", show_default=False)],
+    expires: Annotated[
+        str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.", show_default=False)
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.', show_default=False)
+    ] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+    write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
+    config: ConfigOption = None,
+    **limits: float | None,
+) -> int:
+    """Create a key.
+
+    Prints the key once, and the entry to add below `keys:` in the configuration. With --write or FILE, adds the entry itself.
+    """
+    from gateway.auth import keys
+    from gateway.key_management.yaml_edit import stanza
+
+    limited = {name: value for name, value in limits.items() if value is not None}
+    given = {"models": models or None, "expires": expires, "limits": limited or None, "team": team}
+    entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value is not None}
+    if wrong := _wrong(entry):
+        return say_error(f"--{wrong}", BAD_USAGE)
+    if _principal(entry).expired(datetime.now(UTC)):
+        return say_error("--expires: that is in the past, so the key would never be good", BAD_USAGE)
+    written = named_config(file, config)
+    key = keys.mint(id)
+    entry = {"id": id, "hash": keys.hash_of(key)} | entry
+    if not write and written is None:
+        typer.echo(f"{key}\n\n{stanza(entry, 2)}")
+        typer.echo(_ONCE, err=True)
+        return 0
+    return _written(lambda: _show_new(key, f"{id} is in {_keybook(written or DEFAULT).add([entry])}"))
+
+
+def rotate(
+    id: Identity,
+    file: ConfigArgument = None,
+    overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay valid, e.g. 12h; 0s ends them now.")] = "7d",
+    config: ConfigOption = None,
+) -> int:
+    """Replace a key: create a new one, and let the former ones expire.
+
+    Prints the new key once.
+    """
+    from gateway.auth import keys
+    from gateway.config.quantities import parse_duration
+    from gateway.key_management.key_list import instant
+
+    now = datetime.now(UTC)
+    try:
+        end = now + timedelta(seconds=parse_duration(overlap))
+    except ValueError as error:
+        return say_error(f"--overlap: {error}", BAD_USAGE)
+    except OverflowError:
+        return say_error("--overlap: that is beyond the year 9999", BAD_USAGE)
+    key, configured = keys.mint(id), config_file(file, config)
+
+    def act() -> None:
+        book = _keybook(configured)
+        entry = _principal(book.entry(id).value)
+        if entry.revoked or entry.expired(now):
+            raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
+        kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
+        good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
+        file = book.change(id, "hash", [*good, keys.hash_of(key)])
+        last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
+        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {last}" if good else ""
+        _show_new(key, f"{id} has a new key in {file}{until}")
+
+    return _written(act)
+
+
+def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Revoke all keys of an entry.
+
+    The entry stays in the file with `revoked: true`, so that its keys are rejected even if requests without a key are served.
+    """
+    configured = config_file(file, config)
+
+    def act() -> None:
+        book = _keybook(configured)
+        entry = book.entry(id).value
+        if entry.get("anonymous") is True:
+            raise _refusal(f"{id} is for requests that bring no key; take it out of the file to refuse them")
+        if entry.get("revoked") is True:
+            typer.echo(f"{id} was revoked already")
+            return
+        typer.echo(f"{id} is revoked in {book.change(id, 'revoked', True)}")
+
+    return _written(act)
+
+
+def show(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """List the keys, what they may use, and which expire soon.
+
+    Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere.
+    """
+    from gateway.config import ConfigurationError, load
+    from gateway.key_management.key_list import shown_keys
+
+    configured = config_file(file, config)
+    if admin is not None or token_file is not None:
+        return asked(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
+    try:
+        known = load(configured)
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    _print_listed(shown_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
+    return 0
+
+
+def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(listed["keys"], indent=2))
+    else:
+        _print_table(listed["keys"])
+        if listed["last_use_unknown"]:
+            typer.echo(f"the last use is not known: {listed['last_use_unknown']}", err=True)
+
+
+def _last_use(known: Config, file: Path) -> LastUse:
+    """From the ledger, where there is one."""
+    from gateway.key_management.key_list import LastUse
+
+    if known.ledger is None:
+        return LastUse(unknown="no ledger is configured")
+    from gateway.ledger.last_use import read_last_use  # with SQLAlchemy
+
+    return read_last_use(known, Path(os.path.abspath(file)).parent)
+
+
+def take_over(
+    source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.",
+                                           show_default=False)],
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+) -> int:  # fmt: skip
+    """Add the keys of another gateway to the configuration, as hashes.
+
+    Clients keep their keys. Keys that the configuration already has are skipped.
+    """
+    from gateway.config.source import reason
+    from gateway.key_management import keys_import
+
+    configured = config_file(file, config)
+    try:
+        found = keys_import.found(source.read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        return say_error(f"{source} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
+    except keys_import.BadLineError as error:
+        return say_error(f"{source}: {error}", FAILED)
+
+    def act() -> None:
+        book = _keybook(configured)
+        try:
+            listed = keys_import.sorted_out(keys_import.in_teams(found, book.teams), book.hashes, book.ids)
+        except keys_import.BadLineError as error:
+            raise _refusal(f"{source}: {error}") from error
+        place = _add_all(book, listed.fresh, source) if listed.fresh else configured
+        for words in (*listed.again, *(f"{one.place}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+            say_error(f"{source}: {words}", 0)
+        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
+        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
+
+    return _written(act)
+
+
+def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
+    """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
+    from gateway.key_management.key_file import SpoiledError
+
+    for one in fresh:
+        if wrong := _wrong(one.entry):
+            raise _refusal(f"{file}: {one.place}, {wrong}")
+    try:
+        return book.add([one.entry for one in fresh])
+    except SpoiledError as error:
+        for problem in error.problems:
+            if of_one := book.added(problem):
+                number, path = of_one
+                raise _refusal(f"{file}: {fresh[number].place}, {path}: {problem.message}") from error
+        raise
+
+
+def hash_of_key() -> int:
+    """Read a key from stdin and print its hash for the configuration.
+
+    Any text works as a key, but only keys of `keys new` are impossible to guess.
+    """
+    from gateway.auth.keys import hash_of
+
+    typer.echo(hash_of(_read_key()))
+    return 0
+
+
+def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Read a key from stdin and print the id of its entry.
+
+    Exits with 1 if the configuration does not have the key, or if it has expired.
+    """
+    from gateway.auth import keys
+    from gateway.config import ConfigurationError, load
+
+    configured = config_file(file, config)
+    try:
+        known = load(configured)
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    token = _read_key()
+    found = _holder(known, keys.hash_of(token))
+    if found is None:
+        mistyped = keys.in_our_form(token) and not keys.well_formed(token)
+        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {configured}", FAILED)
+    key, end = found
+    if key.revoked:
+        return say_error(f"{key.id}: revoked", FAILED)
+    if end is not None and end <= datetime.now(UTC):
+        return say_error(f"{key.id}: expired since {end.isoformat()}", FAILED)
+    typer.echo(f"{key.id}: valid{f', until {end.isoformat()}' if end else ''}, for {', '.join(key.models)}")
+    return 0
+
+
+def _holder(config: Config, digest: str) -> tuple[Key, datetime | None] | None:
+    """The entry that a hash is in, and when that key ends."""
+    for key in config.keys:
+        for one in key.hashes:
+            if one.text == digest:
+                return key, min((end for end in (key.expires, one.expires) if end is not None), default=None)
+    return None
+
+
+def _read_key() -> str:
+    """One line from stdin, asked for without echo at a terminal. Never from the command line, which others can see."""
+    if sys.stdin.isatty():
+        text: str = typer.prompt("Key", hide_input=True, err=True)
+    else:
+        try:
+            text = sys.stdin.buffer.read(65_536).decode()
+        except UnicodeDecodeError:
+            _refuse("what came on stdin is not UTF-8 text")
+    token = text.strip("\r\n")
+    if not token or "\n" in token:
+        _refuse("expected one key, on one line, on stdin")
+    return token
+
+
+def _refuse(message: str) -> NoReturn:
+    say_error(message, BAD_USAGE)
+    raise typer.Exit(BAD_USAGE)
+
+
+# What is written
+
+
+def _keybook(config: Path) -> Keybook:
+    from gateway.key_management.key_file import Keybook
+
+    return Keybook(config)
+
+
+def _refusal(message: str) -> Exception:
+    from gateway.key_management.key_file import KeybookError
+
+    return KeybookError(message)
+
+
+def _written(act: Callable[[], None]) -> int:
+    """Change the configuration's files; returns the exit code."""
+    from gateway.key_management.key_file import KeybookError, SpoiledError
+
+    try:
+        act()
+    except SpoiledError as error:
+        return print_problems(error.problems, err=True)
+    except KeybookError as error:
+        return say_error(str(error), FAILED)
+    return 0
+
+
+def _show_new(key: str, words: str) -> None:
+    typer.echo(key)
+    typer.echo(f"{words}\n{_ONCE}", err=True)
+
+
+def _wrong(entry: Mapping[str, Any]) -> str | None:
+    """What is wrong with an entry, as ``name: message``."""
+    from pydantic import ValidationError
+
+    from gateway.config import Key
+    from gateway.config.explain import findings
+
+    try:
+        Key.model_validate(entry)
+    except ValidationError as error:
+        finding = next(iter(findings(error, Key)))
+        return f"{str(finding.path[-1] if finding.path[0] == 'limits' else finding.path[0]).replace('_', '-')}: {finding.message}"
+    return None
+
+
+def _principal(entry: Any) -> Key:
+    from pydantic import ValidationError
+
+    from gateway.config import Key
+
+    try:
+        return Key.model_validate(entry)
+    except ValidationError as error:
+        raise _refusal(f"the entry of {entry.get('id')} is not good as it is; `vllm-gateway check` says why") from error
+
+
+# What is shown
+
+
+def _print_table(listed: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("id", "team", "state", "models", "expires", "last used", "hashes", "limits"):
+        table.add_column(title, overflow="fold")
+    for one in listed:
+        ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
+        limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
+        hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{ends}"
+        state = Text(one["state"], _COLORS.get(one["state"], ""))
+        cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
+        table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+_COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
+
+
+def commands() -> dict[str, Callable[..., int]]:
+    """By name."""
+    return {
+        "new": _with_limits(new),
+        "rotate": rotate,
+        "revoke": revoke,
+        "list": show,
+        "import": take_over,
+        "hash": hash_of_key,
+        "verify": verify,
+    }
+
+
+def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
+    """The command, with an option for each limit that a key can have in the place of ``**limits``."""
+    from gateway.config import Limits
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        return command(**given)
+
+    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # that one is no amount
+    signature = inspect.signature(command, eval_str=True)
+    plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
+    return run
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind = float if name.startswith("cost_") else int
+    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

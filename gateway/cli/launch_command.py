@@ -1,0 +1,44 @@
+"""What a launch would run, for people to read and to try by hand.
+
+It comes from the very functions that launch. The rule: no secret is in it, and whatever a run makes up (the internal
+key, the private folder, a free port) is shown as made up.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pydantic import SecretStr
+
+from gateway import config as conf
+from gateway.config import Config
+from gateway.fleet import plan
+from upstream.vllm.command_line import LaunchSettings, address_for, command_line, flag_of
+
+MASK = "***"
+_FOLDER = "/tmp/vllm-gateway-XXXXXXXX"  # noqa: S108  shown, not used
+_SECRET_FLAGS = {"hf-token"}
+_SECRET_NAMES = re.compile("TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
+
+
+def shown_launches(config: Config, model: str) -> Iterator[str]:
+    """One text for each replica of a launched model: a comment with its name, the variables, the words."""
+    for number, spec in enumerate(plan.launches(config)):
+        place = next(each for each in plan.places(config) if each.name == spec.name)
+        if place.model.id == model and place.model.launch is not None:
+            yield f"# {spec.name}\n{_shown(_masked(spec.settings, place.model.launch), f'{_FOLDER}/{number}.sock')}"
+
+
+def _masked(settings: LaunchSettings, launch: conf.Launch) -> LaunchSettings:
+    secret = {name for name, value in launch.env.items() if isinstance(value, SecretStr) or _SECRET_NAMES.search(name)}
+    env = {name: MASK if name in secret else value for name, value in settings.env.items()}
+    args = {key: MASK if flag_of(key) in _SECRET_FLAGS else value for key, value in settings.args.items()}
+    return replace(settings, env=env, args=args)
+
+
+def _shown(settings: LaunchSettings, socket: str) -> str:
+    line = command_line(settings, address_for(settings, uds=socket, free_port=lambda: 0), MASK)
+    return " \\\n".join([*(f"{name}={shlex.quote(value)}" for name, value in line.env.items()), shlex.join(line.argv)])

@@ -1,0 +1,362 @@
+"""The command ``vllm-gateway``.
+
+Owns what operators type and read: arguments, words, colors, exit codes. 0 means fine, 1 that it failed, 2 a
+wrong command line or a wrong configuration. The rule: an error is one line on stderr and never a traceback.
+Commands import what they need when they run, so that the command itself starts fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from gateway import __version__
+from gateway.cli import keys_commands
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, asked
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+    from gateway.config import Config, Problem
+    from gateway.config.source import Source
+
+_HELP = """One URL and one key in front of your vLLM servers.
+
+`vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
+
+_WIDE = 200
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)]
+
+
+def main() -> None:
+    """The entry point: runs the command line of this process and exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
+    try:
+        outcome = application(with_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
+        return outcome if isinstance(outcome, int) else 0
+    except typer.TyperException as error:
+        return say_error(error.format_message(), error.exit_code)
+    except typer.Abort:
+        return say_error("given up", FAILED)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader left: nothing is to be flushed at exit
+        return FAILED
+    except Exception as error:  # noqa: BLE001
+        return say_error(f"{type(error).__name__}: {error}", FAILED)
+
+
+def application(*, with_keys: bool) -> typer.Typer:
+    """Build the command line. The commands below ``keys`` cost the import of the settings, so they are left out unless wanted."""
+    app = typer.Typer(
+        help=_HELP,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+    app.command(cls=_Untouched, add_help_option=False)(simulate)
+    keys = typer.Typer(help="Create, replace, revoke and list keys.", rich_markup_mode=None)
+    for name, command in keys_commands.commands().items() if with_keys else ():
+        keys.command(name)(command)
+    app.add_typer(keys, name="keys")
+    return app
+
+
+class _Untouched(TyperCommand):
+    """A command whose arguments are another program's: none is looked at, ``--`` and ``--help`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    pass
+
+
+def serve(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Run the gateway until SIGTERM or Ctrl-C."""
+    from gateway.config import ConfigurationError
+    from gateway.control.serve import StartError
+    from gateway.control.serve import serve as control
+
+    try:
+        return control(config_file(file, config))
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    except StartError as error:
+        return say_error(str(error), FAILED)
+
+
+def demo() -> int:
+    """Run the gateway with a simulated model.
+
+    Creates a key and prints a curl command that works.
+    """
+    from gateway.cli.demo import run as run_demo
+
+    return run_demo()
+
+
+def simulate(context: typer.Context) -> int:
+    """Run a stand-in for a vLLM server.
+
+    All arguments are the simulator's: `vllm-gateway simulate --help` lists them.
+    """
+    from upstream.simulator import main as simulator
+
+    return simulator(context.args, f"{NAME} simulate")
+
+
+def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Check a configuration.
+
+    Prints one line for each problem, `file:line: path: message`, and one for each note: a setting that is probably a mistake,
+    a key that has expired, a cost without a limit. Reads secrets as `serve` does, and compares launches with this machine:
+    vLLM's options, GPUs, files. Exits with 2 if there are problems.
+    """
+    from gateway.config import ConfigurationError, Note, load
+    from gateway.config.source import read
+
+    checked = config_file(file, config)
+    once = {Path(os.path.abspath(checked)): read(checked)}  # a pipe has its text once
+    known, found = None, _preflight(checked, once)
+    try:
+        known = load(checked, instead=once)
+    except ConfigurationError as error:
+        found += error.problems
+    for problem in _in_order(found, checked):
+        print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
+    if known is None or not all(isinstance(problem, Note) for problem in found):
+        return BAD_USAGE
+    typer.echo(f"{checked} is fine: {_counted(known, len(found))}")
+    return 0
+
+
+def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
+    """What the launches of a configuration would fail on here, and what deserves a look."""
+    from gateway.check import lint
+    from gateway.check.launch_check import LaunchCheck
+    from gateway.config import drafted
+    from upstream.vllm.command_line import inherited
+
+    draft = drafted(file, once)
+    if draft is None:
+        return []
+    launches = LaunchCheck(inherited(os.environ, Path(sys.executable).parent), lambda words: typer.echo(words, err=True))
+    return [*launches.problems(draft), *lint.notes(draft, datetime.now(UTC))]
+
+
+def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
+    """By file and line, those of the configuration itself before those of other files."""
+    return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
+
+
+def schema() -> int:
+    """Print the configuration's JSON Schema, for editors."""
+    from gateway.config import schema as json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def status(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Show the state of the running gateway and of its models."""
+    from rich.console import Console
+
+    from gateway.admin.status_terminal import show
+    from gateway.admin.status_view import picture
+
+    def shown(known: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(known, indent=2))
+        else:  # what is no terminal has no width: nothing is to be wrapped there
+            show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    return asked(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
+
+
+def usage(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    by: Annotated[str, typer.Option(metavar="WHAT", help="Group by these, with commas: key, team, model, day, server.")] = "key,model",
+    since: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN",
+            help="Count from 2027-01-31, 2027-01, 2027-01-31T12:00, today, yesterday, this-month, or for a duration (12h).",
+        ),
+    ] = "30d",
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="Count to the beginning of this date, month or time; default: now.", show_default=False),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only this key, with the subjects of its tokens.", show_default=False)
+    ] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.", show_default=False)] = None,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Show usage by key, model and so on, from the ledger.
+
+    Reads the ledger's database, whether the gateway runs or not, or with --admin a gateway elsewhere. Days and times are UTC.
+    """
+    from rich.console import Console
+
+    from gateway.config import ConfigurationError, load
+    from gateway.ledger.errors import AwayError, QuestionError
+    from gateway.ledger.output import FORMATS
+    from gateway.ledger.queries import Answer, ask, question, told
+
+    def shown(answer: Answer) -> None:
+        FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
+    words = {name: value for name, value in given.items() if value is not None}
+    if form not in FORMATS:
+        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
+    try:
+        question(words, datetime.now(UTC))
+        configured = config_file(file, config)
+        if admin is not None or token_file is not None:
+            return asked(Where(configured, admin, token_file), lambda gateway: shown(told(gateway.usage(words))))
+        settings = load(configured).ledger
+        if settings is None:
+            return say_error(f"{configured} has no ledger", FAILED)
+        shown(ask(settings, Path(os.path.abspath(configured)).parent, words))
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    except QuestionError as error:
+        return say_error(str(error), BAD_USAGE)
+    except AwayError as error:
+        return say_error(f"the ledger's database does not answer: {error}", FAILED)
+    return 0
+
+
+def command(model: Model, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Print the commands that launch a model's servers.
+
+    One command for each replica, for a shell, with the variables that the gateway adds to the environment. Secrets and the internal
+    key are shown as ***. XXXXXXXX stands for the private folder that each run creates.
+    """
+    from gateway.cli.launch_command import shown_launches
+    from gateway.config import ConfigurationError, load
+    from gateway.config.problems import did_you_mean
+
+    configured = config_file(file, config)
+    try:
+        known = load(configured)
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    found = next((each for each in known.models if each.id == model), None)
+    if found is None:
+        return say_error(f"there is no model {model} in {configured}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+    if found.launch is None:
+        return say_error(f"{model} is not launched: its servers run elsewhere", FAILED)
+    typer.echo("\n\n".join(shown_launches(known, model)))
+    return 0
+
+
+def _operation(name: str, about: str) -> Callable[..., int]:
+    """Return a command that performs an operation on a model of the running gateway."""
+
+    def run(
+        model: Model,
+        file: ConfigArgument = None,
+        config: ConfigOption = None,
+        admin: AdminUrl = None,
+        token_file: TokenFile = None,
+    ) -> int:
+        from gateway.admin.status_view import in_a_line
+
+        return asked(
+            Where(config_file(file, config), admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model)))
+        )
+
+    run.__doc__ = about
+    return run
+
+
+def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+    """Stop the running gateway, as SIGTERM does.
+
+    The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
+    """
+
+    def ask(gateway: AdminClient) -> None:
+        gateway.drain()
+        typer.echo("the gateway is stopping; requests under way finish first")
+
+    return asked(Where(config_file(file, config), admin, token_file), ask)
+
+
+def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+    """Reload the configuration of the running gateway.
+
+    Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
+    """
+    read: dict[str, Any] = {}
+    code = asked(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
+    if code:
+        return code
+    for problem in read["problems"]:
+        typer.echo(problem, err=True)
+    if not read["successful"]:
+        return BAD_USAGE
+    for line in (*(read["changes"] or ["nothing has changed"]), *read["needs_restart"]):
+        typer.echo(line)
+    return 0
+
+
+def _counted(config: Config, notes: int) -> str:
+    counts = {"model": len(config.models), "key": len(config.keys), "note": notes}
+    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "serve": serve,
+    "check": check,
+    "status": status,
+    "reload": reload,
+    "drain": drain,
+    "usage": usage,
+    "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),
+    "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
+    "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),
+    "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
+    "command": command,
+    "schema": schema,
+    "demo": demo,
+}

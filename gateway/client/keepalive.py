@@ -1,0 +1,46 @@
+"""Comments on a stream that is silent, so that proxies between the gateway and its client keep the connection open.
+
+A comment is a line of its own that every reader of server-sent events skips (WHATWG HTML, section 9.2.6). The rules: it
+is written between whole events only, which is the only place where the relay ever rests; the first one commits the
+200, so whatever goes wrong after it is told in the stream; one clock looks at all streams, and an event costs nothing.
+"""
+
+from __future__ import annotations
+
+from gateway.client.request import ClientRequest
+from upstream.http.deadlines import Deadlines
+
+COMMENT = b": keep-alive\n\n"
+_HEAD = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+
+
+class Keepalive:
+    """Watches one stream until ``end``; ``every`` is in seconds."""
+
+    __slots__ = ("_call", "_deadlines", "_every", "_seen", "_since")
+
+    def __init__(self, call: ClientRequest, every: float, deadlines: Deadlines) -> None:
+        self._call = call
+        self._every = every
+        self._deadlines = deadlines
+        self._seen = call.bytes_out
+        self._since = call.received_at
+        deadlines.watch(self)
+
+    def end(self) -> None:
+        self._deadlines.forget(self)
+
+    def check(self, now: float) -> None:
+        """Write a comment when nothing has gone out for long enough."""
+        call = self._call
+        if call.bytes_out != self._seen:
+            self._seen, self._since = call.bytes_out, now
+        elif now - self._since >= self._every and not (call.response_complete or call.disconnected or call.write_paused):
+            self._comment()
+            self._seen, self._since = call.bytes_out, now
+
+    def _comment(self) -> None:
+        if not self._call.response_started:
+            self._call.start_response(200, _HEAD, None, COMMENT, event_stream=True)
+        elif self._call.is_event_stream:
+            self._call.write(COMMENT)

@@ -1,0 +1,153 @@
+"""The messages between control and a worker, and their framing on the socket pair.
+
+The rule: every message is a whole frame (a u32 length, little-endian, then MessagePack), of a bounded size and of one of the types below.
+Any other input closes the link, and so does a peer that leaves too much unread. Both processes run the same version of the program, so a
+frame carries no version number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
+
+from gateway.snapshot.snapshot import Snapshot
+from upstream.balancing.server import Condition
+
+MAX_FRAME = 256 * 1024 * 1024
+READ_AHEAD = 1024 * 1024
+"""Bytes that each end reads before a message is requested."""
+_LENGTH = struct.Struct("<I")
+
+
+class Health(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: the condition of each server by name, and the context length and task of each model by ID.
+
+    ``expected`` gives, by model ID, when a model that is down may be up, in seconds of the monotonic clock. Requests do not wait for a
+    model that is neither up nor in it. ``number`` grows with each message.
+    """
+
+    conditions: Mapping[str, Condition]
+    max_model_len: Mapping[str, int]
+    expected: Mapping[str, float] = {}
+    number: int = 0
+    tasks: Mapping[str, str] = {}
+
+
+class ApplySnapshot(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: serve by this snapshot. ``health`` is in the same message, so that no request meets an unknown server."""
+
+    snapshot: Snapshot
+    health: Health
+
+
+class StopKeepAlive(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: continue to serve, but close each connection after its response, so that clients reconnect elsewhere."""
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: accept no connections, finish open requests within ``seconds``, then exit."""
+
+    seconds: float
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: a liveness check. worker → control: the reply."""
+
+
+class SnapshotApplied(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: the snapshot of this version is in use. No request starts with an older one."""
+
+    version: int
+
+
+class HealthApplied(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: the ``Health`` with this number is in use. No request is sent by an older one."""
+
+    number: int
+
+
+class ModelRequested(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: since when requests wait for a model, in seconds of the monotonic clock. None: none waits any longer."""
+
+    model: str
+    since: float | None
+
+
+class UnknownSigningKey(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: a token of this issuer is signed with a key that its known JWKS does not contain."""
+
+    issuer: str
+
+
+class StoreStatus(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: why the limits store is unreachable. None: it responds."""
+
+    error: str | None
+
+
+_FromControl = ApplySnapshot | Health | StopKeepAlive | Drain | Ping
+_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus
+Message = _FromControl | _FromWorker
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class LinkBrokenError(Exception):
+    """The received bytes are not a valid frame."""
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message as a frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Link:
+    """One end of the socket pair.
+
+    ``max_unread`` is the number of sent bytes that the peer may leave unread. The next message then closes the link.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_unread: int = MAX_FRAME) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._max_unread = max_unread
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer closed its end, and every message has been read."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    def send(self, message: Message) -> None:
+        """Send a message in order, without waiting.
+
+        A message to a closed link is dropped. A link whose peer does not read is closed.
+        """
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > self._max_unread:
+            self._writer.transport.abort()
+        else:
+            self._writer.write(encode(message))
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Yield every message until the peer closes its end. Raises LinkBrokenError for bytes that are not a frame."""
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_FRAME:
+                    raise LinkBrokenError(f"a frame of {length} bytes")
+                body = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            try:
+                yield _decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise LinkBrokenError(str(error)) from error
+
+    def close(self) -> None:
+        """Close this end."""
+        self._writer.close()

@@ -1,0 +1,120 @@
+"""The data port's certificate, which follows its files.
+
+The rule: what is presented is always a pair that belongs together. A new one is tried before it is taken, from the very
+bytes that were read, and one that is no good leaves the old one in place. Connections that are open keep what they began with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.snapshot.snapshot import Tls
+from gateway.system.file_stat import Look, look
+
+_log = logging.getLogger("vllm_gateway.certificate")
+
+
+class CertificateError(Exception):
+    """These files are no certificate with its key. The words are for the operator and hold nothing of the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate chain and its key, as PEM."""
+
+    cert: bytes
+    key: bytes
+
+    @classmethod
+    def read(cls, files: Tls) -> Pair:
+        """What is in the files now. Raises CertificateError."""
+        try:
+            return cls(Path(files.cert).read_bytes(), Path(files.key).read_bytes())
+        except OSError as error:
+            raise CertificateError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Present this from the next handshake on. Raises CertificateError, after which ``context`` is good for nothing."""
+        with ExitStack() as stack:
+            cert, key = (stack.enter_context(_as_file(data)) for data in (self.cert, self.key))
+            try:
+                context.load_cert_chain(cert, key, password=_no_password)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                raise CertificateError(_reason(error)) from error
+
+    def check(self) -> None:
+        """Raises CertificateError when the two do not belong together."""
+        self.load_into(_context())
+
+
+class Certificate:
+    """The TLS context of a worker. Raises CertificateError when there is no good pair to begin with."""
+
+    def __init__(self, files: Tls) -> None:
+        self.context = _context()
+        self._stamp = _stamp(files)
+        self._pair = Pair.read(files)
+        self._pair.load_into(self.context)
+
+    def look(self, files: Tls) -> None:
+        """Take over a pair that has changed; called every second or so."""
+        stamp = _stamp(files)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._renew(Pair.read(files))
+        except CertificateError as error:
+            _log.error("the new certificate is not taken, the old one stays: %s", error)
+
+    def _renew(self, pair: Pair) -> None:
+        if pair == self._pair:
+            return
+        pair.check()
+        pair.load_into(self.context)
+        self._pair = pair
+        _log.warning("the certificate was renewed")
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _stamp(files: Tls) -> tuple[Look, ...]:
+    """What is different when a file is."""
+    return tuple(map(look, (files.cert, files.key)))
+
+
+@contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """Bytes as a file in memory, because ``ssl`` reads files only, and those on disk may change between two looks."""
+    fd = os.memfd_create("pem")
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _no_password() -> str:
+    """Without it OpenSSL would ask on the terminal."""
+    raise ValueError("the key is locked with a password; give one without")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.lower().replace("_", " ")
+    if isinstance(error, ssl.SSLError):
+        return "one of the files is not PEM"
+    return str(error)

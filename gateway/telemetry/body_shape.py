@@ -1,0 +1,112 @@
+"""What a request's body looked like, for an operator who looks for an error: names and sizes, never what somebody wrote.
+
+The rule: what is shown comes from the tables here. A name that is not in them is counted and not shown, a text is a length
+unless it is a word of the API, and a number is shown only where it is a setting. So no prompt, no schema and no secret can
+come out, wherever in a body a client has put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.api.media_urls import CONTAINERS
+
+_DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request's id that decide, and how many there are of such
+_MOST_NODES = 48  # values that one shape shows: its line in the log stays below what a pipe takes at once
+_MOST_MEMBERS = 8  # of a list
+_LARGEST = 10_000_000  # a larger number is no setting
+
+SETTINGS = frozenset(
+    """
+    add_generation_prompt add_special_tokens allowed_token_ids background best_of continue_final_message detail dimensions echo
+    effort enable_thinking encoding_format frequency_penalty ignore_eos include_reasoning include_stop_str_in_output include_usage
+    length_penalty logprobs max_completion_tokens max_output_tokens max_tokens max_tool_calls min_p min_tokens n normalize
+    parallel_tool_calls presence_penalty priority prompt_logprobs reasoning_effort repetition_penalty return_token_ids role
+    service_tier skip_special_tokens spaces_between_special_tokens store stream strict summary temperature thinking_token_budget
+    tool_choice top_k top_logprobs top_n top_p truncate_prompt_tokens truncation type use_beam_search verbosity
+    """.split()  # noqa: SIM905
+)
+"""The members whose numbers and words are shown."""
+
+PARTS = frozenset(
+    """
+    annotations arguments audio bad_words cache_salt chat_template chat_template_kwargs content conversation data documents file
+    file_data file_id filename format function functions guided_choice guided_grammar guided_json guided_regex id image_url images
+    include input input_audio input_type instructions json json_object json_schema logit_bias logits_processors media_type messages
+    metadata mm_processor_kwargs modalities model name output output_config parameters prediction prompt prompt_cache_key query
+    reasoning reasoning_content refusal regex response_format safety_identifier schema seed source stop stop_sequences
+    stop_token_ids stream_options structural_tag structured_outputs suffix system text text_1 text_2 thinking tool_call_id
+    tool_calls tools url user video_url web_search_options
+    """.split()  # noqa: SIM905
+)
+"""The members that are shown by what they hold."""
+
+WORDS = frozenset(
+    """
+    any array assistant auto base64 boolean custom detailed developer disabled enabled ephemeral file flex float function
+    function_call function_call_output grammar high image image_url input_audio input_file input_image input_text integer
+    json_object json_schema low max medium message minimal none number object output_text priority reasoning refusal regex required
+    string structural_tag system text thinking tool tool_result tool_use url user video_url xhigh
+    """.split()  # noqa: SIM905
+)
+"""The texts that are shown, as values of a setting."""
+
+
+class Sample:
+    """Which requests are shown: a ``share`` of them, from above 0 to 1, by their ids, which clients have no hand in."""
+
+    def __init__(self, share: float) -> None:
+        self._below = round(share * _IDS)
+
+    def takes(self, request_id: str) -> bool:
+        """Whether this one is shown."""
+        return int(request_id[-_DIGITS:], 16) < self._below
+
+
+def shape(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A body's shape, as JSON: at most ``_MOST_NODES`` values.
+
+    An object is one of its known members, with the number of the others in ``other``; a list is its first members and the number
+    of those that follow; ``text(5)`` stands for five characters, ``list(3)`` for a list whose members hold nothing else.
+    """
+    return _Sketch(_MOST_NODES).of_object(document)
+
+
+class _Sketch:
+    """One shape in the making: counts how many values it may still show."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def of_object(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        for name, member in value.items():
+            if self._left > 0 and (name in SETTINGS or name in PARTS):
+                self._left -= 1
+                shown[name] = self._of(member, setting=name in SETTINGS)
+        others = len(value) - len(shown)
+        return shown | {"other": others} if others else shown
+
+    def _of(self, value: Any, *, setting: bool) -> Any:
+        if isinstance(value, dict):
+            return self.of_object(value)
+        if isinstance(value, list):
+            return self._of_list(value)
+        if isinstance(value, str):
+            return value if setting and value in WORDS else f"text({len(value)})"
+        if value is None or isinstance(value, bool):
+            return value
+        return value if setting and abs(value) < _LARGEST else "number"
+
+    def _of_list(self, values: list[Any]) -> Any:
+        if CONTAINERS.isdisjoint(map(type, values)):
+            return f"list({len(values)})"
+        shown: list[Any] = []
+        for value in values[:_MOST_MEMBERS]:
+            if self._left <= 0:
+                break
+            self._left -= 1
+            shown.append(self._of(value, setting=False))
+        rest = len(values) - len(shown)
+        return [*shown, f"and {rest} more"] if rest else shown

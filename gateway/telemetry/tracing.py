@@ -1,0 +1,246 @@
+"""A span for each traced request: which trace it belongs to, what its server is told, and what the collector gets.
+
+The rules: on a request's way only ids are made; its span is made from its ``Record`` when it is over, by a thread of its own,
+and no request waits for a collector; a client's trace is continued (W3C Trace Context), but whether its request is
+traced is decided here, by the trace's id, so that all who decide by the same share decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway import __version__
+from gateway.snapshot.snapshot import Tracing
+
+if TYPE_CHECKING:  # the record names the trace; and what is not installed everywhere is loaded by the thread alone
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from gateway.telemetry.request_record import Record
+
+_MAX_WAITING = 16  # batches that may wait for a slow collector; a batch is what one tick gathered
+_MAX_SPANS = 2048  # that one batch may have
+_PATIENCE = 2.0  # seconds
+_DEADLINE = 10.0  # seconds for one batch
+_TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+_SHARE_OF = 1 << 64
+_log = logging.getLogger("vllm_gateway.tracing")
+
+OPERATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "/v1/chat/completions": "chat",
+        "/v1/responses": "chat",
+        "/v1/messages": "chat",
+        "/v1/completions": "text_completion",
+        "/v1/embeddings": "embeddings",
+    }
+)
+"""What the semantic conventions call the work of a route; for those that have no word for it, the end of its path is the word."""
+
+
+class Trace(msgspec.Struct, frozen=True, gc=False):
+    """Where a request stands in its trace: ids in hexadecimal digits. ``parent``: the client's span."""
+
+    trace_id: str
+    span_id: str
+    parent: str | None
+    sampled: bool
+
+    @property
+    def header(self) -> bytes:
+        """What the server is told, as a line. Who is not traced here is not traced there either, by those who heed it."""
+        span = self.span_id if self.sampled or self.parent is None else self.parent
+        return f"traceparent: 00-{self.trace_id}-{span}-0{int(self.sampled)}\r\n".encode()
+
+
+class Sampler:
+    """Decides which requests are traced, as TraceIdRatioBased of OpenTelemetry's SDKs does."""
+
+    def __init__(self, settings: Tracing) -> None:
+        self._bound = round(settings.sample * _SHARE_OF)
+
+    def begin(self, traceparent: bytes | None) -> Trace:
+        """The place of a request whose client sent this header; one that is not valid counts as none (Trace Context, 4.3)."""
+        given = _TRACEPARENT.fullmatch(traceparent) if traceparent is not None else None
+        if given is not None and given[1] == b"00" and given[4]:
+            given = None
+        digits = os.urandom(24).hex()
+        trace_id = given[2].decode() if given else digits[16:]
+        sampled = int(trace_id[16:], 16) < self._bound
+        return Trace(trace_id, digits[:16], given[3].decode() if given else None, sampled)
+
+
+class Spans:
+    """Gathers the records of traced requests; a thread, begun with the first of them, exports them. ``endpoint``: where to; ``scheme``:
+    what the data port speaks, http or https."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.scheme = "http"
+        self._records: list[Record] = []
+        self._waiting: queue.Queue[tuple[str, list[Record]] | None] = queue.Queue(_MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._exporters: dict[str, SpanExporter] = {}
+        self._resource: Resource | None = None
+        self.dropped = 0
+
+    def add(self, record: Record) -> None:
+        """Take a record; it is exported with the next flush."""
+        if len(self._records) < _MAX_SPANS:
+            self._records.append(record)
+        else:
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Hand over what has gathered; called a few times a second."""
+        if self._records:
+            self._begin()
+            try:
+                self._waiting.put_nowait((self.endpoint, self._records))
+                self._records = []
+            except queue.Full:
+                pass  # they stay, up to the bound, until the collector gets on
+        if self.dropped:
+            _log.warning("%d spans were dropped: the collector is slow, or not there", self.dropped)
+            self.dropped = 0
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._export, name="spans", daemon=True)
+            self._thread.start()
+
+    def _export(self) -> None:
+        """The thread: until told to stop."""
+        while (batch := self._waiting.get()) is not None:
+            endpoint, records = batch
+            try:
+                self._send(endpoint, records)
+            except Exception:  # noqa: BLE001  the outer edge: those that come later are exported
+                _log.exception("%d spans could not be exported", len(records))
+
+    def _send(self, endpoint: str, records: Sequence[Record]) -> None:
+        resource = self._resource = self._resource or _resource()
+        exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
+        exporter.export(list(_made(records, resource, self.scheme)))
+
+    def stop(self, patience: float) -> None:
+        """Export what is there and end the thread; a collector that stands still is given so many seconds."""
+        self.flush()
+        if self._thread is None:
+            return
+        try:
+            self._waiting.put(None, timeout=patience)
+        except queue.Full:
+            return  # the thread is a daemon and ends with the process
+        self._thread.join(patience)
+        for exporter in self._exporters.values():
+            exporter.shutdown()  # it tries no more
+
+
+@contextmanager
+def spans() -> Iterator[Spans]:
+    """Spans that have been exported when the block ends, unless their collector stands still."""
+    gathered = Spans()
+    try:
+        yield gathered
+    finally:
+        gathered.stop(_PATIENCE)
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(f"{endpoint}/v1/traces", timeout=_DEADLINE)
+
+
+def _resource() -> Resource:
+    """Who speaks; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    return Resource({"service.name": "vllm-gateway", "service.version": __version__}).merge(OTELResourceDetector().detect())
+
+
+def _made(records: Iterable[Record], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
+    for record in records:
+        try:
+            if record.trace is not None:
+                yield span(record, record.trace, resource, scheme)
+        except Exception:  # noqa: BLE001  one that cannot be told must not cost the others
+            _log.exception("a span")
+
+
+def span(record: Record, trace: Trace, resource: Resource, scheme: str) -> ReadableSpan:
+    """A finished request as a span of the kind SERVER."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    trace_id, flags = int(trace.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
+    context = SpanContext(trace_id, int(trace.span_id, 16), is_remote=False, trace_flags=flags)
+    parent = None if trace.parent is None else SpanContext(trace_id, int(trace.parent, 16), is_remote=True, trace_flags=flags)
+    start = int(record.started * 1e9)
+    return ReadableSpan(
+        name=f"{operation(record.endpoint)} {record.model}" if record.model else f"POST {record.endpoint}",
+        context=context,
+        parent=parent,
+        resource=resource,
+        attributes=attributes(record, scheme),
+        kind=SpanKind.SERVER,
+        status=Status(StatusCode.ERROR if failed(record) else StatusCode.UNSET),
+        start_time=start,
+        end_time=start + int(record.duration * 1e9),
+        instrumentation_scope=InstrumentationScope("vllm_gateway", __version__),
+    )
+
+
+def operation(endpoint: str) -> str:
+    """``gen_ai.operation.name``"""
+    return OPERATIONS.get(endpoint) or endpoint.rpartition("/")[2]
+
+
+def failed(record: Record) -> bool:
+    """Whether it is an error of the server side: the client's own are none (semantic conventions for HTTP server spans)."""
+    return record.status >= 500 or record.incomplete in ("upstream", "drain")
+
+
+def attributes(record: Record, scheme: str) -> dict[str, str | bool | int | float]:
+    """What is known of a request, in the words of the semantic conventions; nothing that its client wrote."""
+    usage = record.usage
+    known: dict[str, str | bool | int | float | None] = {
+        "http.request.method": "POST",
+        "http.route": record.endpoint,
+        "url.path": record.endpoint,  # not as it was written: a mount's prefix may be a secret, and a query is a client's word
+        "url.scheme": scheme,
+        "http.response.status_code": record.status,
+        "error.type": record.code,
+        "gen_ai.operation.name": operation(record.endpoint),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.response.time_to_first_chunk": record.first_token,
+        "vllm_gateway.request_id": record.id,
+        "vllm_gateway.key": record.key.id if record.key else None,
+        "vllm_gateway.server": record.server,
+        "vllm_gateway.retries": record.retries,
+        "vllm_gateway.queued": record.queued,
+        "vllm_gateway.incomplete": record.incomplete,
+    }
+    if usage is not None:
+        known |= {
+            "gen_ai.usage.input_tokens": usage.prompt,
+            "gen_ai.usage.output_tokens": usage.completion,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+            "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
+        }
+    return {name: value for name, value in known.items() if value is not None}

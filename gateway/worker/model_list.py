@@ -1,0 +1,128 @@
+"""The model list as clients read it: an entry for each model and each alias, and the pages of the list. Pure.
+
+One list serves several kinds of clients: OpenAI's SDKs, vLLM's (``max_model_len``), Anthropic's SDK (``type``, ``display_name``,
+``created_at``, ``lifecycle`` and pages) and tools that read OpenRouter's fields (``context_length``, ``architecture``,
+``supported_parameters``). The rule: a fact that is not known is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+from gateway.api.errors import Refusal
+from gateway.snapshot.snapshot import Model
+
+Card = dict[str, Any]
+
+MOST_ON_A_PAGE = 1000
+"""The bound of Anthropic's API."""
+
+PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tools": ("tools", "tool_choice"),
+        "reasoning": ("reasoning", "include_reasoning"),
+        "structured_outputs": ("structured_outputs", "response_format"),
+    }
+)
+"""A capability, and the fields of requests that it is for, in OpenRouter's words."""
+MODALITIES = ("image", "audio", "video")
+"""The capabilities that are kinds of input beside text."""
+_GENERATING = frozenset({"chat", "completion"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What servers report of a model: its context length in tokens, and its task. None: not known."""
+
+    max_model_len: int | None = None
+    task: str | None = None
+
+
+_NOTHING = Reported()
+
+
+def card(model: Model, reported: Reported = _NOTHING) -> Card:
+    """The entry of a model under its ID. An adapter names its base in ``parent``, as vLLM does."""
+    shown: Card = {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": model.owned_by,
+        "type": "model",
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "aliases": list(model.aliases),
+    }
+    if model.parent is not None:
+        shown["parent"] = model.parent
+    if (task := model.task or reported.task) is not None:
+        shown["task"] = task
+    if (length := reported.max_model_len) is not None:
+        shown |= dict.fromkeys(("max_model_len", "context_length", "context_window", "max_input_tokens"), length)
+    return shown | _abilities(model, task)
+
+
+def _abilities(model: Model, task: str | None) -> Card:
+    """What the model can do. What the launch arguments say holds for generating models alone."""
+    capabilities = model.capabilities
+    if capabilities is None:
+        capabilities = model.launched_with if task in _GENERATING else None
+        modalities = None
+    else:
+        modalities = [] if task == "transcription" else ["text"]
+        modalities += [kind for kind in MODALITIES if kind in capabilities]
+    if capabilities is None:
+        return {}
+    parameters = [name for capability, names in PARAMETERS.items() if capability in capabilities for name in names]
+    shown: Card = {"supported_parameters": parameters} if task in _GENERATING else {}
+    return shown if modalities is None else shown | {"architecture": {"input_modalities": modalities}}
+
+
+def cards(models: Iterable[tuple[Model, Reported]]) -> list[Card]:
+    """The entries of all names. That of an alias is its model's, and names the model in ``root``."""
+    found: list[Card] = []
+    for model, reported in models:
+        own = card(model, reported)
+        found.append(own)
+        found += [{**own, "id": alias, "root": model.id, "aliases": []} for alias in model.aliases]
+    return found
+
+
+def page(entries: Sequence[Card], query: Mapping[str, str]) -> dict[str, Any]:
+    """The part of a list that a query asks for by ``limit``, ``after_id`` and ``before_id``; without them the whole.
+
+    Raises Refusal for a limit that is no number from 1 to ``MOST_ON_A_PAGE``, and for an ID that is not in the list.
+    """
+    start, end = 0, len(entries)
+    if "after_id" in query:
+        start = _place(entries, query, "after_id") + 1
+    if "before_id" in query:
+        end = _place(entries, query, "before_id")
+    limit = _limit(query["limit"]) if "limit" in query else len(entries)
+    if "before_id" in query:
+        first, last = max(start, end - limit), end
+        more = first > start
+    else:
+        first, last = start, min(end, start + limit)
+        more = last < end
+    shown = entries[first:last]
+    ids = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"object": "list", "data": shown, "has_more": more, "first_id": ids[0], "last_id": ids[1]}
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= MOST_ON_A_PAGE):
+        raise Refusal("invalid_value", f"The parameter 'limit' must be a number from 1 to {MOST_ON_A_PAGE}.", param="limit")
+    return int(text)
+
+
+def _place(entries: Sequence[Card], query: Mapping[str, str], name: str) -> int:
+    for place, entry in enumerate(entries):
+        if entry["id"] == query[name]:
+            return place
+    raise Refusal("invalid_value", f"The parameter '{name}' must be the ID of a model in the list.", param=name)

@@ -1,0 +1,382 @@
+"""The worker processes as control runs them: started, sent snapshots and health, monitored and replaced.
+
+The rules: a worker's number, listening socket, counters, buckets, seat and journal outlive its process, so its successor continues its
+counts. A new process first gets what every worker must know. A worker that exits is replaced at once; one that exits repeatedly soon
+after its start, or cannot be started, is replaced after a growing pause. A worker that hangs is killed, and so replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.limits.buckets import Meters
+from gateway.snapshot.link import (
+    READ_AHEAD,
+    ApplySnapshot,
+    Drain,
+    Health,
+    HealthApplied,
+    Link,
+    LinkBrokenError,
+    Message,
+    ModelRequested,
+    Ping,
+    SnapshotApplied,
+    StopKeepAlive,
+    StoreStatus,
+    UnknownSigningKey,
+)
+from gateway.snapshot.snapshot import Snapshot
+from gateway.system.acceptor import Seats
+from gateway.telemetry.shared_counters import Board
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+CHECK_INTERVAL = 5.0
+"""Seconds between two liveness checks of the workers."""
+_MAX_UNANSWERED = 6  # checks in a row without a reply, after which a worker hangs: half a minute, whatever the clock does
+_MAX_UNANSWERED_AT_START = 12  # the same for a worker that does not serve yet: a start on a slow machine takes time
+_EXIT_GRACE = 5.0  # seconds that a drained worker may take to exit
+_SHORT_LIFE = 5.0  # seconds: a worker that exits earlier is replaced after a pause
+_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds; doubled each time
+_APPLY_TIMEOUT = 5.0  # seconds in which every worker should have applied a message
+_MAX_WITHOUT_WORKERS = 60.0  # seconds without a running worker, after which none is expected to start
+_log = logging.getLogger("vllm_gateway.control")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as /status shows it.
+
+    ``version`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
+    consecutive liveness checks without a reply.
+    """
+
+    number: int
+    pid: int | None
+    up: bool
+    version: int
+    restarts: int
+    unanswered: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """What the supervisor reports.
+
+    ``changed`` is called after a message from a worker and after its exit. ``unknown_signing_key`` is called with the issuer of a token
+    whose signing key a worker does not have.
+    """
+
+    changed: Callable[[], None]
+    unknown_signing_key: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What every worker process inherits. ``seats`` is None for a single worker, ``ledger`` where none is configured."""
+
+    listener: socket.socket
+    meters: Meters
+    seats: Seats | None
+    ledger: Ledger | None
+
+
+class _WorkerSlot:
+    """One worker: its number and counters, and the process that runs in it at the moment."""
+
+    def __init__(self, number: int, inherited: _Inherited, events: WorkerEvents) -> None:
+        self.number = number
+        self.board = Board.create(f"worker-{number}")
+        self._inherited = inherited
+        self._events = events
+        # Of the present process
+        self._link: Link | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._unanswered = 0
+        self._version = 0
+        self._health_number = 0
+        self.requested: dict[str, float] = {}
+        self.store: StoreStatus | None = None
+        # Of all processes so far
+        self._restarts = 0
+        self._drain: Drain | None = None  # set once the worker is to exit and not to be replaced
+
+    @property
+    def status(self) -> WorkerStatus:
+        pid = self._process.pid if self._process is not None and self._process.returncode is None else None
+        up = self._link is not None and self._version > 0
+        return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered)
+
+    def has_applied(self, number: int) -> bool:
+        """Whether the worker has applied this ``Health`` message or a later one. A worker without a process applies it at its start."""
+        return self._link is None or self._health_number >= number
+
+    def send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def check(self) -> None:
+        """Send a liveness check, and kill a process that has not replied to too many of them."""
+        process = self._process
+        if process is None or process.returncode is not None or self._link is None or self._drain:
+            return
+        if self._unanswered >= (_MAX_UNANSWERED if self.status.up else _MAX_UNANSWERED_AT_START):
+            _log.error("worker %d does not respond and is killed", self.number)
+            process.kill()
+            return
+        self._unanswered += 1
+        self.send(Ping())
+
+    def drain(self, seconds: float) -> None:
+        """Let the process finish its requests and exit, without a successor."""
+        self._drain = Drain(seconds)
+        self.send(self._drain)
+
+    async def run(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+        """Keep a process running until it is drained, or until cancelled."""
+        pause = 0.0
+        while not self._drain:
+            started = time.monotonic()
+            try:
+                await self._run_process(first_messages)
+            except (OSError, RuntimeError) as error:  # no file descriptor, no process, or no thread (RuntimeError of threading)
+                _log.error("worker %d cannot be started and will be retried: %s", self.number, error)
+            else:
+                if not self._drain:
+                    self._restarts += 1
+                    _log.error("worker %d exited unexpectedly and is restarted", self.number)
+            if not self._drain:
+                pause = pause_after(time.monotonic() - started, pause)
+                await asyncio.sleep(pause)
+
+    async def _run_process(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+        """Run one process to its end. Raises OSError or RuntimeError where it cannot be started."""
+        async with self._started() as link:
+            self._link = link
+            try:
+                for message in first_messages():
+                    link.send(message)
+                if self._drain is not None:  # requested while the process was being started
+                    link.send(self._drain)
+                await self._receive(link)
+            except LinkBrokenError as error:
+                _log.error("worker %d: %s", self.number, error)
+            finally:
+                self._link, self._version, self._health_number, self._unanswered = None, 0, 0, 0
+                self.requested, self.store = {}, None
+                self._events.changed()
+
+    async def _receive(self, link: Link) -> None:
+        async for message in link.messages():
+            match message:
+                case Ping():
+                    self._unanswered = 0
+                    continue
+                case SnapshotApplied(version=version):
+                    self._version = version
+                case HealthApplied(number=number):
+                    self._health_number = number
+                case ModelRequested(model=model, since=since) if since is not None:
+                    self.requested[model] = since
+                case ModelRequested(model=model):
+                    self.requested.pop(model, None)
+                case UnknownSigningKey(issuer=issuer):
+                    self._events.unknown_signing_key(issuer)
+                case StoreStatus():
+                    self.store = message
+                    continue
+            self._events.changed()
+
+    @asynccontextmanager
+    async def _started(self) -> AsyncIterator[Link]:
+        """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, else by SIGKILL."""
+        ours, theirs = socket.socketpair()
+        inherited, ledger = self._inherited, self._inherited.ledger
+        fds = {
+            "--listen-fd": inherited.listener.fileno(),
+            "--control-fd": theirs.fileno(),
+            "--board-fd": self.board.fd,
+            "--meters-fd": inherited.meters.fd,
+        }
+        if inherited.seats is not None:
+            fds["--seats-fd"] = inherited.seats.fd
+        arguments = ["--spool", str(ledger.folder)] if ledger is not None else []
+        if ledger is not None:
+            fds["--journal-fd"] = ledger.journals[self.number].fd
+        arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
+        with theirs:
+            link = Link(*await asyncio.open_connection(sock=ours, limit=READ_AHEAD))
+            try:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "gateway.worker.process", "worker", str(self.number), *arguments,
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
+                )  # fmt: skip
+            except BaseException:
+                link.close()
+                raise
+        try:  # nothing is awaited between the process's start and this line, so a cancellation leaves no process behind
+            yield link
+        finally:
+            link.close()
+            await _ended(process)
+            if inherited.seats is not None:
+                inherited.seats.vacate(self.number)
+            if ledger is not None:
+                ledger.worker_gone(self.number)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process to exit. It is killed after a timeout, and when the wait is cancelled."""
+    try:
+        async with asyncio.timeout(_EXIT_GRACE):
+            await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+class WorkerSupervisor:
+    """All workers of a gateway, each kept running in a slot of its own."""
+
+    def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
+        self._meters = Meters.create("meters", count)
+        self._seats = Seats.create(count) if count > 1 else None
+        inherited = _Inherited(listener, self._meters, self._seats, ledger)
+        self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._snapshot: Snapshot | None = None
+        self._health = Health({}, {})
+        self._is_keep_alive_stopped = False
+        self._last_up = time.monotonic()
+
+    @property
+    def boards(self) -> tuple[Board, ...]:
+        """The workers' shared counters. They stay the same for the life of control."""
+        return tuple(slot.board for slot in self._slots)
+
+    @property
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        return tuple(slot.status for slot in self._slots)
+
+    def apply_snapshot(self, snapshot: Snapshot, health: Health) -> int:
+        """Send a snapshot, with the health of its servers, to every worker. The first call starts the processes.
+
+        Returns the number of the health message, as ``apply_health`` does.
+        """
+        self._snapshot = snapshot
+        number = self._send(health, lambda numbered: ApplySnapshot(snapshot, numbered))
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(slot.run(self._first_messages)) for slot in self._slots]
+        return number
+
+    def apply_health(self, health: Health) -> int:
+        """Send the health of servers to every worker. Returns the number under which ``have_applied`` knows the message."""
+        return self._send(health, lambda numbered: numbered)
+
+    def _send(self, health: Health, message: Callable[[Health], Message]) -> int:
+        self._health = msgspec.structs.replace(health, number=self._health.number + 1)
+        for slot in self._slots:
+            slot.send(message(self._health))
+        return self._health.number
+
+    def _first_messages(self) -> Sequence[Message]:
+        assert self._snapshot is not None
+        current = ApplySnapshot(self._snapshot, self._health)
+        return (current, StopKeepAlive()) if self._is_keep_alive_stopped else (current,)
+
+    def have_applied(self, number: int) -> bool:
+        """Whether every worker has applied the health message with this number, or a later one."""
+        return all(slot.has_applied(number) for slot in self._slots)
+
+    async def wait_applied(self, number: int, within: float = _APPLY_TIMEOUT) -> None:
+        """Wait until every worker has applied the health message with this number, for ``within`` seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not self.have_applied(number):  # noqa: ASYNC110  the condition is in other processes
+                    await asyncio.sleep(0.005)
+
+    def requested_since(self, model: str) -> float | None:
+        """Since when requests wait for a model, in seconds of the monotonic clock. None: no request waits."""
+        return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
+
+    def store_status(self) -> StoreStatus | None:
+        """The status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""
+        if self._snapshot is None or not self._snapshot.uses_store:
+            return None
+        known = [slot.store for slot in self._slots if slot.store is not None]
+        return next((status for status in known if status.error is not None), known[0] if known else None)
+
+    async def watch(self) -> None:
+        """Check the workers every ``CHECK_INTERVAL`` seconds, until cancelled."""
+        while True:
+            self.check(time.monotonic())
+            await asyncio.sleep(CHECK_INTERVAL)
+
+    def check(self, now: float) -> None:
+        """Check whether the workers respond. ``now`` is the time of the monotonic clock."""
+        if any(status.up for status in self.statuses):
+            self._last_up = now
+        for slot in self._slots:
+            slot.check()
+
+    def failure(self, now: float) -> str | None:
+        """Explain why no worker will start again without help. None: the supervisor is working."""
+        if any(task.done() for task in self._tasks):
+            return "the supervision of a worker has ended"
+        return "no worker starts" if now - self._last_up > _MAX_WITHOUT_WORKERS else None
+
+    def stop_keep_alive(self) -> None:
+        """Let clients reconnect elsewhere: each connection closes after its response."""
+        self._is_keep_alive_stopped = True
+        for slot in self._slots:
+            slot.send(StopKeepAlive())
+
+    async def drain(self, seconds: float) -> None:
+        """Let open requests finish within ``seconds``, and the workers exit."""
+        for slot in self._slots:
+            slot.drain(seconds)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
+
+    async def close(self) -> None:
+        """End every worker, drained or not, and release the shared memory."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for slot in self._slots:
+            slot.board.close()
+        self._meters.close()
+        if self._seats is not None:
+            self._seats.close()
+
+
+def pause_after(lifetime: float, previous: float) -> float:
+    """Return the seconds before a worker that ran for ``lifetime`` seconds is replaced. ``previous`` is the pause before it."""
+    return 0.0 if lifetime >= _SHORT_LIFE else min(max(2 * previous, _PAUSE), _LONGEST_PAUSE)
+
+
+@asynccontextmanager
+async def running_workers(
+    listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None = None
+) -> AsyncIterator[WorkerSupervisor]:
+    """Run workers for the length of the block. ``ledger`` has a journal for each of them."""
+    supervisor = WorkerSupervisor(listener, count, events, ledger)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.close()

@@ -1,0 +1,106 @@
+"""`make bench`: run the cases that were named, all by default, keep what they brought, and write the report.
+
+The environment may say BENCH_ROUNDS (turns of each proxy), BENCH_SECONDS (a factor on how long each turn is), BENCH_GROWTH (seconds of
+load in the case `rest`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+
+import uvloop
+
+from tests.benchmarks import report, results
+from tests.benchmarks.accounting import LOAD_CORE, TooFewCores, neighbors, pinned_to
+from tests.benchmarks.cases import CASES
+from tests.benchmarks.peers import PROXIES, debian
+from tests.benchmarks.results import Section
+from tests.benchmarks.stage import Scale, Stage, say
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+KEPT = Path("performance/results.json")
+
+
+def main() -> int:
+    """Returns the exit code: 2 when this machine cannot run it."""
+    arguments = _arguments()
+    if arguments.report:
+        report.write(arguments.to, results.read(arguments.to / KEPT))
+        return 0
+    if missing := [reason for name in ("wrk", "nginx") if (reason := debian(name))]:
+        say("\n".join(missing))
+        return 2
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    gc.freeze()  # what the clients of many streams allocate is all that the collector need look at
+    try:
+        with pinned_to(LOAD_CORE):
+            uvloop.run(_stoppable(run(arguments.cases or list(CASES), arguments.proxies, _scale(), arguments.to)))
+    except TooFewCores as error:
+        say(str(error))
+        return 2
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    return 0
+
+
+async def _stoppable(work: Coroutine[None, None, None]) -> None:
+    """SIGTERM ends it as Ctrl-C does: every process that was started is ended first."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure the gateway beside its peers.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--proxies", nargs="*", choices=[proxy.name for proxy in PROXIES], default=[proxy.name for proxy in PROXIES])
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the results that are there")
+    parser.add_argument("--to", type=Path, default=DOCS, help="the folder of performance.md and performance/; default: docs")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.cases if name not in CASES]:
+        parser.error(f"no such case: {', '.join(unknown)}")
+    return arguments
+
+
+def _scale() -> Scale:
+    environ = os.environ
+    return Scale(int(environ.get("BENCH_ROUNDS", 3)), float(environ.get("BENCH_SECONDS", 1)), growth=float(environ.get("BENCH_GROWTH", 60)))
+
+
+async def run(cases: list[str], proxies: list[str], scale: Scale, to: Path) -> None:
+    """Run the cases one after the other; what each brought is kept, and in the report, at once."""
+    for name in cases:
+        section = await measured(name, proxies, scale)
+        kept = results.read(to / KEPT) | {name: section}
+        results.write(to / KEPT, kept)
+        report.write(to, kept)
+
+
+async def measured(name: str, proxies: list[str], scale: Scale) -> Section:
+    """One case, in a folder of its own that is gone afterwards."""
+    say(f"== {name}")
+    section = Section(name, "", scale.rounds, 0.0, results.machine(), {})
+    began = monotonic()
+    with neighbors() as others, tempfile.TemporaryDirectory(prefix="vllm-gateway-bench-") as folder:
+        await CASES[name](Stage(section, scale, Path(folder), [proxy for proxy in PROXIES if proxy.name in proxies]))
+    section.others = round(others.share, 3)
+    section.finished, section.seconds = datetime.now(UTC).isoformat(timespec="seconds"), round(monotonic() - began, 1)
+    say(f"others took {section.others:.0%} of the machine meanwhile")
+    return section
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The cases: what is measured, of whom, and how often. `CASES` is the table; each is one function from a `Stage` to rows of its section."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from tests.benchmarks import standin
+from tests.benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
+from tests.benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
+from tests.benchmarks.peers import GATEWAY, NGINX, Books, Proxy, Running, Setting, debian, gateway_keeping, started, token
+from tests.benchmarks.process import DidNotStart
+from tests.benchmarks.stage import DIRECT, Stage
+from tests.benchmarks.streams import crowd
+from tests.benchmarks.wire import MODEL, TOKEN, chat
+
+Case = Callable[[Stage], Awaitable[None]]
+_WITHIN_LOAD = 2.0  # seconds after its begin
+_LONG = "a long load"
+ALONE = (GATEWAY.name,)
+
+
+@contextmanager
+def _direct(stage: Stage, port: int) -> Iterator[Running]:
+    """The upstream itself, as one of those who have turns."""
+    place = stage.place("direct")
+    place.mkdir()
+    yield Running(DIRECT, port, Tree(None), place)
+
+
+# Beside the peers
+
+
+async def json(stage: Stage) -> None:
+    """Chat requests of 300 bytes, answers of 750 bytes."""
+    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
+        for proxy in stage.turns([*alive, direct]):
+            await loaded(stage, proxy, "64 connections", chat(), 64, 3.0)
+            await loaded(stage, proxy, "1 connection", chat(), 1, 2.0)
+
+
+async def streams(stage: Stage) -> None:
+    """300 streams of 50 events a second, fewer for who cannot carry them."""
+    with (
+        standin.stream_server(stage.place("upstream"), 50) as port,
+        stage.running(Setting((port,))) as alive,
+        _direct(stage, port) as direct,
+    ):
+        for proxy in stage.turns([*alive, direct]):
+            await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
+
+
+async def many(stage: Stage) -> None:
+    """2,000 and 5,000 streams of 2 events a second; every turn with a fresh process, since memory is compared with that at rest."""
+    with standin.stream_server(stage.place("upstream"), 2) as port:
+        for proxy in stage.rounds(list(stage.proxies()), most=2):
+            await _alone(stage, proxy, Setting((port,)), partial(_growing, stage))
+
+
+async def _growing(stage: Stage, proxy: Running) -> None:
+    rss_at_rest = proxy.tree.rss()
+    async with crowd(proxy.port, chat(stream=True)) as clients:
+        for count in (2000, 5000):
+            await crowded(stage, proxy, clients, f"{count:,} streams", stage.scale.streams(count), 2, 4.0, rss_at_rest)
+
+
+async def flood(stage: Stage) -> None:
+    """One stream of 200,000 events as fast as it is read."""
+    count = stage.scale.streams(200_000)
+    with (
+        standin.stream_server(stage.place("upstream"), 0, count) as port,
+        stage.running(Setting((port,))) as alive,
+        _direct(stage, port) as direct,
+    ):
+        for proxy in stage.turns([*alive, direct]):
+            await flooded(stage, proxy, f"{count:,} events", count, 8.0)
+
+
+async def prompts(stage: Stage) -> None:
+    """Requests of 4 KB, 100 KB and 1 MB."""
+    sizes = {"4 KB": 4_000, "100 KB": 100_000, "1 MB": 1_000_000}
+    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive:
+        for proxy in stage.turns(alive):
+            for name, size in sizes.items():
+                await loaded(stage, proxy, name, chat(size=size), 16, 2.0)
+
+
+async def ttfb(stage: Stage) -> None:
+    """New streams while 64 connections ask for JSON."""
+    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
+        for proxy in stage.turns([*alive, direct]):
+            await first_events(stage, proxy, "64 connections of JSON beside", 4.0 * stage.scale.seconds)
+
+
+async def servers(stage: Stage) -> None:
+    """1, 16 and 200 servers of one model."""
+    with standin.json_servers(stage.place("upstream"), 200) as ports:
+        for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
+            for count in (1, 16, 200):
+                await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
+
+
+async def books(stage: Stage) -> None:
+    """The JSON loads of the cases `json` and `prompts`, on gateways that count limits and keep a ledger as well; up to a thousand keys
+    ask in turn.
+
+    What is written behind the requests is counted: the turn is over when the ledger has had the time to write its last rows.
+    """
+    with standin.json_servers(stage.place("upstream")) as ports, ExitStack() as stack:
+        setting, kept = Setting(ports), dict(_BOOKS)
+        if (missing := debian("redis-server")) is None:
+            kept["… and the limits in Redis"] = Books(
+                limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.place("redis")))
+            )
+        else:
+            stage.absent("… and the limits in Redis", missing)
+        more = [gateway_keeping(each, name) for name, each in kept.items()]
+        alive = stack.enter_context(stage.running(setting, (GATEWAY.name, NGINX.name, "vllm-router"), more))
+        used = [token(number) for number in setting.key_numbers]
+        for proxy in stage.turns(alive):
+            tokens = [TOKEN] if proxy.name == NGINX.name else used
+            await loaded(stage, proxy, "64 connections", chat(), 64, 4.0, tokens, _WRITTEN)
+            await loaded(stage, proxy, "1 connection", chat(), 1, 2.0, tokens, _WRITTEN)
+            await loaded(stage, proxy, "1 MB at 16 connections", chat(size=1_000_000), 16, 2.0, tokens, _WRITTEN)
+
+
+async def books_streams(stage: Stage) -> None:
+    """The streams of the case `streams`, on a gateway that counts limits and keeps a ledger as well."""
+    with standin.stream_server(stage.place("upstream"), 50) as port:
+        both = [gateway_keeping(_BOOKS[_BOTH], _BOTH)]
+        with stage.running(Setting((port,)), (GATEWAY.name, NGINX.name, "vllm-router"), both) as alive:
+            for proxy in stage.turns(alive):
+                await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
+
+
+_BOTH = "… with both"
+_BOOKS: Mapping[str, Books] = {
+    "… with limits": Books(limits=True),
+    "… with a ledger": Books(ledger=True),
+    _BOTH: Books(limits=True, ledger=True),
+}
+_WRITTEN = 2.0  # seconds in which the ledger's last rows are written
+
+
+# The gateway alone
+
+
+async def keys(stage: Stage) -> None:
+    """1, 1,000 and 100,000 keys; requests come with up to a thousand of them in turn."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count in (1, 1000, 100_000):
+                setting = Setting(ports, keys=count)
+                used = [token(number) for number in setting.key_numbers[:: max(1, count // 1000)]]
+                await _started_and_loaded(stage, proxy, counted(count, "key"), setting, used)
+
+
+async def models(stage: Stage) -> None:
+    """1, 100 and 1,000 models, all of one server."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count in (1, 100, 1000):
+                names = tuple(f"{MODEL}-{number}" for number in range(count))
+                await _started_and_loaded(stage, proxy, counted(count, "model"), Setting(ports, models=names))
+
+
+async def workers(stage: Stage) -> None:
+    """1 and 2 workers, on both cores, which they share with the load."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies(ALONE))):
+            for count in (1, 2):
+                setting = Setting(ports, workers=count, cores=(PROXY_CORE, LOAD_CORE))
+                await _alone(stage, proxy, setting, partial(_split, stage, counted(count, "worker")))
+
+
+async def _split(stage: Stage, variant: str, proxy: Running) -> None:
+    """As `loaded`, and `most`, the share of the connections that the busiest worker has."""
+    asking = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
+    await asyncio.sleep(_WITHIN_LOAD)
+    counts = [connections(each, proxy.port) for each in proxy.tree.workers()]
+    await asking
+    stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
+
+
+async def rest(stage: Stage) -> None:
+    """Memory with no request yet, of everyone; then the gateway's under a long load."""
+    with standin.json_servers(stage.place("upstream")) as ports:
+        for proxy in stage.rounds(list(stage.proxies())):
+            await _alone(stage, proxy, Setting(ports), partial(_at_rest, stage))
+        for proxy in stage.proxies(ALONE):
+            await _alone(stage, proxy, Setting(ports), partial(_growth, stage))
+
+
+async def _at_rest(stage: Stage, proxy: Running) -> None:
+    """`rss` of so many `processes`; `idle`, the share of a core that it takes with nothing to do."""
+    sizes = [each.memory_info().rss for each in proxy.tree.processes()]
+    stage.add(proxy.name, "at rest", {"rss": sum(sizes), "processes": len(sizes), **await idle(proxy, 2.0 * stage.scale.seconds)})
+
+
+async def _growth(stage: Stage, proxy: Running) -> None:
+    """`rss` every second; `growth`, bytes a minute, is the slope of the second half."""
+    sizes: list[int] = []
+    seconds = stage.scale.growth
+    every = min(1.0, seconds / 10)
+    asking = asyncio.create_task(loaded(stage, proxy, _LONG, chat(), 16, seconds / stage.scale.seconds))
+    while not asking.done():
+        await asyncio.wait([asking], timeout=every)
+        sizes.append(proxy.tree.rss())
+        proxy.forget_log()
+    await asking
+    half = sizes[len(sizes) // 2 :]
+    slope, _ = statistics.linear_regression(range(len(half)), half)
+    stage.add(proxy.name, _LONG, {"rss": sizes[-1], "growth": slope * 60 / every})
+
+
+# What they share
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 key`, `1,000 keys`."""
+    return f"{count:,} {thing}{'s' * (count != 1)}"
+
+
+async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[Running], Awaitable[None]]) -> None:
+    """A turn with a process of its own; where that does not start, the proxy is absent."""
+    try:
+        with started(proxy, setting, stage.place(proxy.name)) as running:
+            await turn(running)
+    except DidNotStart as error:
+        stage.absent(proxy.name, str(error))
+
+
+async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,)) -> None:
+    """`ready`, the seconds until it answered; `rss` and `idle` before the load; then as `loaded`."""
+
+    async def turn(running: Running) -> None:
+        values = {"ready": running.ready, "rss": running.tree.rss(), **await idle(running, 2.0 * stage.scale.seconds)}
+        await loaded(stage, running, variant, chat(setting.models[-1]), 64, 2.0, tokens)
+        stage.add(running.name, variant, values)
+
+    await _alone(stage, proxy, setting, turn)
+
+
+CASES: Mapping[str, Case] = {
+    each.__name__: each for each in (json, books, books_streams, streams, many, flood, prompts, ttfb, servers, keys, models, workers, rest)
+}

@@ -1,0 +1,113 @@
+"""The ways to choose a server: the gateway's own code, and the idea of a tree of what was sent where.
+
+``Tree`` is the idea of the cache-aware policy of SGLang's router, from which vLLM's comes, in our own words and with the default
+numbers of vllm-router 0.1.17; it is not their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.proxy.prefix import hint
+from tests.benchmarks.prefix.traces import Segment, document
+from upstream.balancing.affinity import Affinity
+from upstream.balancing.policies import least_busy, round_robin
+
+
+@dataclass(eq=False)
+class Machine:
+    """A server, as a chooser sees it."""
+
+    name: str
+    in_flight: int = 0
+    weight: float = 1.0
+
+    @property
+    def load(self) -> float:
+        return self.in_flight / self.weight
+
+
+class Chooser(Protocol):
+    """Chooses for one gateway, in the order of the requests."""
+
+    def __call__(self, prompt: tuple[Segment, ...]) -> Machine:
+        """The server for a prompt."""
+
+
+def by_turns(machines: Sequence[Machine]) -> Chooser:
+    turns = iter(range(10**9))
+    return lambda _: round_robin(machines, next(turns))
+
+
+def by_load(machines: Sequence[Machine]) -> Chooser:
+    turns = iter(range(10**9))
+    return lambda _: least_busy(machines, next(turns))
+
+
+def by_beginning(machines: Sequence[Machine]) -> Chooser:
+    """``balance: prefix``: what is hashed of a request, and what is made of it."""
+    affinity, other = Affinity(machines), by_load(machines)
+
+    def choose(prompt: tuple[Segment, ...]) -> Machine:
+        number = hint(document(prompt))
+        return (affinity.choose(machines, number) if number is not None else None) or other(prompt)
+
+    return choose
+
+
+THRESHOLD, APART, TIMES = 0.3, 64, 1.5
+"""Of a prompt's text that must be known for it to count; of loads, as difference and as ratio, from which on the least busy is taken."""
+
+
+@dataclass(eq=False)
+class _Node:
+    below: dict[int, _Node] = field(default_factory=dict)
+    owners: dict[Machine, None] = field(default_factory=dict)  # the latest last
+
+
+class Tree:
+    """Remembers every prompt by the server that got it. Its nodes are whole segments: ours share no part of one."""
+
+    def __init__(self, machines: Sequence[Machine]) -> None:
+        self._machines = machines
+        self._root = _Node()
+        self._sizes = dict.fromkeys(machines, 0)
+
+    def __call__(self, prompt: tuple[Segment, ...]) -> Machine:
+        chosen = self._choose(prompt)
+        node = self._root
+        for segment in prompt:
+            node = node.below.setdefault(segment.number, _Node())
+            if node.owners.pop(chosen, self) is self:
+                self._sizes[chosen] += segment.tokens
+            node.owners[chosen] = None
+        return chosen
+
+    def _choose(self, prompt: tuple[Segment, ...]) -> Machine:
+        least, most = (by(self._machines, key=lambda machine: machine.in_flight) for by in (min, max))
+        if most.in_flight - least.in_flight > APART and most.in_flight > least.in_flight * TIMES:
+            return least
+        owner, known = self._longest(prompt)
+        if owner is not None and known > THRESHOLD * sum(segment.tokens for segment in prompt):
+            return owner
+        return min(self._machines, key=lambda machine: self._sizes[machine])
+
+    def _longest(self, prompt: tuple[Segment, ...]) -> tuple[Machine | None, int]:
+        node, known, owner = self._root, 0, None
+        for segment in prompt:
+            if segment.number not in node.below:
+                break
+            node = node.below[segment.number]
+            known += segment.tokens
+            owner = next(reversed(node.owners))
+        return owner, known
+
+
+CHOOSERS: Mapping[str, Callable[[Sequence[Machine]], Chooser]] = {
+    "`round_robin`": by_turns,
+    "`least_busy`": by_load,
+    "`prefix`": by_beginning,
+    "tree": Tree,
+}

@@ -1,0 +1,175 @@
+"""From results to `docs/performance.md` and its charts. Pure, but for `write`. `LAYOUTS` is the table of what is shown of each case.
+
+The rule: every number in the document comes from the results; the words around them are `report.md`, where `{{CASE}}` is the place of a
+case's tables and `{{does}}` that of what each proxy does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.chart import Bar, bars
+from tests.benchmarks.peers import GATEWAY, PROXIES
+from tests.benchmarks.results import Row, Section, Spread
+
+TEMPLATE = Path(__file__).with_name("report.md")
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value as it is shown: multiplied, and with so many digits behind the point."""
+
+    value: str
+    title: str
+    factor: float = 1.0
+    digits: int = 0
+
+    def text(self, spread: Spread | None) -> str:
+        """`median (least..most)`, the median alone where there is no more."""
+        if spread is None:
+            return "-"
+        median, least, most = (f"{value * self.factor:,.{self.digits}f}" for value in (spread.median, spread.least, spread.most))
+        return median if least == most else f"{median} ({least}..{most})"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A chart: of which value of which variant (None: the last), and what it is called."""
+
+    column: Column
+    title: str
+    variant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is shown of a case. `ratio`: the value that is also given as a multiple of the gateway's, or of the first variant's."""
+
+    columns: Sequence[Column]
+    ratio: str = "cpu"
+    picture: Picture | None = None
+
+
+REQUEST = Column("cpu", "CPU per request, µs", 1e6, 1)
+EVENT = Column("cpu", "CPU per event, µs", 1e6, 1)
+RATE = Column("rate", "requests/s")
+P50, P99 = Column("p50", "p50, ms", 1e3, 2), Column("p99", "p99, ms", 1e3, 2)
+DELAYS = (Column("p50", "delay p50, ms", 1e3, 2), Column("p99", "delay p99, ms", 1e3, 2))
+RSS, IDLE = Column("rss", "memory at rest, MB", 1e-6, 1), Column("idle", "CPU at rest, % of a core", 100, 1)
+READY = Column("ready", "ready after, s", 1, 1)
+PER_STREAM = Column("rss", "memory per stream, KB", 1e-3, 1)
+CLIENTS = Column("load", "CPU of the clients, % of a core", 100)
+ANSWERED = (REQUEST, RATE, P50, P99)
+
+LAYOUTS: Mapping[str, Layout] = {
+    "json": Layout(ANSWERED, picture=Picture(REQUEST, "A chat completion, 64 connections", "64 connections")),
+    "books": Layout((REQUEST, Column("control", "of it in control, µs", 1e6, 1), RATE, P50, P99)),
+    "books_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
+    "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Picture(EVENT, "Streams of 50 events a second")),
+    "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Picture(PER_STREAM, "5,000 open streams")),
+    "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
+    "prompts": Layout(ANSWERED, picture=Picture(REQUEST, "A prompt of 100 KB", "100 KB")),
+    "ttfb": Layout((P50, P99, Column("rate", "JSON requests/s beside")), ratio="p50"),
+    "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
+    "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
+    "models": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
+    "workers": Layout((REQUEST, RATE, P50, P99, Column("most", "connections of the busiest worker, %", 100))),
+    "rest": Layout(
+        (RSS, Column("processes", "processes"), IDLE, REQUEST, RATE, Column("growth", "growth, MB a minute", 1e-6, 2)), ratio="rss"
+    ),
+}
+
+
+def write(docs: Path, sections: Mapping[str, Section]) -> None:
+    """Write the document and its charts below `docs`."""
+    (docs / "performance").mkdir(parents=True, exist_ok=True)
+    for name, section in sections.items():
+        if (drawing := chart(section, LAYOUTS[name].picture)) is not None:
+            (docs / "performance" / f"{name}.svg").write_text(drawing)
+    (docs / "performance.md").write_text(document(TEMPLATE.read_text(), sections))
+
+
+def document(template: str, sections: Mapping[str, Section]) -> str:
+    """The template with the tables in their places."""
+    return _PLACE.sub(lambda match: _told(match[1], sections.get(match[1])), template)
+
+
+def _told(case: str, section: Section | None) -> str:
+    if case == "does":
+        return "\n".join(f"| {proxy.name} | {proxy.does} |" for proxy in PROXIES)
+    if section is None:
+        return f"Not measured yet: `make bench CASES={case}`."
+    return "\n\n".join(part for part in _parts(section, LAYOUTS[case]) if part)
+
+
+def _parts(section: Section, layout: Layout) -> Iterator[str]:
+    """Chart, tables, what went wrong, and what it was measured on."""
+    if chart(section, layout.picture) is not None:
+        yield f"![{layout.picture.title if layout.picture else ''}](performance/{section.case}.svg)"
+    if len({row.proxy for row in section.rows}) == 1:
+        yield table(section.rows, layout, "", first=section.rows[0])
+    else:
+        for variant in section.variants:
+            rows = [row for row in section.rows if row.variant == variant]
+            yield f"**{variant}**\n\n{table(rows, layout, 'proxy', first=section.find(GATEWAY.name, variant))}"
+    yield "\n".join(_remarks(section))
+    yield stamp(section)
+
+
+def table(rows: Sequence[Row], layout: Layout, by: str, first: Row | None) -> str:
+    """A table with a row for each of `rows`, named by `proxy` or by variant. Columns that nobody has are left out; `first` is what
+    ratios are taken to.
+    """
+    columns = [column for column in layout.columns if any(row.spread(column.value) for row in rows)]
+    ratio = first is not None and first.spread(layout.ratio) is not None and len(rows) > 1
+    measure = next(column.title.partition(",")[0] for column in layout.columns if column.value == layout.ratio)
+    titles = [by, *(column.title for column in columns), *([f"{measure}, {'gateway' if by else 'first'} = 1"] if ratio else [])]
+    lines = [titles, ["---", *["--:"] * (len(titles) - 1)]]
+    for row in rows:
+        cells = [column.text(row.spread(column.value)) for column in columns]
+        lines.append([row.proxy if by else row.variant, *cells, *([_multiple(row, first, layout.ratio)] if ratio and first else [])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _multiple(row: Row, first: Row, value: str) -> str:
+    ours, theirs = first.spread(value), row.spread(value)
+    return f"{theirs.median / ours.median:.2f}" if ours and theirs and ours.median else "-"
+
+
+def _remarks(section: Section) -> Iterator[str]:
+    for row in section.rows:
+        for fault, times in {fault: row.faults.count(fault) for fault in row.faults}.items():
+            yield f"- {row.proxy}, {row.variant}: {fault}{f' ({times} times)' if times > 1 else ''}"
+    for name, reason in section.absent.items():
+        yield f"- {name} is not in the tables: {' '.join(reason.split())}"
+
+
+def stamp(section: Section) -> str:
+    """When, how often, beside what, and on what."""
+    others = f"others took {section.others:.0%} of the machine meanwhile"
+    proxies = ", ".join(f"{name} {version}" for name, version in section.proxies.items())
+    on = f"{section.machine['CPU']}, {section.machine['cores']} cores, {section.machine['kernel']}, Python {section.machine['Python']}"
+    return f"<sub>{section.finished[:10]}; {_times(section)} in {section.seconds:.0f} s, {others}; {on}; {proxies}.</sub>"
+
+
+def _times(section: Section) -> str:
+    most = max((len(values) for row in section.rows for values in row.values.values()), default=0)
+    return f"{most} round{'s' * (most != 1)}"
+
+
+def chart(section: Section, picture: Picture | None) -> str | None:
+    """A case's chart; None where it has none, or nothing to draw."""
+    if picture is None:
+        return None
+    variant = picture.variant or (section.variants or [""])[-1]
+    spreads = [(row.proxy, row.spread(picture.column.value)) for row in section.rows if row.variant == variant]
+    drawn = [
+        Bar(name, spread, picture.column.text(Spread(spread.median, spread.median, spread.median)), name == GATEWAY.name)
+        for name, spread in spreads
+        if spread
+    ]
+    return bars(picture.title, f"{picture.column.title}; the line is the least and the most", drawn) if drawn else None

@@ -1,0 +1,111 @@
+"""What every case stands on: the folder, the turns, and where measurements are put.
+
+The rule: turns are interleaved. Every proxy has its turn in a round before any has its next, so that whatever else the machine does in
+the meantime meets all alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.benchmarks.peers import Proxy, Running, Setting, started
+from tests.benchmarks.process import DidNotStart
+from tests.benchmarks.results import Section, Values
+
+DIRECT = "none (direct)"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured. `seconds` scales every measured stretch, `crowd` every number of streams."""
+
+    rounds: int = 3
+    seconds: float = 1.0
+    crowd: float = 1.0
+    growth: float = 60.0
+
+    def streams(self, count: int) -> int:
+        return max(1, round(count * self.crowd))
+
+
+@dataclass
+class Stage:
+    """A case's means. Folders are numbered, since a proxy may be started more than once."""
+
+    section: Section
+    scale: Scale
+    folder: Path
+    chosen: Sequence[Proxy]
+    _folders: int = field(default=0)
+
+    def place(self, name: str) -> Path:
+        """A path of its own for something that is started; whoever starts it makes the folder."""
+        self._folders += 1
+        return self.folder / f"{self._folders}-{name}"
+
+    def workshop(self) -> Path:
+        """A folder for files that are nobody's own."""
+        place = self.folder / "load"
+        place.mkdir(exist_ok=True)
+        return place
+
+    def proxies(self, only: Sequence[str] | None = None) -> Iterator[Proxy]:
+        """Those that take part; the others are noted with the reason."""
+        for proxy in self.chosen:
+            if only is not None and proxy.name not in only:
+                continue
+            reason = proxy.leaves_out.get(self.section.case) or proxy.missing()
+            if reason is None:
+                self.section.proxies[proxy.name] = proxy.version()
+                yield proxy
+            else:
+                self.absent(proxy.name, reason)
+
+    def absent(self, name: str, reason: str) -> None:
+        """A proxy is not measured, or no further."""
+        self.section.absent[name] = reason
+        say(f"{name}: absent: {reason}")
+
+    @contextmanager
+    def running(self, setting: Setting, only: Sequence[str] | None = None, more: Iterable[Proxy] = ()) -> Iterator[list[Running]]:
+        """Every proxy that takes part, and ``more``, at the same time; one that does not start is absent."""
+        with ExitStack() as stack:
+            alive: list[Running] = []
+            for proxy in (*self.proxies(only), *more):
+                try:
+                    alive.append(stack.enter_context(started(proxy, setting, self.place(proxy.name))))
+                except DidNotStart as error:
+                    self.absent(proxy.name, str(error))
+            yield alive
+
+    def turns(self, alive: Sequence[Running]) -> Iterator[Running]:
+        """Whose turn it is, round by round. What a proxy wrote into its files is dropped after its turn."""
+        for number in range(self.scale.rounds):
+            say(f"round {number + 1} of {self.scale.rounds}")
+            for proxy in alive:
+                yield proxy
+                proxy.forget_log()
+
+    def rounds(self, proxies: Sequence[Proxy], most: int | None = None) -> Iterator[Proxy]:
+        """Whose turn it is, round by round, for who gets a process of its own in every turn."""
+        count = min(self.scale.rounds, most or self.scale.rounds)
+        for number in range(count):
+            say(f"round {number + 1} of {count}")
+            yield from (proxy for proxy in proxies if proxy.name not in self.section.absent)
+
+    def add(self, proxy: str, variant: str, values: Values, faults: tuple[str, ...] = ()) -> None:
+        """Note what a turn has brought."""
+        self.section.row(proxy, variant).add(values, faults)
+        say(
+            f"  {proxy:14} {variant:18} "
+            + "  ".join([f"{name} {value:.4g}" for name, value in values.items()] + [f"!! {f}" for f in faults])
+        )
+
+
+def say(text: str) -> None:
+    """Tell whoever waits for the run."""
+    print(text, file=sys.stderr, flush=True)

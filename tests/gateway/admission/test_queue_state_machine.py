@@ -1,0 +1,180 @@
+"""Servers that are given only so many requests, and those who wait for them: in whatever order things happen, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gateway.admission.queue import Lobby
+from gateway.api.errors import Refusal
+from gateway.snapshot.snapshot import Key, Model, Queue
+from upstream.balancing.ejection import LONGEST_PAUSE
+from upstream.balancing.pool import NoServerError, Pool
+from upstream.balancing.server import Condition, Server, ServerSpec
+from upstream.http.address import Address
+from upstream.http.deadlines import Deadlines
+from upstream.http.errors import ConnectFailed
+from upstream.http.inline_task import InlineTask, Signal
+
+KEYS = tuple(Key(name, weight=weight) for name, weight in (("a", 1.0), ("b", 1.0), ("c", 4.0)))
+FOR_EVER = 1e9
+
+
+class Visitor:
+    """A request, as far as it takes a server: it asks for one, perhaps waits, holds it, and gives it back."""
+
+    def __init__(self, world: World, number: int, key: Key) -> None:
+        self.number = number
+        self.key = key
+        self.fate = "waits"
+        self.over = Signal()
+        self.task = InlineTask(self._visit(world))
+        self.task.step()
+
+    async def _visit(self, world: World) -> None:
+        since = monotonic()
+        try:
+            while True:
+                try:
+                    server = world.pool.choose()
+                    break
+                except NoServerError as error:
+                    if not (error.full or world.lobby.is_expected("m")):
+                        raise
+                    with world.lobby.place("m", self.key, since) as place:
+                        await place.called()
+            assert not server.full and server.condition is Condition.UP
+            await self._hold(server, world)
+        except (Refusal, NoServerError):
+            self.fate = "refused"
+        except asyncio.CancelledError:
+            self.fate = "gone"
+
+    async def _hold(self, server: Server, world: World) -> None:
+        server.start_exchange()
+        self.fate = "served"
+        world.served.append(self)
+        try:
+            await self.over
+            self.fate = "done"
+        finally:
+            server.finish_exchange()
+
+
+class World(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0  # seconds, on the clock of the servers' ejections; it advances only by the rule below
+        self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
+        self.deadlines = Deadlines()
+        self.gauge = [0.0]
+        self.asked: float | None = None
+        self.lobby = Lobby(self.deadlines, lambda _: self.gauge, self._ask)  # type: ignore[arg-type, return-value]  # a list holds numbers too
+        self.visitors: list[Visitor] = []
+        self.served: list[Visitor] = []
+        self.expected = False
+        self.pool = Pool((), "least_busy")
+        self.reload([1, 1], 4, "least_busy")
+
+    def _ask(self, _: str, since: float | None) -> None:
+        self.asked = since
+
+    def those(self, fate: str) -> list[Visitor]:
+        return [one for one in self.visitors if one.fate == fate]
+
+    # What may happen
+
+    @rule(key=st.sampled_from(KEYS))
+    def one_comes(self, key: Key) -> None:
+        self.visitors.append(Visitor(self, len(self.visitors), key))
+
+    @precondition(lambda self: self.those("served"))
+    @rule(which=st.integers(0, 99))
+    def one_is_done(self, which: int) -> None:
+        served = self.those("served")
+        served[which % len(served)].over.set()
+
+    @precondition(lambda self: self.those("served") or self.those("waits"))
+    @rule(which=st.integers(0, 99))
+    def one_leaves(self, which: int) -> None:
+        there = self.those("served") + self.those("waits")
+        there[which % len(there)].task.cancel()
+
+    @rule(
+        limits=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
+        size=st.integers(1, 6),
+        balance=st.sampled_from(["least_busy", "round_robin"]),
+    )
+    def reload(self, limits: list[int], size: int, balance: str) -> None:
+        for server, limit in zip(self.servers, limits, strict=True):
+            server.limit = limit
+        self.pool.retire()
+        self.pool = Pool(self.servers, balance)
+        self.lobby.expect([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
+
+    @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())
+    def control_tells(self, up: list[bool], expected: bool) -> None:
+        for server, is_up in zip(self.servers, up, strict=True):
+            server.condition = Condition.UP if is_up else Condition.LOADING
+        self.expected = expected
+        self.lobby.learn({"m": monotonic() + FOR_EVER} if expected else {})
+
+    @rule(which=st.integers(0, 1))
+    def one_refuses(self, which: int) -> None:
+        self.servers[which].record_failure(ConnectFailed("x", "refused"))
+
+    @rule()
+    def it_is_forgiven(self) -> None:
+        for server in self.servers:
+            server.record_success()
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, LONGEST_PAUSE]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for server in self.servers:
+            server.expire()  # the worker's tick
+
+    @rule()
+    def their_time_is_over(self) -> None:
+        for watched in tuple(self.deadlines._watched):
+            watched.check(monotonic() + 2 * FOR_EVER)
+
+    # What holds at any moment
+
+    @invariant()
+    def whoever_is_served_is_on_a_server(self) -> None:
+        assert sum(server.in_flight for server in self.servers) == len(self.those("served"))
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        waiting = len(self.those("waits"))
+        assert waiting == self.gauge[0] == len(self.deadlines)
+        assert not (waiting and self.pool.has_capacity())
+        assert not waiting or self.pool.is_up or self.expected
+
+    @invariant()
+    def a_model_is_asked_for_while_it_is_not_up(self) -> None:
+        assert self.asked is None if self.pool.is_up else (self.asked is not None or not self.those("waits"))
+
+    @invariant()
+    def a_keys_own_go_on_in_their_order(self) -> None:
+        for key in KEYS:
+            numbers = [one.number for one in self.served if one.key is key]
+            assert numbers == sorted(numbers)
+
+    def teardown(self) -> None:
+        for _ in range(len(self.visitors) + 1):
+            for one in self.those("served"):
+                one.over.set()
+        for one in self.those("waits"):
+            one.task.cancel()
+        assert {one.fate for one in self.visitors} <= {"done", "refused", "gone"}
+        assert all(server.in_flight == 0 for server in self.servers) and not len(self.deadlines) and not self.gauge[0]
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

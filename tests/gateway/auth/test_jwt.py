@@ -1,0 +1,367 @@
+"""Tokens of an identity provider as keys, on the worker's side: which are good, whose they are, and what bad ones cost."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jwt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jwt.algorithms import ECAlgorithm
+
+from gateway.api.errors import Refusal
+from gateway.auth.jwks import Checkers, KeySetError, usable
+from gateway.auth.jwt import Tokens
+from gateway.auth.keyring import Keyring
+from gateway.snapshot.snapshot import Allowance, Claims, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Issuer as Trusted
+from tests.support.issuer import AUDIENCE, Issuer, SigningKey, part
+from tests.support.running import KEY, key
+
+ES = SigningKey("ES256", "es")
+RS = SigningKey("RS256", "rs")
+ED = SigningKey("EdDSA", "ed")
+ISSUER = Issuer("https://login.example.com/", ES, RS, ED)
+OTHER = Issuer("https://other.example.com/", SigningKey("ES256", "es"))
+STAFF = Key(
+    "staff", allowances=(Allowance("key staff", Limits(requests_per_minute=5)), Allowance("team lab", Limits(concurrent=3))), team="lab"
+)
+
+
+def trusted(issuer: Issuer = ISSUER, **more: Any) -> Trusted:
+    given: dict[str, Any] = {"audiences": (AUDIENCE,), "keys": ("staff",), "algorithms": ("RS256", "ES256", "EdDSA")}
+    return Trusted(issuer.name, **{**given, "key_set": usable(issuer.document), **more})
+
+
+def snapshot(*issuers: Trusted, keys: tuple[Key, ...] = (STAFF, key()), **more: Any) -> Snapshot:
+    return Snapshot(1, keys, (Model("tiny", ()), Model("large", ())), issuers=issuers or (trusted(),), **more)
+
+
+class Door:
+    """A keyring with tokens, and what was asked of control."""
+
+    def __init__(self, served: Snapshot | None = None) -> None:
+        self.asked: list[str] = []
+        self.tokens = Tokens(self.asked.append)
+        self.take(served or snapshot())
+
+    def take(self, served: Snapshot) -> None:
+        self.tokens.take(served)
+        self.ring = Keyring(served.keys, self.tokens)
+
+    def key(self, token: str | bytes) -> Key:
+        return self.ring.authenticate(b"Bearer " + (token.encode() if isinstance(token, str) else token))
+
+    def refusal(self, token: str | bytes) -> str:
+        with pytest.raises(Refusal) as told:
+            self.key(token)
+        return f"{told.value.code}: {told.value.message}"
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.mark.parametrize("signing", [ES, RS, ED], ids=lambda each: each.algorithm)
+def test_a_token_is_a_key(door: Door, signing: SigningKey) -> None:
+    expires = int(time.time()) + 60
+    for _ in range(2):
+        found = door.key(ISSUER.token(signing, exp=expires, sub=f"{signing.kid}@example.com"))
+        assert (found.id, found.entry, found.team) == (f"staff/{signing.kid}@example.com", "staff", "lab")
+        assert found.expires == expires + 30
+    assert door.key(KEY).id == "team-a", "and other keys are what they were"
+    assert not door.asked
+
+
+def test_each_subject_has_its_entrys_limits_and_shares_its_teams(door: Door) -> None:
+    first, other = (door.key(ISSUER.token(sub=name)) for name in ("alice", "bob"))
+    assert [each.holder for each in first.allowances] == ["key staff/alice", "team lab"]
+    assert [each.holder for each in other.allowances] == ["key staff/bob", "team lab"]
+    assert [each.limits for each in first.allowances] == [each.limits for each in STAFF.allowances]
+
+
+def test_subjects_are_bounded() -> None:
+    door = Door(snapshot(trusted(subjects=3)))
+    assert [door.key(ISSUER.token(sub=f"s{number}")).id for number in range(5)] == ["staff/s0", "staff/s1", "staff/s2", "staff", "staff"]
+    door.take(snapshot(trusted(subjects=3), max_inflight=9))
+    assert [door.key(ISSUER.token(sub=name)).id for name in ("s4", "s1")] == ["staff", "staff/s1"]
+    assert door.key(ISSUER.token(sub="s4")).allowances == STAFF.allowances, "further ones share what their entry has"
+
+
+DEEP = b'{"alg":"ES256","kid":"es","a":' + b"[" * 900 + b"]" * 900 + b"}"
+BAD: dict[str, tuple[Callable[[], str], str]] = {
+    "another audience": (lambda: ISSUER.token(aud="another"), "invalid_api_key: The token is for another audience."),
+    "no audience": (lambda: ISSUER.token(aud=None), "invalid_api_key: The token has no claim aud."),
+    "no end": (lambda: ISSUER.token(exp=None), "invalid_api_key: The token has no claim exp."),
+    "over": (lambda: ISSUER.token(exp=int(time.time()) - 31), "expired_api_key: The token has expired."),
+    "not begun": (lambda: ISSUER.token(nbf=int(time.time()) + 90), "invalid_api_key: The token is not valid yet."),
+    "made in the future": (lambda: ISSUER.token(iat=int(time.time()) + 90), "invalid_api_key: The token is not valid yet."),
+    "an unknown issuer": (
+        lambda: ISSUER.token(iss="https://evil.example.com/"),
+        "invalid_api_key: The token is of an issuer that is not known here.",
+    ),
+    "no issuer": (lambda: ISSUER.token(iss=None), "invalid_api_key: The token is of an issuer that is not known here."),
+    "somebody else's key": (lambda: ISSUER.token(OTHER.keys[0]), "invalid_api_key: The token's signature is wrong."),
+    "an unknown key": (
+        lambda: ISSUER.token(SigningKey("ES256", "new")),
+        "invalid_api_key: The token is signed by a key that its issuer has not",
+    ),
+    "no key, of several": (
+        lambda: _without_kid(SigningKey("ES384")),
+        "invalid_api_key: The token is not signed by one of RS256, ES256, EdDSA.",
+    ),
+    "a key of another algorithm": (
+        lambda: ISSUER.token(ES, headers={"kid": "rs"}),
+        "invalid_api_key: The token is signed by a key that its",
+    ),
+    "a key that is no text": (
+        lambda: _unsigned({"alg": "ES256", "kid": 5}),
+        "invalid_api_key: The token is signed by a key that its issuer",
+    ),
+    "none": (lambda: jwt.encode(_claims(), "", "none"), "invalid_api_key: The token is not signed by one of"),
+    "None": (lambda: _unsigned({"alg": "None", "kid": "es"}), "invalid_api_key: The token is not signed by one of"),
+    "no algorithm": (lambda: _unsigned({"kid": "es"}), "invalid_api_key: The token is not signed by one of"),
+    "a list of algorithms": (lambda: _unsigned({"alg": ["ES256"], "kid": "es"}), "invalid_api_key: The token is not signed by one of"),
+    "a public key as a secret": (lambda: _confused(RS), "invalid_api_key: The token is not signed by one of"),
+    "an empty signature": (lambda: ISSUER.token().rpartition(".")[0] + ".", "invalid_api_key: The token's signature is wrong."),
+    "a header that must be understood": (
+        lambda: ISSUER.token(headers={"kid": "es", "crit": ["later"], "later": 1}),
+        "invalid_api_key: The token is not valid.",
+    ),
+    "too large": (lambda: ISSUER.token(more="x" * 8192), "invalid_api_key: The token is larger than 8192 bytes."),
+    "no subject": (lambda: ISSUER.token(sub=None), "invalid_api_key: The token's claim sub is no name."),
+    "a subject with a line break": (lambda: ISSUER.token(sub="a\nb"), "invalid_api_key: The token's claim sub is no name."),
+    "a subject without end": (lambda: ISSUER.token(sub="a" * 201), "invalid_api_key: The token's claim sub is no name."),
+    "an end beyond all": (
+        lambda: _signed(b'{"iss":"https://login.example.com/","aud":"vllm-gateway","sub":"a","exp":1e999}'),
+        "invalid_api_key: ",
+    ),
+    "a list as claims": (lambda: _signed(b"[1]"), "invalid_api_key: The token is not valid."),
+    "depth": (lambda: _signed(b'{"iss":' * 1000 + b"1" + b"}" * 1000), "invalid_api_key: The token is"),
+    "depth in the header": (lambda: f"{part(DEEP)}.{part(_claims())}.AAAA", "invalid_api_key: The token"),
+}
+
+
+def _claims(**more: Any) -> dict[str, Any]:
+    return {"iss": ISSUER.name, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 600, **more}
+
+
+def _unsigned(header: dict[str, Any]) -> str:
+    return f"{part(header)}.{part(_claims())}.{part(b'0' * 64)}"
+
+
+def _signed(payload: bytes) -> str:
+    return str(jwt.api_jws.PyJWS().encode(payload, ES.private, "ES256", headers={"kid": "es"}))
+
+
+def _without_kid(signing: SigningKey) -> str:
+    return ISSUER.token(signing, headers={})
+
+
+def _confused(signing: SigningKey) -> str:
+    """HS256 with the public key as the secret, which a careless checker would find right (RFC 8725, section 2.1)."""
+    head = f"{part({'alg': 'HS256', 'kid': signing.kid})}.{part(_claims())}"
+    return f"{head}.{part(hmac.digest(signing.pem, head.encode(), 'sha256'))}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tokens(door: Door, name: str) -> None:
+    make, words = BAD[name]
+    token = make()
+    for _ in range(2):  # the second time from memory
+        assert door.refusal(token).startswith(words)
+    opened = Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True))))
+    assert opened.refusal(token).startswith(words), "a token is never taken for no key"
+
+
+def test_what_is_no_token_is_a_key_as_ever(door: Door) -> None:
+    for text in ("not-needed", "a.b.c", "sk-x.y.z", "eyJ.", "eyJh.eyJi", "eyJ0.eyJ0.a.b", "e.e.e"):
+        assert door.refusal(text) == "invalid_api_key: The API key is not valid."
+    assert Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True)))).key("a.b.c").id == "anybody"
+    plain = ISSUER.token(OTHER.keys[0])
+    assert Door(snapshot(keys=(STAFF, key("pinned", plain)))).key(plain).id == "pinned", "any text can be a key"
+
+
+def test_a_token_that_names_no_key_means_the_only_one() -> None:
+    alone = Issuer("https://login.example.com/", ES)
+    assert Door(snapshot(trusted(alone))).key(_without_kid(ES)).id == "staff/alice"
+    both = Issuer("https://login.example.com/", ES, SigningKey("ES256", "es-2"))
+    assert "has not published" in Door(snapshot(trusted(both))).refusal(_without_kid(ES))
+
+
+def test_clocks_may_differ_by_the_leeway(door: Door) -> None:
+    now = int(time.time())
+    assert door.key(ISSUER.token(exp=now - 5, sub="late")).id == "staff/late"
+    assert door.key(ISSUER.token(nbf=now + 5, iat=now + 5, sub="soon")).id == "staff/soon"
+    strict = Door(snapshot(trusted(leeway=0.0)))
+    assert strict.refusal(ISSUER.token(exp=now - 5)).startswith("expired_api_key")
+    assert strict.refusal(ISSUER.token(nbf=now + 50)).startswith("invalid_api_key")
+
+
+def test_a_verdict_ends_with_its_token() -> None:
+    door = Door(snapshot(trusted(leeway=0.0)))
+    token = ISSUER.token(exp=time.time() + 5.0)
+    assert door.key(token).id == "staff/alice"
+    while time.time() < jwt.decode(token, options={"verify_signature": False})["exp"]:
+        time.sleep(0.05)
+    assert door.refusal(token) == "expired_api_key: The token has expired."
+
+
+def test_rotation() -> None:
+    fresh, since = SigningKey("ES256", "fresh"), time.monotonic()
+    door, old, new = Door(), ISSUER.token(sub="old"), ISSUER.token(fresh, sub="new")
+    assert door.key(old).id == "staff/old"
+    assert "has not published" in door.refusal(new)
+    assert "has not published" in door.refusal(ISSUER.token(fresh, sub="another"))
+    assert 1 <= len(door.asked) <= 1 + time.monotonic() - since, "control is asked once a second at most"
+    assert set(door.asked) == {ISSUER.name}
+    both = Issuer(ISSUER.name, ES, fresh)
+    door.take(snapshot(trusted(both)))
+    assert [door.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]
+    door.take(snapshot(trusted(Issuer(ISSUER.name, fresh))))
+    assert door.key(new).id == "staff/new"
+    assert "has not published" in door.refusal(old), "a key that was withdrawn is good for nothing, kept verdicts included"
+
+
+def test_keys_that_are_not_there_yet_are_not_the_clients_fault() -> None:
+    door = Door(snapshot(trusted(key_set=None)))
+    token = ISSUER.token()
+    assert door.refusal(token).startswith("overloaded: ")
+    door.take(snapshot())
+    assert door.key(token).id == "staff/alice"
+
+
+def test_an_entry_rules_its_tokens(door: Door) -> None:
+    token = ISSUER.token()
+    door.take(snapshot(keys=(replace(STAFF, revoked=True),)))
+    assert door.refusal(token) == "invalid_api_key: This API key has been revoked."
+    door.take(snapshot(keys=(replace(STAFF, expires=time.time() - 1),)))
+    assert door.refusal(token).startswith("expired_api_key")
+    door.take(snapshot(keys=(replace(STAFF, models=("tiny",), fields={"cache_salt": "of staff", "priority": 3}),)))
+    first, other = door.key(token), door.key(ISSUER.token(sub="bob"))
+    assert first.models == ("tiny",)
+    assert first.fields["priority"] == 3
+    assert len({first.fields["cache_salt"], other.fields["cache_salt"], "of staff"}) == 3, "subjects do not share a prefix cache"
+
+
+def test_claims() -> None:
+    lab = {"lab": (Allowance("team lab", Limits(concurrent=3)),), "ops": (Allowance("team ops", Limits(concurrent=9)),)}
+    claims = Claims("email", "azp", "realm.groups", "https://example.com/models", "prio")
+    door = Door(snapshot(trusted(keys=("staff", "ci"), claims=claims), keys=(STAFF, Key("ci")), teams=lab))
+    told: dict[str, Any] = {
+        "email": "a@b.c",
+        "azp": "ci",
+        "realm": {"groups": ["x", "ops", "lab"]},
+        "https://example.com/models": "tiny other",
+        "prio": -2,
+    }
+    found = door.key(ISSUER.token(sub=None, **told))
+    assert (found.id, found.entry, found.team, found.within) == ("ci/a@b.c", "ci", "ops", ("tiny", "other"))
+    assert (found.fields, found.weight) == ({"priority": -2}, 4.0)
+    assert [each.holder for each in found.allowances] == ["team ops"]
+    few = door.key(ISSUER.token(email="a", azp=["nobody", "staff"]))
+    assert (few.id, few.team, few.within, few.weight) == ("staff/a", "lab", None, 1.0)
+    assert door.key(ISSUER.token(**(told | {"https://example.com/models": []}))).within == ()
+    models = "https://example.com/models"
+    for wrong in ({"azp": "team-a"}, {"azp": None}, {"azp": 5}, {"prio": "high"}, {"prio": True}, {"prio": 2**63}, {"email": ""},
+                  {"realm": {"groups": {"a": 1}}}, {models: ["x"] * 65}, {models: [1]}):  # fmt: skip
+        assert door.refusal(ISSUER.token(**(told | wrong))).startswith("invalid_api_key: The token's claim "), wrong
+
+
+def test_two_issuers_have_keys_of_their_own() -> None:
+    door = Door(snapshot(trusted(), trusted(OTHER, keys=("ci",)), keys=(STAFF, Key("ci"))))
+    assert [door.key(each.token()).id for each in (ISSUER, OTHER)] == ["staff/alice", "ci/alice"]
+    assert door.refusal(OTHER.token(iss=ISSUER.name)) == "invalid_api_key: The token's signature is wrong."
+
+
+def test_nothing_that_strangers_send_piles_up(door: Door) -> None:
+    good = ISSUER.token()
+    assert door.key(good).id == "staff/alice"
+    for number in range(6_000):
+        door.refusal(f"{part({'alg': 'ES256', 'kid': 'none of them', 'n': number})}.{part(_claims())}.AAAA")
+    kept = [each for each in vars(door.tokens).values() if isinstance(each, dict)]
+    assert max(map(len, kept)) <= 5_000
+    assert door.key(good).id == "staff/alice"
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.binary(max_size=200))
+def test_no_bytes_are_a_token(data: bytes) -> None:
+    _refused(data)
+    _refused(part(data).encode())
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from([ES, RS, ED]), st.integers(0, 2), st.data())
+def test_no_part_can_be_another(signing: SigningKey, number: int, data: st.DataObject) -> None:
+    """One character of a good token is another one."""
+    parts = TOKENS[signing.algorithm].split(".")
+    place = data.draw(st.integers(0, len(parts[number]) - 1))
+    letter = data.draw(st.sampled_from("AZaz09-_"))
+    wrong = parts[number][:place] + letter + parts[number][place + 1 :]
+    if _bytes_of(wrong) != _bytes_of(parts[number]):
+        parts[number] = wrong
+        _refused(".".join(parts).encode())
+
+
+CLAIMS = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), lambda some: st.lists(some) | st.dictionaries(st.text(), some)
+)
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["alg", "kid", "typ", "crit", "b64", "jwk", "x5u"]), st.text() | st.none() | st.lists(st.text())),
+    CLAIMS,
+    st.binary(max_size=80),
+)  # fmt: skip
+def test_no_made_up_token_is_good(header: dict[str, Any], claims: Any, signature: bytes) -> None:
+    _refused(f"{part(header)}.{part(claims)}.{part(signature)}".encode())
+    _refused(f"{part({'alg': 'ES256', 'kid': 'es'} | header)}.{part(_claims())}.{part(signature)}".encode())
+
+
+TOKENS = {signing.algorithm: ISSUER.token(signing) for signing in (ES, RS, ED)}
+DOOR = Door()
+
+
+def _bytes_of(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def _refused(token: bytes) -> None:
+    with pytest.raises(Refusal) as told:
+        DOOR.ring.authenticate(b"Bearer " + token)
+    assert told.value.row.status == 401
+    with pytest.raises(Refusal):
+        DOOR.tokens.key(token, hashlib.sha256(token).digest()) or DOOR.ring._stranger(token)
+
+
+def test_what_a_key_set_may_hold() -> None:
+    def found(*keys: Any) -> Iterator[str]:
+        checkers = Checkers(usable(json.dumps({"keys": keys}).encode()), ("RS256", "RS512", "ES256", "EdDSA"))
+        yield from (algorithm for algorithm in ("RS256", "RS512", "ES256", "EdDSA") if checkers.find("k", algorithm))
+
+    assert list(found(RS.jwk(kid="k"))) == ["RS256", "RS512"]
+    assert list(found(RS.jwk(kid="k", alg="RS512"))) == ["RS512"]
+    assert list(found(ES.jwk(kid="k"), {"kty": "oct", "k": "c2VjcmV0", "kid": "k"}, 5, {"kty": "EC", "crv": "P-256", "x": "?"})) == [
+        "ES256"
+    ]
+    assert list(found(ED.jwk(kid="k", alg="Ed25519"))) == ["EdDSA"]
+    for unfit in (ES.jwk(use="enc"), ES.jwk(key_ops=["encrypt"]), {"kty": "oct", "k": "c2VjcmV0"}, ES.jwk(crv="P-999"), {}):
+        with pytest.raises(KeySetError, match="no public key"):
+            list(found(unfit))
+    private = ECAlgorithm.to_jwk(ES.private, as_dict=True)
+    for document, words in ((b"no", "not JSON"), (b"[]", "no key set"), (b'{"keys": {}}', "no key set")):
+        with pytest.raises(KeySetError, match=words):
+            usable(document)
+    with pytest.raises(KeySetError, match="private key"):
+        list(found(private))

@@ -1,0 +1,92 @@
+"""What of a good configuration deserves a look."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gateway.check.lint import notes
+from gateway.config import drafted, load
+
+NOW = datetime(2027, 1, 1, tzinfo=UTC)
+H1, H2 = (f"sha256:{letter * 64}" for letter in "ab")
+PRICED = "models: [{id: dear, launch: {}, price: {prompt: 1}}, {id: free, aliases: [gratis], launch: {}}]\n"
+
+
+def told(folder: Path, text: str, keys: str | None = None) -> list[str]:
+    """The notes on a configuration that is good."""
+    file = folder / "gateway.yaml"
+    file.write_text(text)
+    if keys is not None:
+        (folder / "keys.yaml").write_text(keys)
+    assert load(file).keys
+    draft = drafted(file)
+    assert draft is not None
+    return [f"{Path(note.file).name}:{note.line}: {note.path}: {note.message}" for note in notes(draft, NOW)]
+
+
+OPEN = (
+    "gateway.yaml:1: server.admin.host: other machines can read /status, /keys and /usage on the admin port without a token: "
+    "set server.admin.token"
+)
+
+
+@pytest.mark.parametrize(
+    ("admin", "said"),
+    [
+        ("{host: 0.0.0.0}", OPEN),
+        ("{host: '::'}", OPEN),
+        ("{host: 10.0.0.7}", OPEN),
+        ("{host: gateway.internal}", OPEN),
+        ("{host: 0.0.0.0, token: {env: HOME}}", None),
+        ("{host: 127.0.0.2}", None),
+        ("{host: '::1'}", None),
+        ("{host: localhost}", None),
+        ("{}", None),
+    ],
+)
+def test_an_admin_port_that_other_machines_reach_without_a_token(tmp_path: Path, admin: str, said: str | None) -> None:
+    text = f"server: {{admin: {admin}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
+    assert told(tmp_path, text) == ([said] if said else [])
+
+
+ENDED = "has ended: no key of this entry is taken any more"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (f"hash: {H1}, expires: 2027-01-01", f"keys.yaml:1: keys[0].expires: {ENDED}"),
+        (f"hash: {{hash: {H1}, expires: 2026-01-01}}", f"keys.yaml:1: keys[0].hash: {ENDED}"),
+        (f"hash: [{{hash: {H1}, expires: 2026-01-01}}, {H2}]", None),
+        (f"hash: {H1}, expires: 2027-01-02", None),
+        (f"hash: {H1}, expires: 2026-01-01, revoked: true", None),
+        ("anonymous: true, expires: 2027-01-01", f"keys.yaml:1: keys[0].expires: {ENDED}"),
+        ("anonymous: true, expires: 2027-01-02", None),
+    ],
+)
+def test_a_key_that_has_ended(tmp_path: Path, key: str, said: str | None) -> None:
+    text = "models: [{id: m, launch: {}}]\nkeys_file: keys.yaml\n"
+    assert told(tmp_path, text, f"- {{id: a, {key}}}\n") == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (f"keys: [{{id: a, hash: {H1}, limits: {{cost_per_day: 1}}}}]", "keys[0].limits.cost_per_day"),
+        (f"keys: [{{id: a, hash: {H1}, models: [gra*], limits: {{cost_per_month: 1}}}}]", "keys[0].limits.cost_per_month"),
+        (f"keys: [{{id: a, hash: {H1}, limits: {{models: [{{models: ['*'], cost_per_day: 1}}]}}}}]",
+         "keys[0].limits.models[0].cost_per_day"),
+        (f"keys: [{{id: a, hash: {H1}, team: t}}]\nteams: [{{id: t, limits: {{cost_per_day: 1}}}}]", "teams[0].limits.cost_per_day"),
+        (f"keys: [{{id: a, hash: {H1}, models: [dear], limits: {{cost_per_day: 1}}}}]", None),
+        (f"keys: [{{id: a, hash: {H1}, limits: {{models: [{{models: [dear], cost_per_day: 1}}]}}}}]", None),
+        (f"keys: [{{id: a, hash: {H1}, models: [dear], team: t}}]\nteams: [{{id: t, limits: {{cost_per_day: 1}}}}]", None),
+        (f"keys: [{{id: a, hash: {H1}, limits: {{tokens_per_day: 1}}}}]", None),
+    ],
+)  # fmt: skip
+def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, said: str | None) -> None:
+    line = 3 if "teams[" in (said or "") else 2
+    expected = [f"gateway.yaml:{line}: {said}: does not bound models that have no price: free"] if said else []
+    assert told(tmp_path, PRICED + rest + "\n") == expected

@@ -1,0 +1,405 @@
+"""The life of a key, by command: made, replaced, revoked, listed, taken over; and what happens to the file meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.api.errors import Refusal
+from gateway.auth.keyring import Keyring
+from gateway.auth.keys import hash_of, mint, well_formed
+from gateway.config import Config, Limits, load
+from gateway.fleet.plan import Knowledge, build_snapshot
+from gateway.key_management.key_file import Keybook, KeybookError
+from tests.gateway.cli.test_main import Ran, gateway
+
+KEY, OLDER = mint("team-a"), mint("team-a")
+FILE = f"""\
+# The gateway of the second floor.
+models:
+    - {{id: Qwen/Q, servers: [{{url: "http://10.0.0.1"}}]}}    # the only one
+
+keys:
+  # whoever is first
+  - id: team-a     # do not touch
+    hash: {hash_of(KEY)}
+    models: ["Qwen/*"]
+  - id: two
+    hash:
+      - {hash_of("one")}   # the laptop
+      - {hash_of("two")}
+  - {{id: anonymous, anonymous: true}}   # everybody
+
+# where to log
+log: {{level: info}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "gateway.yaml").write_text(FILE)
+    return tmp_path
+
+
+def answer(config: Config, token: str) -> str:
+    """Whose a key is, or why it is refused."""
+    ring = Keyring(build_snapshot(config, Knowledge({}, {}, {}), 1, 0).keys)
+    try:
+        return ring.authenticate(f"Bearer {token}".encode()).id
+    except Refusal as refusal:
+        return f"{refusal.code}: {refusal}"
+
+
+def removed(before: str, after: str) -> list[str]:
+    """The lines of one text that are not in the other."""
+    left = after.splitlines()
+    return [line for line in before.splitlines() if line not in left]
+
+
+def secret(ran: Ran) -> str:
+    """The key that a command has shown, once."""
+    key = ran.out.splitlines()[0]
+    assert ran.code == 0 and well_formed(key) and (ran.out + ran.err).count(key) == 1 and "not shown again" in ran.err
+    return key
+
+
+def test_a_new_key_is_written_where_it_is_wanted(folder: Path) -> None:
+    ran = gateway(
+        "keys", "new", "--id", "team-b", "--models", "Qwen/*", "--expires", "2999-01-01", "--requests-per-minute", "60", "--write",
+        folder=folder,
+    )  # fmt: skip
+    key, text = secret(ran), (folder / "gateway.yaml").read_text()
+    assert ran.err.startswith("team-b is in gateway.yaml\n")
+    assert removed(FILE, text) == [] and key not in text
+    made = load(folder / "gateway.yaml").keys[-1]
+    assert made.limits is not None and (made.models, made.limits.requests_per_minute) == (("Qwen/*",), 60)
+    assert answer(load(folder / "gateway.yaml"), key) == "team-b"
+    assert secret(gateway("keys", "new", "--id", "team-c", "--config", "gateway.yaml", folder=folder))
+
+
+def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
+    names = [name for name in Limits.model_fields if name != "models"]
+    given = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
+    (folder / "gateway.yaml").write_text(FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n")
+    secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
+    made = load(folder / "gateway.yaml").keys[-1]
+    assert made.limits is not None and made.team == "research"
+    assert made.limits.model_dump(exclude={"models"}) == dict.fromkeys(names, 7)
+    shown = gateway("keys", "new", "--help", folder=folder).out
+    assert "--cost-per-month N" in shown and "cost in a month of UTC" in " ".join(shown.split())
+
+
+def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "gateway.yaml").write_text("models: [{id: m, launch: {}}]\nkeys_file: more/keys.yaml\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "keys.yaml").write_text(f"# ours\n- {{id: a, hash: {hash_of('a')}}}\n")
+    key = secret(gateway("keys", "new", "--id", "b", "--write", folder=tmp_path))
+    assert (tmp_path / "more" / "keys.yaml").read_text().startswith(f'# ours\n- {{id: a, hash: {hash_of("a")}}}\n- id: "b"\n')
+    assert answer(load(tmp_path / "gateway.yaml"), key) == "b"
+    assert gateway("keys", "revoke", "a", folder=tmp_path) == Ran(0, "a is revoked in more/keys.yaml\n", "")
+    text = (tmp_path / "more" / "keys.yaml").read_text() + "- {id: c, hash: none}\n"
+    (tmp_path / "more" / "keys.yaml").write_text(text)
+    assert gateway("keys", "revoke", "b", folder=tmp_path).code == 0, "what was wrong before is no reason to refuse"
+    ran = gateway("keys", "new", "--id", "c", "--write", folder=tmp_path)
+    assert ran == Ran(2, "", f"{tmp_path}/more/keys.yaml: keys[3].id: this key id is already on line 6\n")
+
+
+def test_a_rotated_key_overlaps_with_the_former_one(folder: Path) -> None:
+    new = secret(gateway("keys", "rotate", "team-a", "--overlap", "1h", folder=folder))
+    text, config = (folder / "gateway.yaml").read_text(), load(folder / "gateway.yaml")
+    assert removed(FILE, text) == [f"    hash: {hash_of(KEY)}"]
+    [former, latter] = config.keys[0].hashes
+    assert (former.text, latter.text, latter.expires) == (hash_of(KEY), hash_of(new), None)
+    assert former.expires is not None
+    assert timedelta(minutes=58) < former.expires - datetime.now(UTC) <= timedelta(hours=1)
+    assert (answer(config, KEY), answer(config, new)) == ("team-a", "team-a")
+    # what has ended goes with the next one, what has not keeps its end
+    ended = text.replace(former.expires.strftime("%Y-%m-%dT%H:%M:%SZ"), "2020-01-01T00:00:00Z")
+    (folder / "gateway.yaml").write_text(ended)
+    assert answer(load(folder / "gateway.yaml"), KEY) == "expired_api_key: This API key has expired."
+    newest = secret(gateway("keys", "rotate", "team-a", folder=folder))
+    assert [one.text for one in load(folder / "gateway.yaml").keys[0].hashes] == [hash_of(new), hash_of(newest)]
+
+
+@pytest.mark.parametrize("place", ["entry", "hash"])
+def test_the_former_key_is_good_no_longer_than_its_entry_or_itself(folder: Path, place: str) -> None:
+    end = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ends = f"{hash_of(KEY)}\n    expires: {end}" if place == "entry" else f"{{hash: {hash_of(KEY)}, expires: {end}}}"
+    (folder / "gateway.yaml").write_text(FILE.replace(hash_of(KEY), ends))
+    assert f"; the former key is good until {end}\n" in gateway("keys", "rotate", "team-a", folder=folder).err
+
+
+def test_a_key_can_be_replaced_at_once(folder: Path) -> None:
+    new = secret(gateway("keys", "rotate", "two", "--overlap", "0s", folder=folder))
+    config = load(folder / "gateway.yaml")
+    assert answer(config, new) == "two"
+    assert [one.text for one in config.keys[1].hashes] == [hash_of(new)]
+
+
+def test_comments_beside_hashes_stay(folder: Path) -> None:
+    secret(gateway("keys", "rotate", "two", folder=folder))
+    text = (folder / "gateway.yaml").read_text()
+    assert f"      - {{hash: {hash_of('one')}, expires: " in text and "}   # the laptop\n" in text
+
+
+def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) -> None:
+    assert answer(load(folder / "gateway.yaml"), "one") == "two"
+    assert gateway("keys", "revoke", "two", folder=folder) == Ran(0, "two is revoked in gateway.yaml\n", "")
+    config = load(folder / "gateway.yaml")
+    assert answer(config, "one") == answer(config, "two") == "invalid_api_key: This API key has been revoked."
+    assert answer(config, "unknown") == "anonymous"
+    assert gateway("keys", "revoke", "two", folder=folder) == Ran(0, "two was revoked already\n", "")
+    assert gateway("keys", "verify", "gateway.yaml", stdin="one", folder=folder) == Ran(1, "", "vllm-gateway: two: revoked\n")
+    assert gateway("keys", "rotate", "two", folder=folder).err == "vllm-gateway: two is revoked, and so would its new key be\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["rotate", "team-x"], 1, "vllm-gateway: there is no key team-x in gateway.yaml"),
+        (["revoke", "anonymous"], 1, "vllm-gateway: anonymous is for requests that bring no key; take it out of the file to refuse them"),
+        (["rotate", "team-a", "--overlap", "soon"], 2, "vllm-gateway: --overlap: expected a duration with its unit"),
+        (["new", "--id", "team-a", "--write"], 2, "gateway.yaml: keys[3].id: this key id is already on line 7"),
+        (["new", "--id", "b", "--models", "nothing", "--write"], 2, "gateway.yaml: keys[3].models[0]: matches no model"),
+        (["new", "--id", "b", "--concurrent", "0"], 2, "vllm-gateway: --concurrent: expected 1 or more, found 0"),
+        (["new", "--id", "b", "--cost-per-day", "-1"], 2, "vllm-gateway: --cost-per-day: expected more than 0.0, found -1.0"),
+        (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
+        (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
+        (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: that is in the past, so the key would never be"),
+        (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: names no team"),
+        (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: that is beyond the year 9999"),
+        (["revoke", "team-a", "--config", "other.yaml"], 1, "vllm-gateway: other.yaml cannot be read: No such file or directory"),
+        (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_the_file_stays(folder: Path, words: list[str], code: int, said: str) -> None:
+    ran = gateway("keys", *words, folder=folder)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
+    assert ran.err.startswith(said)
+    assert (folder / "gateway.yaml").read_text() == FILE
+    assert [path.name for path in folder.iterdir()] == ["gateway.yaml"]
+
+
+def test_a_form_that_cannot_be_edited_is_left_alone(folder: Path) -> None:
+    text = "models: [{id: m, launch: {}}]\nkeys: ~\n"
+    (folder / "gateway.yaml").write_text(text)
+    ran = gateway("keys", "new", "--id", "a", "--write", folder=folder)
+    assert ran.code == 1 and ran.out == "" and "gateway.yaml is not written in a form that can be edited" in ran.err
+    assert (folder / "gateway.yaml").read_text() == text
+
+
+def test_what_a_mapping_has_by_a_merge_is_set_beside_it(folder: Path) -> None:
+    text = f"models: [{{id: m, launch: {{}}}}]\nkeys:\n  - {{id: a, <<: &h {{hash: {hash_of('a')}}}}}\n"
+    (folder / "gateway.yaml").write_text("\ufeff" + text)
+    key = secret(gateway("keys", "rotate", "a", folder=folder))
+    config = load(folder / "gateway.yaml")
+    assert (answer(config, "a"), answer(config, key)) == ("a", "a")
+    assert (folder / "gateway.yaml").read_text().startswith("\ufeffmodels: [{id: m, launch: {}}]\n")
+
+
+def test_the_files_mode_owner_and_link_stay(folder: Path) -> None:
+    real = folder / "elsewhere" / "real.yaml"
+    real.parent.mkdir()
+    (folder / "gateway.yaml").rename(real)
+    (folder / "gateway.yaml").symlink_to(real)
+    real.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(real, 12345, 23456)
+    before = real.stat()
+    assert gateway("keys", "revoke", "team-a", folder=folder).code == 0
+    after = real.stat()
+    assert (folder / "gateway.yaml").is_symlink() and "revoked: true" in real.read_text()
+    assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, before.st_uid, before.st_gid)
+
+
+def test_of_commands_at_the_same_time_none_undoes_another(folder: Path) -> None:
+    """Each says that it has written its entry, and then that is there, or that somebody else was faster."""
+    books = [Keybook(folder / "gateway.yaml") for _ in range(8)]
+    at_once = Barrier(len(books))
+
+    def add(number: int) -> str:
+        at_once.wait(60)
+        try:
+            books[number].add([{"id": f"new-{number}", "hash": hash_of(str(number))}])
+        except KeybookError as error:
+            return str(error)
+        return f"new-{number}"
+
+    with ThreadPoolExecutor(len(books)) as pool:
+        said = set(pool.map(add, range(len(books))))
+    written = {key.id for key in load(folder / "gateway.yaml").keys if key.id.startswith("new-")}
+    assert written and said - written == {f"{folder}/gateway.yaml has been changed by somebody else in the meantime; try again"}
+
+
+def test_a_secret_that_is_out_of_reach_here_is_no_reason_to_refuse(folder: Path) -> None:
+    server = "    - {id: far, servers: [{url: 'http://10.0.0.1', api_key: {env: NOT_SET_HERE}}]}\n"
+    (folder / "gateway.yaml").write_text(FILE.replace("\nkeys:", server + "\nkeys:", 1))
+    assert gateway("keys", "revoke", "team-a", folder=folder) == Ran(0, "team-a is revoked in gateway.yaml\n", "")
+
+
+def test_the_list(folder: Path) -> None:
+    soon, (end, *_) = (datetime.now(UTC) + timedelta(days=3)).strftime("%Y-%m-%dT%H:%M:%SZ"), ("2020-01-01T00:00:00Z",)
+    more = f"""  - {{id: ending, hash: [{{hash: {hash_of("x")}, expires: {soon}}}], limits: {{requests_per_minute: 5}}, team: research}}
+  - {{id: ended, hash: {hash_of("y")}, expires: {end}}}
+  - {{id: gone, hash: {hash_of("z")}, revoked: true}}
+"""
+    text = FILE.replace("\n# where", more + "teams: [{id: research}]\n\n# where")
+    (folder / "gateway.yaml").write_text(text)
+    ran = gateway("keys", "list", "--json", folder=folder)
+    listed: dict[str, dict[str, Any]] = {one["id"]: one for one in json.loads(ran.out)}
+    assert {name: one["state"] for name, one in listed.items()} == {
+        "team-a": "valid", "two": "valid", "anonymous": "no key", "ending": "ends soon", "ended": "expired", "gone": "revoked",
+    }  # fmt: skip
+    assert listed["ending"] == {
+        "id": "ending", "state": "ends soon", "team": "research", "models": ["*"], "expires": None, "hashes": 1, "hashes_end": [soon],
+        "tokens": False, "limits": {"requests_per_minute": 5}, "last_used": None,
+    }  # fmt: skip
+    plain = gateway("keys", "list", folder=folder)
+    assert plain.code == 0 and "sha256" not in plain.out and "requests_per_minute 5" in plain.out
+    assert plain.out.split()[:4] == ["id", "team", "state", "models"]
+    assert [line.split()[:2] for line in plain.out.splitlines()[1:]] == [[name, one["team"] or "-"] for name, one in listed.items()]
+
+
+def litellm(token: str, **more: Any) -> dict[str, Any]:
+    """One of LiteLLM's keys, as its list has it."""
+    return {"token": hash_of(token).removeprefix("sha256:"), **more}
+
+
+LITELLM = {
+    "keys": [
+        litellm("sk-l1", key_alias="lite", models=["Qwen/Q"], expires="2999-05-01T10:00:00Z", rpm_limit=10, tpm_limit=1000,
+                max_parallel_requests=2),
+        litellm("sk-l2", key_alias=None, models=["all-proxy-models"], blocked=True),
+    ],
+    "total_count": 2,
+}  # fmt: skip
+FIRST, SECOND, THIRD, FOURTH = (f"sk-{word}-0123456789" for word in ("first", "second", "third", "fourth"))
+
+
+def test_keys_of_another_gateway_stay_good(folder: Path) -> None:
+    (folder / "keys.txt").write_text(f'# exported\n{FIRST}\nalice,{SECOND}\n\n{KEY}\nbob , "{THIRD}"\ncarol,{hash_of(FOURTH)}\n')
+    ran = gateway("keys", "import", "keys.txt", folder=folder)
+    assert ran == Ran(0, "4 keys added to gateway.yaml; 1 was known already\n", "")
+    text, config = (folder / "gateway.yaml").read_text(), load(folder / "gateway.yaml")
+    assert "sk-" not in text and removed(FILE, text) == []
+    first = f"imported-{hash_of(FIRST).removeprefix('sha256:')[:8]}"
+    owners = {FIRST: first, SECOND: "alice", THIRD: "bob", FOURTH: "carol", KEY: "team-a"}
+    assert {token: answer(config, token) for token in owners} == owners
+    assert gateway("keys", "import", "keys.txt", folder=folder).out == "0 keys added to gateway.yaml; 5 were known already\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "owners"),
+    [
+        (f"key,id\n{FIRST},alice\n", {FIRST: "alice"}),
+        (f"# exported\n\nName, API_Key\nalice,{FIRST}\n", {FIRST: "alice"}),
+        (f'"token","alias"\n"{FIRST}","alice"\n', {FIRST: "alice"}),
+        (f"key\n{FIRST}\n", {FIRST: f"imported-{hash_of(FIRST).removeprefix('sha256:')[:8]}"}),
+    ],
+)
+def test_a_header_says_which_column_is_the_key(folder: Path, lines: str, owners: dict[str, str]) -> None:
+    (folder / "keys.txt").write_text(lines)
+    assert gateway("keys", "import", "keys.txt", folder=folder).out == "1 key added to gateway.yaml\n"
+    config = load(folder / "gateway.yaml")
+    assert {token: answer(config, token) for token in owners} == owners
+    assert FIRST not in (folder / "gateway.yaml").read_text() and len(config.keys) == 4
+
+
+def test_litellms_hashes_are_ours(folder: Path) -> None:
+    (folder / "keys.json").write_text(json.dumps(LITELLM))
+    assert gateway("keys", "import", "keys.json", folder=folder) == Ran(0, "2 keys added to gateway.yaml\n", "")
+    config = load(folder / "gateway.yaml")
+    assert answer(config, "sk-l1") == "lite"
+    assert answer(config, "sk-l2").startswith("invalid_api_key: This API key has been revoked")
+    lite = next(key for key in config.keys if key.id == "lite")
+    assert lite.limits is not None and lite.expires is not None
+    assert (lite.models, lite.limits.concurrent, lite.limits.tokens_per_minute, lite.expires.year) == (("Qwen/Q",), 2, 1000, 2999)
+
+
+def priced(folder: Path) -> None:
+    """A model with a price, and a team."""
+    text = FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n"
+    (folder / "gateway.yaml").write_text(text)
+
+
+def test_what_litellm_holds_a_key_back_by_comes_along_or_is_told(folder: Path) -> None:
+    priced(folder)
+    listed = [
+        litellm("1", key_alias="month", max_budget=5, budget_duration="30d", spend=1.5, team_id="research"),
+        litellm("2", key_alias="day", max_budget=0.5, budget_duration="24h", team_id="2f0c-4d"),
+        litellm("3", key_alias="ever", max_budget=5.0),
+        litellm("4", key_alias="the week", max_budget=5, budget_duration="7d", models=["all-team-models"]),
+        litellm("5", key_alias="none", max_budget=0, rpm_limit=0, metadata={"model_rpm_limit": {"m": 1}}, allowed_routes=["/embeddings"]),
+        litellm("6", key_alias="free"),
+    ]
+    (folder / "keys.json").write_text(json.dumps({"keys": listed}))
+    ran = gateway("keys", "import", "keys.json", folder=folder)
+    assert (ran.code, ran.out) == (0, "6 keys added to gateway.yaml\n")
+    made = {key.id: key for key in load(folder / "gateway.yaml").keys}
+    limits = {name: made[name].limits for name in ("month", "day", "ever", "the-week", "none", "free")}
+    assert {name: each.model_dump(exclude_defaults=True) for name, each in limits.items() if each is not None} == {
+        "month": {"cost_per_month": 5.0}, "day": {"cost_per_day": 0.5},
+    }  # fmt: skip
+    assert (made["month"].team, made["day"].team) == ("research", None)
+    week = "max_budget with a budget_duration that is no day and no month"
+    nothing = "max_budget 0 (a limit here is more), rpm_limit 0 (a limit here is 1 or more)"
+    assert [line.removeprefix("vllm-gateway: keys.json: ") for line in ran.err.splitlines()] == [
+        "key 1 (month): left out: spend (its budget begins anew)",
+        "key 2 (day): left out: team_id (the configuration has no such team)",
+        "key 3 (ever): left out: max_budget without budget_duration (a limit here is for a day or a month)",
+        f"key 4 (the week): left out: the spaces of its key_alias, {week}, all-team-models (it may use all models here)",
+        f"key 5 (none): left out: {nothing}, allowed_routes, model_rpm_limit",
+    ]  # fmt: skip
+
+
+def test_a_key_that_is_in_a_file_twice_is_told(folder: Path) -> None:
+    (folder / "keys.txt").write_text(f"alice,{FIRST}\nbob,{SECOND}\nalice,{FIRST}\n{KEY}\n")
+    said = "vllm-gateway: keys.txt: line 3 is line 1 again\n"
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(0, "2 keys added to gateway.yaml; 1 was known already\n", said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"a b,{FIRST}\n", "line 1, id: must not hold spaces or control characters"),
+        (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
+        (json.dumps([litellm("a"), litellm("b", key_alias="b", models=["gpt-4"])]), "key 2 (b), models[0]: matches no model"),
+        (json.dumps([litellm("a", key_alias="a", max_budget=1, budget_duration="1mo")]),
+         "key 1 (a), limits.cost_per_month: no model has a price, so nothing would cost anything; write models[].price"),
+        (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_taken_over_is_told_and_nothing_is_written(folder: Path, text: str, said: str) -> None:
+    (folder / "keys.txt").write_text(text)
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(1, "", f"vllm-gateway: keys.txt: {said}\n")
+    assert (folder / "gateway.yaml").read_text() == FILE
+
+
+def test_a_hash_can_have_an_end_in_every_form(tmp_path: Path) -> None:
+    one = {"hash": hash_of("x"), "expires": "2999-01-01"}
+    for written in (hash_of("x"), [hash_of("x")], one, [one], [one, hash_of("y")]):
+        file = tmp_path / "gateway.yaml"
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "models": [{"id": "m", "servers": [{"url": "http://10.0.0.1"}]}],
+                    "keys": [{"id": "k", "hash": written, "expires": "2998-01-01"}],
+                }
+            )
+        )
+        assert answer(load(file), "x") == "k"
+    for wrong in ({"hash": hash_of("x"), "ends": 1}, {"expires": "2999-01-01"}, [{"hash": "x"}], {"hash": hash_of("x"), "expires": "soon"}):
+        file.write_text(
+            yaml.safe_dump({"models": [{"id": "m", "servers": [{"url": "http://10.0.0.1"}]}], "keys": [{"id": "k", "hash": wrong}]})
+        )
+        ran = gateway("check", "gateway.yaml", folder=tmp_path)
+        assert ran.code == 2 and ": keys[0].hash" in ran.out and ran.out.count("\n") == 1

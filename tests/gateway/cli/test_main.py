@@ -1,0 +1,254 @@
+"""The command line: its words, its exit codes, and what never shows up in either."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from gateway import __version__
+from gateway.auth.keys import hash_of, mint, well_formed
+from gateway.cli.main import application
+from gateway.config import load
+
+COMMAND = Path(sys.executable).with_name("vllm-gateway")
+KEY = mint("team-a")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def gateway(*arguments: str | Path, stdin: str = "", folder: Path | None = None) -> Ran:
+    """Run the installed command in ``folder``."""
+    done = subprocess.run([COMMAND, *arguments], input=stdin, capture_output=True, text=True, cwd=folder, timeout=60)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.yaml").write_text(
+        "models:\n  - {id: Qwen/Q, servers: [{url: 'http://127.0.0.1:9'}]}\n"
+        f"keys:\n  - {{id: team-a, hash: '{hash_of(KEY)}', models: ['Qwen/*']}}\n"
+        f"  - {{id: old, hash: '{hash_of('old')}', expires: 2020-01-01}}\n"
+    )
+    (tmp_path / "bad.yaml").write_text("models:\n  - {id: Qwen/Q, lunch: {}}\nkeys:\n  - id: team-a\n    hash: hunter2\n")
+    return tmp_path
+
+
+BAD = """\
+bad.yaml:2: models[0].lunch: unknown key; did you mean `launch`?
+bad.yaml:2: models[0]: has no servers: write one of launch ({} for the defaults), servers, discover
+bad.yaml:5: keys[0].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself
+"""
+
+
+def test_check_prints_every_problem_plainly_and_exits_with_2(folder: Path) -> None:
+    assert gateway("check", "bad.yaml", folder=folder) == Ran(2, BAD, "")
+
+
+def test_check_of_a_good_file(folder: Path) -> None:
+    assert gateway("check", "good.yaml", folder=folder) == Ran(
+        0,
+        "good.yaml:5: keys[1].expires: has ended: no key of this entry is taken any more\ngood.yaml is fine: 1 model, 2 keys, 1 note\n",
+        "",
+    )
+
+
+def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> None:
+    assert gateway("check", folder=folder) == Ran(2, "gateway.yaml: cannot be read: No such file or directory\n", "")
+    (folder / "good.yaml").rename(folder / "gateway.yaml")
+    assert gateway("check", folder=folder).out.endswith("gateway.yaml is fine: 1 model, 2 keys, 1 note\n")
+    assert gateway("keys", "verify", folder=folder, stdin=KEY) == Ran(0, "team-a: valid, for Qwen/*\n", "")
+
+
+def test_check_of_what_another_command_writes(folder: Path) -> None:
+    text = (folder / "good.yaml").read_text()
+    told = "/dev/stdin:5: keys[1].expires: has ended: no key of this entry is taken any more\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
+    assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, told, "")
+    assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
+
+
+def test_check_at_a_terminal_is_colored_and_not_wrapped(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", closefd=True) as terminal:
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "40"}
+        environ.pop("NO_COLOR", None)
+        done = subprocess.run([COMMAND, "check", "bad.yaml"], stdout=theirs, stderr=theirs, cwd=folder, env=environ, timeout=60)
+        os.close(theirs)
+        shown = all_of(terminal.fileno())
+    assert done.returncode == 2
+    assert "\x1b[31munknown key; did you mean `launch`?\x1b[0m" in shown
+    assert len(shown.splitlines()) == len(BAD.splitlines())
+
+
+def all_of(terminal: int) -> str:
+    """What is left to read; a terminal that nobody writes to any more ends with an error on Linux."""
+    data = b""
+    try:
+        while chunk := os.read(terminal, 65_536):
+            data += chunk
+    except OSError:
+        pass
+    return data.decode()
+
+
+def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
+    assert gateway("serve", "bad.yaml", folder=folder) == Ran(2, "", BAD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chekc"], "vllm-gateway: No such command 'chekc'."),
+        (["restart"], "vllm-gateway: Missing argument 'MODEL'."),
+        (["check", "--fast", "x"], "vllm-gateway: No such option: --fast"),
+        (["keys", "new"], "vllm-gateway: Missing option '--id'."),
+        (["keys", "new", "--id", "a b"], "vllm-gateway: --id: must not hold spaces or control characters"),
+        (["keys", "new", "--id", "a", "--expires", "soon"], "vllm-gateway: --expires: expected a date such as 2027-01-01 or"),
+        (["keys", "hash"], "vllm-gateway: expected one key, on one line, on stdin"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_2(arguments: list[str], said: str) -> None:
+    ran = gateway(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(said)
+    assert ran.err.count("\n") == 1
+
+
+def test_a_new_key_is_printed_once_and_its_stanza_lets_it_in(folder: Path) -> None:
+    ran = gateway("keys", "new", "--id", "team-b", "--models", "Qwen/*", "--models", "Qwen/Q", "--expires", "2999-01-01")
+    key, empty, *stanza = ran.out.splitlines()
+    assert (ran.code, empty, well_formed(key)) == (0, "", True)
+    assert (ran.out + ran.err).count(key) == 1
+    assert "not shown again" in ran.err
+
+    more = folder / "more.yaml"
+    more.write_text((folder / "good.yaml").read_text() + "\n".join(stanza) + "\n")
+    assert [one.text for one in load(more).keys[-1].hashes] == [hash_of(key)]
+    assert yaml.safe_load("\n".join(stanza)) == [
+        {"id": "team-b", "hash": hash_of(key), "models": ["Qwen/*", "Qwen/Q"], "expires": "2999-01-01"}
+    ]
+    assert gateway("keys", "verify", more, stdin=key).out == "team-b: valid, until 2999-01-01T00:00:00+00:00, for Qwen/*, Qwen/Q\n"
+
+
+def test_a_hash_is_that_of_the_key_without_its_line_end() -> None:
+    assert gateway("keys", "hash", stdin="test\n") == Ran(0, hash_of("test") + "\n", "")
+    assert gateway("keys", "hash", stdin="two\nkeys\n").code == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "ran"),
+    [
+        (KEY + "\n", Ran(0, "team-a: valid, for Qwen/*\n", "")),
+        ("old", Ran(1, "", "vllm-gateway: old: expired since 2020-01-01T00:00:00+00:00\n")),
+        (mint("team-a"), Ran(1, "", "vllm-gateway: the key is not in good.yaml\n")),
+        (KEY[:-1] + "*", Ran(1, "", "vllm-gateway: the key is not in good.yaml\n")),
+        (KEY[:-7] + "_000000", Ran(1, "", "vllm-gateway: the key is mistyped: its checksum is wrong\n")),
+    ],
+    ids=["valid", "expired", "unknown", "foreign", "mistyped"],
+)
+def test_verify(folder: Path, key: str, ran: Ran) -> None:
+    assert gateway("keys", "verify", "good.yaml", stdin=key, folder=folder) == ran
+
+
+def test_verify_needs_a_good_file(folder: Path) -> None:
+    assert gateway("keys", "verify", "bad.yaml", stdin=KEY, folder=folder) == Ran(2, "", BAD)
+
+
+def test_the_schema_is_json() -> None:
+    ran = gateway("schema")
+    assert (ran.code, ran.err) == (0, "")
+    assert set(json.loads(ran.out)["properties"]) >= {"server", "models", "keys", "keys_file", "limits_store", "ledger"}
+
+
+def test_help_is_for_newcomers() -> None:
+    for ran in (gateway(), gateway("--help")):
+        assert (ran.code, ran.err) == (0, "")
+        for command in ("serve", "check", "schema", "keys", "demo", "simulate"):
+            assert f"\n  {command} " in ran.out
+        assert "..." not in ran.out.replace("[ARGS]...", ""), "every line of help is whole"
+
+
+def test_the_simulator_gets_its_arguments_untouched() -> None:
+    arguments = ["--no-such-option", "--", "x", "-y"]
+    direct = subprocess.run([sys.executable, "-m", "upstream.simulator", *arguments], capture_output=True, text=True, timeout=60)
+    assert gateway("simulate", *arguments) == Ran(direct.returncode, direct.stdout, direct.stderr)
+
+
+def test_the_simulators_help_names_the_command_that_was_typed() -> None:
+    ran = gateway("simulate", "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("usage: vllm-gateway simulate [MODEL] [flags]\n")
+
+
+def tree(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of a command line, with the words that name it."""
+    for name, below in command.commands.items():
+        yield (*words, name), below
+        if hasattr(below, "commands"):
+            yield from tree(below, *words, name)
+
+
+COMMANDS = dict(tree(get_command(application(with_keys=True))))
+CONFIGURED = {words: one for words, one in COMMANDS.items() if any("--config" in each.opts for each in one.params)}
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("simulate",)], ids=" ".join)
+def test_every_command_has_help(words: tuple[str, ...]) -> None:
+    ran = gateway(*words, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"Usage: vllm-gateway {' '.join(words)} ")
+
+
+def test_every_command_takes_its_configuration_in_the_same_way() -> None:
+    without = {("schema",), ("demo",), ("simulate",), ("keys",), ("keys", "hash")}
+    assert COMMANDS.keys() - CONFIGURED.keys() == without
+    for words, command in CONFIGURED.items():
+        *_, last = (each for each in command.params if each.param_type_name == "argument")
+        assert (last.name, last.metavar, last.required, last.nargs) == ("file", "FILE", False, 1), words
+
+
+@pytest.mark.parametrize("words", CONFIGURED, ids=" ".join)
+def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path, words: tuple[str, ...]) -> None:
+    arguments = [each for each in CONFIGURED[words].params if each.param_type_name == "argument" and each.required]
+    (tmp_path / "keys.txt").write_text("sk-0123456789abcdef\n")
+    line = [*words, *("keys.txt" if each.metavar == "KEYS" else "x" for each in arguments), *(["--id", "x"] if words[-1] == "new" else [])]
+    by_argument = gateway(*line, "absent.yaml", folder=tmp_path, stdin="x")
+    by_option = gateway(*line, "--config", "absent.yaml", folder=tmp_path, stdin="x")
+    assert by_argument == by_option
+    assert by_argument.code in (1, 2) and "absent.yaml" in by_argument.err + by_argument.out
+    twice = gateway(*line, "one.yaml", "--config", "two.yaml", folder=tmp_path, stdin="x")
+    assert twice == Ran(2, "", "vllm-gateway: the configuration is given twice: one.yaml and --config two.yaml\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    with subprocess.Popen([COMMAND, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_the_version_needs_no_configuration_machinery() -> None:
+    code = (
+        "import sys, gateway.cli; code = gateway.cli.run(['--version']);"
+        "print(code, [name for name in ('pydantic', 'yaml', 'uvicorn', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"vllm-gateway {__version__}\n0 []\n"

@@ -1,0 +1,87 @@
+"""Browsers: pages of the origins in the configuration may read answers, others may not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+
+from gateway.limits.estimate import BYTES_PER_TOKEN, DEFAULT_COMPLETION
+from gateway.snapshot.snapshot import Allowance, Limits
+from tests.support.ports import refusing
+from tests.support.running import Served, key, model, serving
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, ask, chat, request
+
+PAGE = "https://app.example.com"
+
+
+async def answering(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with scripted(answering) as server, serving([model(server.port)], cors_origins=(PAGE,)) as one:
+        yield one
+
+
+def preflight(origin: str, path: str = "/v1/chat/completions") -> bytes:
+    wants = ("access-control-request-method: POST", "access-control-request-headers: authorization,content-type,x-stainless-lang")
+    return request(b"", path, method="OPTIONS", token=None, extra=(f"origin: {origin}", *wants))
+
+
+async def test_a_preflight_of_a_known_page_needs_no_key(served: Served) -> None:
+    reply = await ask(served.port, preflight(PAGE))
+    assert reply.status == 204
+    assert reply.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in reply.headers["access-control-allow-methods"]
+    assert reply.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-lang"
+    assert "access-control-allow-credentials" not in reply.headers
+
+
+async def test_answers_and_errors_carry_the_header(served: Served) -> None:
+    for data in (
+        request(extra=(f"origin: {PAGE}",)),
+        request(token=None, extra=(f"origin: {PAGE}",)),
+        request(b"", "/v1/models", method="GET", extra=(f"origin: {PAGE}",)),
+    ):
+        reply = await ask(served.port, data)
+        assert (reply.headers["access-control-allow-origin"], reply.headers["vary"]) == (PAGE, "Origin")
+        assert "x-request-id" in reply.headers["access-control-expose-headers"]
+
+
+async def test_a_page_may_read_whatever_an_answer_tells_its_client() -> None:
+    """How its limits stand, who answered, and whether to try again, which OpenAI's SDK asks for in a browser, too."""
+    reserved = len(orjson.dumps(chat())) // BYTES_PER_TOKEN + DEFAULT_COMPLETION
+    limits = Limits(requests_per_minute=600, tokens_per_minute=100_000, tokens_per_day=reserved)
+    keys = [key(allowances=(Allowance("key team-a", limits),))]
+    asked = request(chat(), "/v1/messages", extra=(f"origin: {PAGE}",))
+    async with scripted(answering) as server:
+        with refusing() as port:
+            models = [model(port, fallbacks=("other",)), model(server.port, identity="other")]
+            async with serving(models, keys, cors_origins=(PAGE,)) as one:
+                replies = [await ask(one.port, asked) for _ in range(2)]
+    assert [reply.status for reply in replies] == [200, 429]
+    told = {name for reply in replies for name in reply.headers if name.startswith("x-") or name in ("request-id", "retry-after")}
+    assert {"x-vllm-gateway-fallback", "x-should-retry", "retry-after", "request-id", "x-ratelimit-remaining-tokens"} <= told
+    for reply in replies:
+        assert told <= set(reply.headers["access-control-expose-headers"].split(", "))
+
+
+async def test_another_page_gets_nothing(served: Served) -> None:
+    assert (await ask(served.port, preflight("https://evil.example"))).status == 405
+    reply = await ask(served.port, request(extra=("origin: https://evil.example",)))
+    assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_it_is_off_by_default() -> None:
+    async with scripted(answering) as server, serving([model(server.port)]) as one:
+        assert (await ask(one.port, preflight(PAGE))).status == 405
+        assert not any(name.startswith("access-control") for name in (await ask(one.port, request(extra=(f"origin: {PAGE}",)))).headers)
+
+
+async def test_a_star_allows_every_page() -> None:
+    async with scripted(answering) as server, serving([model(server.port)], cors_origins=("*",)) as one:
+        assert (await ask(one.port, request(extra=("origin: null",)))).headers["access-control-allow-origin"] == "*"

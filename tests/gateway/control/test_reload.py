@@ -1,0 +1,314 @@
+"""The configuration while the gateway runs: what is read, what is taken, and what a bad file does not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.auth import keys
+from gateway.config import Config, load
+from gateway.control.reload import History, Reading, Reloader
+from tests.support.certificates import certificate
+from tests.support.controlled import controlled
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
+from tests.support.running import KEY, until
+from tests.support.scripted import Conversation, scripted
+
+OTHER = "sk-another-key"
+FAILED = 'vllm_gateway_config_reloads_total{outcome="failure"}'
+TAKEN = 'vllm_gateway_config_reloads_total{outcome="success"}'
+LAST = "vllm_gateway_config_last_reload_successful"
+
+
+def with_keys(config: dict[str, Any], **tokens: str) -> dict[str, Any]:
+    """The configuration with these keys by id, and no others."""
+    return config | {"keys": [{"id": name, "hash": keys.hash_of(token)} for name, token in tokens.items()]}
+
+
+def status_of(one: Gateway, token: str) -> int:
+    """What the list of models answers to a key."""
+    return httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60).status_code
+
+
+def answers(one: Gateway, token: str, status: int) -> None:
+    """Wait until a key gets this answer."""
+    wait_for(lambda: status_of(one, token) == status)
+
+
+def last(one: Gateway) -> dict[str, Any]:
+    return dict(one.get("/status").json()["configuration"])
+
+
+def generations(status: dict[str, Any]) -> int:
+    """How many of them are served by, control's own among them."""
+    return len({status["snapshot_version"], *(worker["snapshot_version"] for worker in status["workers"])})
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched(), workers=2)) as one:
+        yield one
+
+
+@pytest.fixture
+def config(running: Gateway) -> Iterator[dict[str, Any]]:
+    """What ``running`` serves by, before and after."""
+    original = configuration(launched(), workers=2)
+    yield original
+    write(running.folder / "gateway.yaml", original)
+    wait_for(lambda: running.command("reload").returncode == 0)
+
+
+def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict[str, Any]) -> None:
+    file, before, taken = running.folder / "gateway.yaml", running.get("/status").json(), running.metric(TAKEN)
+    assert status_of(running, OTHER) == 401
+    write(file, with_keys(config, **{"team-a": KEY, "team-b": OTHER}))
+    wait_for(lambda: running.metric(TAKEN) > taken)
+    wait_for(lambda: {status_of(running, OTHER) for _ in range(10)} == {200})
+    wait_for(lambda: generations(running.get("/status").json()) == 1)
+    after = running.get("/status").json()
+    assert after["snapshot_version"] != before["snapshot_version"]
+    assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
+    assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
+    assert after["configuration"]["changes"] == ["key team-b is new"]
+    assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
+
+
+def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, config: dict[str, Any]) -> None:
+    file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
+    write(file, config | {"modles": []})
+    wait_for(lambda: running.metric(FAILED) > failed)
+    assert running.metric(LAST) == 0
+    [problem] = last(running)["problems"]
+    line = file.read_text().splitlines().index("modles: []") + 1
+    assert problem == f"{file}:{line}: modles: unknown key; did you mean `models`?"
+    assert problem in running.said
+    assert time.time() - last(running)["when"] < 60
+    assert problem in running.command("status").stdout
+    shown = httpx2.get(f"http://127.0.0.1:{running.admin}/status", headers={"accept": "text/html"}).text
+    assert "did you mean" in shown
+    refused = running.command("reload")
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", f"{problem}\n")
+    assert running.ask().status_code == 200
+    write(file, config)
+    wait_for(lambda: running.metric(LAST) == 1)
+
+
+def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, config: dict[str, Any]) -> None:
+    cert, key = map(str, certificate(running.folder))
+    server = config["server"] | {"workers": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
+    write(running.folder / "gateway.yaml", config | {"server": server, "ledger": "sqlite:///usage.db"})
+    wait_for(lambda: last(running)["needs_restart"])
+    parts = ("server.workers needs a restart (3 in the file, 2 in use)", "server.tls", "server.admin", "ledger")
+    waiting = [part if " " in part else f"{part} needs a restart" for part in parts]
+    assert last(running)["needs_restart"] == waiting
+    done = running.command("reload")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
+    wait_for(lambda: running.ask(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
+    assert len(running.workers()) == 2
+    assert waiting[0] in running.said
+
+
+def test_workers_that_a_restart_will_end_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
+    file, taken = running.folder / "gateway.yaml", running.metric(TAKEN)
+    model = config["models"][0] | {"max_inflight": 1, "queue": {"wait": "20s"}, "aliases": ["bounded"]}
+    write(file, config | {"models": [model], "server": config["server"] | {"workers": 1}})
+    wait_for(lambda: running.metric(TAKEN) > taken)
+    wait_for(lambda: generations(running.get("/status").json()) == 1)
+    assert last(running)["needs_restart"] == ["server.workers needs a restart (1 in the file, 2 in use)"]
+    assert {running.ask(model="bounded").status_code for _ in range(20)} == {200}
+
+
+def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, Any]) -> None:
+    model = config["models"][0] | {"aliases": ["uno"], "timeouts": {"idle": "9s"}}
+    write(running.folder / "gateway.yaml", config | {"models": [model]})
+    wait_for(lambda: running.ask(model="uno").status_code == 200)
+    write(running.folder / "gateway.yaml", with_keys(config, **{"team-a": KEY, "b": OTHER}) | {"log": {"level": "debug"}})
+    done = running.command("reload")
+    assert (done.returncode, done.stderr) == (0, "")
+    # the watcher may have been there before it
+    assert set(done.stdout.splitlines()) in (
+        {"model sim/one has changed: aliases, timeouts", "key b is new", "log has changed: level"},
+        {"nothing has changed"},
+    )
+    wait_for(lambda: running.ask(model="uno").status_code == 404)
+
+
+def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[str, Any]) -> None:
+    taken = running.metric(TAKEN)
+    os.kill(running.process.pid, signal.SIGHUP)
+    wait_for(lambda: running.metric(TAKEN) > taken)
+    assert last(running)["changes"] == []
+    assert running.ask().status_code == 200
+
+
+def test_a_half_written_file_is_read_again_when_it_is_whole(running: Gateway, config: dict[str, Any]) -> None:
+    file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
+    text = file.read_text()
+    with file.open("w") as writing:
+        writing.write(text[: text.index("models:") + 9])
+        writing.flush()
+        wait_for(lambda: running.metric(FAILED) > failed)
+        assert running.ask().status_code == 200
+        writing.write(text[text.index("models:") + 9 :])
+    wait_for(lambda: running.metric(LAST) == 1)
+    assert running.ask().status_code == 200
+
+
+def mounted(volume: Path, number: int, **files: str) -> None:
+    """Publish files as the kubelet does (AtomicWriter): a folder of the time, a link `..data` that is renamed over the former one, and
+    a link for each file through it."""
+    fresh = volume / f"..2026_01_01_00_00_{number:02}.1"
+    fresh.mkdir()
+    for name, text in files.items():
+        (fresh / name).write_text(text)
+        if not (volume / name).is_symlink():
+            (volume / name).symlink_to(f"..data/{name}")
+    (volume / "..data_tmp").symlink_to(fresh.name)
+    former = (volume / "..data").resolve() if (volume / "..data").is_symlink() else None
+    (volume / "..data_tmp").rename(volume / "..data")
+    if former is not None:
+        shutil.rmtree(former)
+
+
+def stanza(name: str, token: str) -> str:
+    return f"keys:\n  - {{id: {name}, hash: '{keys.hash_of(token)}'}}\n"
+
+
+def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -> None:
+    volume = tmp_path / "secret"
+    volume.mkdir()
+    mounted(volume, 0, keys=stanza("team-c", "sk-c-1"), upstream="first")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        servers = [{"url": f"http://127.0.0.1:{server.getsockname()[1]}", "api_key": {"file": "secret/upstream"}}]
+        config = configuration({"id": "far", "servers": servers}) | {"keys_file": "secret/keys"}
+        with gateway(tmp_path, config, ready=False) as one:
+            wait_for(lambda: one.get("/metrics").status_code == 200 and status_of(one, "sk-c-1") == 200)
+            for number in range(1, 4):
+                mounted(volume, number, keys=stanza("team-c", f"sk-c-{number + 1}"), upstream="first")
+                answers(one, f"sk-c-{number + 1}", 200)
+                answers(one, f"sk-c-{number}", 401)
+            wait_for(lambda: last(one)["changes"] == ["key team-c has changed"])
+            mounted(volume, 9, keys=stanza("team-c", "sk-c-4"), upstream="second")
+            wait_for(lambda: last(one)["changes"] == ["model far has changed: servers"])
+            assert "second" not in one.said
+            assert one.metric(FAILED) == 0
+
+
+def test_a_secret_that_was_missing_is_enough_when_it_comes(tmp_path: Path) -> None:
+    config = configuration(launched())
+    with gateway(tmp_path, config) as one:
+        write(tmp_path / "gateway.yaml", config | {"keys_file": "more.yaml"})
+        wait_for(lambda: one.metric(FAILED) > 0)
+        assert "more.yaml cannot be read: No such file or directory" in last(one)["problems"][0]
+        (tmp_path / "more.yaml").write_text(stanza("late", OTHER))
+        wait_for(lambda: one.metric(LAST) == 1)
+        wait_for(lambda: status_of(one, OTHER) == 200)
+
+
+def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), linger="1m")) as one:
+        one.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        assert one.get("/readyz").json() == {"status": "not_ready", "reasons": ["draining"]}
+        assert one.ask().status_code == 200, "it serves on while others hear of it"
+        refused: subprocess.CompletedProcess[str] = one.command("reload")
+        assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
+        for word in ("start", "restart", "wake"):
+            assert one.command(word, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
+        assert one.stop() == 0, "a second signal ends the patience"
+
+
+async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_is_refused_takes_the_server_down(tmp_path: Path) -> None:
+    """The order of docs/kubernetes.md: the server accepts the current key and the next one, the gateway changes over, then the server."""
+    accepted = {"Bearer first", "Bearer second"}
+
+    async def script(talk: Conversation) -> None:
+        guarded = talk.request.head.split()[1].startswith(b"/v1")
+        refused = guarded and talk.request.header("authorization") not in accepted
+        await talk.respond(b'{"object":"list","data":[]}', "401 Unauthorized" if refused else "200 OK")
+
+    key = tmp_path / "key"
+    key.write_text("first")
+    async with scripted(script) as server:
+        far = {"id": "far", "servers": [{"url": f"http://127.0.0.1:{server.port}", "api_key": {"file": str(key)}}]}
+        async with controlled(tmp_path, far) as one:
+            assert (await one.ask("far")).status_code == 200
+            key.write_text("second")
+            assert (await one.control.reload()).changes == ("model far has changed: servers",)
+            assert (await one.ask("far")).status_code == 200
+            accepted.remove("Bearer first")
+            assert (await one.ask("far")).status_code == 200
+            key.write_text("first")
+            await one.control.reload()
+            await until(lambda: one.status("far")["servers"][0]["condition"] == "down", 60.0)
+            await one.heard()
+            answer = await one.ask("far")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_server")
+            assert one.status("far")["servers"][0]["reason"].startswith("the server refused the gateway's key")
+            key.write_text("second")
+            await one.control.reload()
+            await until(lambda: one.status("far")["servers"][0]["condition"] == "up", 60.0)
+            await one.heard()
+            assert (await one.ask("far")).status_code == 200
+
+
+class FailingOnce:
+    """Serves by what it is given, but fails over the first."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.taken_ones: list[Config] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        yield
+
+    async def acquaint(self, config: Config) -> None:
+        pass
+
+    def take(self, config: Config) -> int:
+        self.taken_ones.append(config)
+        if len(self.taken_ones) == 1:
+            raise RuntimeError("a mistake")
+        return 1
+
+    async def taken(self, number: int) -> None:
+        pass
+
+    def read(self, reading: Reading) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("port", "changes"), [(2, ["model m has changed: servers"]), (1, [])])
+async def test_what_could_not_be_taken_is_no_success_and_is_tried_with_the_next_reading(
+    tmp_path: Path, port: int, changes: list[str]
+) -> None:
+    def written(port: int) -> Config:
+        write(tmp_path / "gateway.yaml", configuration({"id": "m", "servers": [{"url": f"http://127.0.0.1:{port}"}]}))
+        return load(tmp_path / "gateway.yaml")
+
+    taker = FailingOnce()
+    reloader = Reloader(tmp_path / "gateway.yaml", written(1), taker)
+    written(2)
+    failed = await reloader.reload()
+    assert (failed.successful, taker.history.last, taker.history.counts) == (False, failed, {"success": 0, "failure": 1})
+    assert failed.problems == ("the gateway failed on it (RuntimeError); its log says where",)
+    wanted = written(port)
+    taken = await reloader.reload()
+    assert (taken.successful, list(taken.changes)) == (True, changes)
+    assert [config.models for config in taker.taken_ones[1:]] == [wanted.models], "also where it is as it was before"
+    assert (await reloader.reload()).changes == ()
+    assert len(taker.taken_ones) == 2
+    assert taker.history.counts == {"success": 2, "failure": 1}

@@ -1,0 +1,287 @@
+"""The gateway as a whole: its processes, what it says, what it leaves behind, and what it does when some of it dies."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import psutil
+import pytest
+
+from gateway.telemetry.metrics import FAMILIES, PREFIX
+from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for, write
+from tests.support.running import KEY
+
+SLOW: dict[str, Any] = {"stream": True, "simulate": {"tokens": 35, "tokens_per_second": 5}}
+"""A stream of seven seconds: long enough for what is done in the meantime, on a busy machine too."""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("gateway"), configuration(launched())) as one:
+        yield one
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_it_serves_counts_and_logs(running: Gateway) -> None:
+    tokens = 'vllm_gateway_tokens_total{key="team-a",model="sim/one",type="prompt"}'
+    requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
+    before = running.metric(tokens), running.metric(requests)
+    plain = running.ask()
+    assert plain.status_code == 200 and plain.json()["model"] == "sim/one"
+    streamed = running.ask(stream=True)
+    assert streamed.text.endswith("data: [DONE]\n\n") and '"usage"' not in streamed.text
+    used = running.ask(stream=True, stream_options={"include_usage": True})
+    usage = orjson.loads(used.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
+    prompt = plain.json()["usage"]["prompt_tokens"] + 2 * usage["prompt_tokens"]
+    wait_for(lambda: (running.metric(tokens), running.metric(requests)) == (before[0] + prompt, before[1] + 3))
+    ids = {each.headers["x-request-id"] for each in (plain, streamed, used)}
+    wait_for(lambda: all(identity in running.log for identity in ids))
+    lines = [line for line in map(orjson.loads, running.log.splitlines()) if line["request_id"] in ids]
+    assert len(lines) == 3
+    assert all((line["key"], line["status"], line["server"]) == ("team-a", 200, "sim/one#0") for line in lines)
+    assert KEY not in running.log + running.said and "Hello" not in running.log + running.said
+
+
+def test_the_admin_port(running: Gateway) -> None:
+    assert (running.get("/livez").status_code, running.get("/readyz").status_code) == (200, 200)
+    wait_for(lambda: running.get("/status").json()["models"][0]["in_flight"] == 0)
+    status = running.get("/status").json()
+    server = status["models"][0]["servers"][0]
+    assert (status["ready"], server["condition"], server["state"], server["in_flight"]) == (True, "up", "ready", 0)
+    assert psutil.Process(server["pid"]).is_running()
+
+    def first() -> dict[str, Any]:
+        listed = httpx2.get(running.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}, timeout=30).json()["data"]
+        return dict(listed[0])
+
+    wait_for(lambda: "max_model_len" in first())  # it is known by a look of its own, behind the one that finds the server up
+    assert first()["id"] == "sim/one" and first()["max_model_len"] > 0 and "root" not in first()
+    assert httpx2.get(running.url + "/health", timeout=30).status_code == 200
+    assert httpx2.get(running.url + "/metrics", timeout=30).status_code == 404
+
+
+def test_the_metrics_are_well_formed(running: Gateway) -> None:
+    running.ask()
+    running.ask(model="nobody/knows")
+    text = running.get("/metrics").text
+    for name, family in FAMILIES.items():
+        assert f"# TYPE {PREFIX}{name} {family.kind}" in text
+    assert "nobody" not in text
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_an_admin_port_without_a_token_for_other_machines_is_said_at_the_start(tmp_path: Path, running: Gateway) -> None:
+    warning = "other machines can read /status, /keys and /usage on the admin port without a token"
+    with gateway(tmp_path, configuration(launched(), admin={"host": "0.0.0.0", "port": 0})) as one:
+        assert warning in one.said
+    assert warning not in running.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
+        tree, ports = one.tree(), (one.data, one.admin)
+        assert len(one.workers()) == 2 and len(one.named("upstream.launcher.shim")) == 1
+        assert one.stop(number) == 0
+        assert alive(tree) == []
+        assert all(port_is_free(port) for port in ports)
+        assert "Traceback" not in one.said
+
+
+def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as one:
+        tree = one.tree()
+        os.killpg(one.process.pid, signal.SIGINT)
+        assert one.process.wait(30) == 0
+        assert alive(tree) == [] and "Traceback" not in one.said
+
+
+def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
+        replies: list[httpx2.Response] = []
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        one.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        thread.join(30)
+        assert one.process.wait(30) == 0
+        assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
+
+
+def test_what_outlasts_the_drain_is_told(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), drain="300ms")) as one:
+        replies: list[httpx2.Response] = []
+        endless: dict[str, Any] = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**endless)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        assert one.stop() == 0
+        thread.join(30)
+        assert replies[0].text.endswith("data: [DONE]\n\n")
+        assert '"code":"draining"' in replies[0].text
+        assert '"incomplete":"drain"' in one.log
+
+
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
+        for _ in range(8):
+            assert one.ask().status_code == 200
+        counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
+        wait_for(lambda: one.metric(counted) == 8)
+        before, vllm = one.workers(), [each.pid for each in one.named("upstream.simulator")]
+        os.kill(before[0], signal.SIGKILL)
+        wait_for(lambda: one.workers().get(0) not in (None, before[0]))
+        wait_for(lambda: one.get("/status").json()["workers"][0]["up"])
+        assert one.workers()[1] == before[1]
+        assert [each.pid for each in one.named("upstream.simulator")] == vllm
+        assert one.metric(counted) == 8
+        assert one.ask().status_code == 200
+        assert one.get("/status").json()["workers"][0]["restarts"] == 1
+
+
+def test_it_is_ready_when_its_workers_know_of_the_servers(tmp_path: Path) -> None:
+    fifo, model = tmp_path / "fifo", launched()
+    os.mkfifo(fifo)
+    model["launch"]["command"] = ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]
+    with gateway(tmp_path, configuration(model, workers=2), ready=False) as one:
+        wait_for(lambda: one.admin and all(worker["up"] for worker in one.get("/status").json()["workers"]))
+        deaf = one.workers()[1]
+        os.kill(deaf, signal.SIGSTOP)
+        try:
+            fifo.write_text("go\n")
+            wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
+            answer = one.get("/readyz")
+            assert (answer.status_code, answer.json()["reasons"]) == (503, ["waiting for the workers to hear of their servers"])
+        finally:
+            os.kill(deaf, signal.SIGCONT)
+        wait_for(lambda: one.get("/readyz").status_code == 200)
+        assert [one.ask().status_code for _ in range(8)] == [200] * 8
+
+
+def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), workers=2)) as one:
+        tree, ports = one.tree(), (one.data, one.admin)
+        os.kill(one.process.pid, signal.SIGKILL)
+        one.process.wait(30)
+        wait_for(lambda: alive(tree) == [], why=lambda: str(alive(tree)))
+        assert all(port_is_free(port) for port in ports)
+
+
+def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> None:
+    config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}))
+    with gateway(tmp_path, config) as one:
+        assert one.ask().status_code == 200
+
+        def refused() -> httpx2.Response:
+            answer = one.ask(model="sim/bad")
+            assert answer.status_code == 503 and answer.headers["retry-after"].isdigit()
+            return answer
+
+        def bad() -> dict[str, Any]:
+            return dict(next(each for each in one.get("/status").json()["models"] if each["id"] == "sim/bad")["servers"][0])
+
+        # It is tried again and again, and counts as loading meanwhile
+        wait_for(lambda: refused().json()["error"]["code"] == "no_healthy_server")
+        assert "sim/bad#0" in one.said and "no_such_parser" in one.said
+        wait_for(lambda: bad()["condition"] == "down")
+        assert "no_such_parser" in bad()["reason"]
+        assert one.metric('vllm_gateway_launches_total{model="sim/bad",outcome="failed"}') >= 1
+        assert one.metric('vllm_gateway_server_up{model="sim/bad",server="sim/bad#0"}') == 0
+        assert one.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 1
+
+
+def test_a_program_that_is_missing_is_reported_with_its_line_and_others_serve(tmp_path: Path) -> None:
+    config = configuration(launched(), {"id": "m", "launch": {"command": ["no-such-vllm", "serve"], "start": "on_demand"}})
+    with gateway(tmp_path, config) as one:
+        said = r"ERROR control: \S+gateway\.yaml:\d+: models\[1\]\.launch\.command: no-such-vllm is not found in PATH"
+        assert re.search(said, one.said), one.said
+        assert one.ask().status_code == 200
+
+
+def test_a_model_that_is_loading_is_refused_with_words(tmp_path: Path) -> None:
+    config = configuration(launched(), launched("sim/slow", **{"sim-healthy-after": 60}))
+    with gateway(tmp_path, config, ready=False) as one:
+        wait_for(lambda: one.get("/metrics").status_code == 200 and one.ask().status_code == 200, why=lambda: one.said)
+        assert one.get("/readyz").status_code == 503
+        refused = one.ask(model="sim/slow")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+        wait_for(lambda: re.search(r"waiting for sim/slow#0 \(\d+ s\)", one.said))
+
+
+def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as one:
+        psutil.Process(one.get("/status").json()["models"][0]["servers"][0]["pid"]).kill()
+        wait_for(lambda: one.get("/status").json()["models"][0]["servers"][0]["restarts"] == 1)
+        wait_for(lambda: one.ask().status_code == 200)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
+            assert one.process.wait(30) == 1
+            assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_unspecified_ipv6_address_listens_on_ipv4_too(tmp_path: Path) -> None:
+    """One setting serves a dual-stack network, as in vLLM."""
+    config = configuration(launched(), host="::", admin={"host": "::", "port": 0})
+    with gateway(tmp_path, config) as one:
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"http://{host}:{one.data}/v1/models"
+            assert httpx2.get(url, headers={"authorization": f"Bearer {KEY}"}, timeout=60).status_code == 200
+            assert httpx2.get(f"http://{host}:{one.admin}/readyz", timeout=60).status_code == 200
+        assert one.ask().status_code == 200
+        wait_for(lambda: '"client":"127.0.0.1"' in one.log, why=lambda: one.log)
+
+
+def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
+    screen, keyboard = pty.openpty()
+    with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
+        os.close(keyboard)
+        replies: list[httpx2.Response] = []
+        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
+        thread.start()
+        wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
+        os.close(screen)
+        os.killpg(one.process.pid, signal.SIGHUP)
+        wait_for(lambda: one.get("/readyz").status_code == 503)
+        with pytest.raises(httpx2.ConnectError):
+            one.ask()
+        thread.join(30)
+        assert one.process.wait(30) == 0
+        assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
+
+
+def test_a_closed_standard_output_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    write(tmp_path / "gateway.yaml", configuration(launched()))
+    line = ("sh", "-c", 'exec "$0" serve "$1" >&-', PROGRAM, tmp_path / "gateway.yaml")
+    with gateway(tmp_path, None, line=line) as one:
+        assert one.ask().status_code == 200

@@ -1,0 +1,97 @@
+"""What the operator reads on standard error."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gateway.config import load
+from gateway.control.serve import StartError, listen
+from gateway.control.startup_messages import Announcer
+from tests.support.process import configuration, gateway, launched, wait_for, write
+from upstream.http.address import Address
+from upstream.launcher import LaunchState, LaunchStatus
+from upstream.vllm.failures import Cause
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]"), ("::", "localhost")])
+def test_the_addresses_are_such_as_a_client_takes(tmp_path: Path, host: str, shown: str) -> None:
+    write(tmp_path / "gateway.yaml", configuration(launched()))
+    said = io.StringIO()
+    try:
+        data, admin = listen(host, 0), listen(host, 0)
+    except StartError as error:
+        pytest.skip(f"this machine has no such address: {error}")
+    with closing(data), closing(admin):
+        Announcer(Console(file=said, width=200)).summary(load(tmp_path / "gateway.yaml"), data, admin)
+        assert f"http://{shown}:{data.getsockname()[1]}/v1 " in said.getvalue()
+        assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in said.getvalue()
+
+
+TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|worker \d+): "
+KNOWN = Cause("kv_cache_too_small", "no memory is left", "Raise it.", "ValueError: No available memory")
+FAILED = LaunchStatus(
+    "m#0",
+    LaunchState.FAILED,
+    0.0,
+    Address("localhost"),
+    Path("/m.log"),
+    reason="m#0 could not start: no memory is left",
+    cause=KNOWN,
+    tail="a\nb",
+)
+
+
+def announced(*statuses: LaunchStatus) -> list[str]:
+    """What is written for these changes, without the time."""
+    said = io.StringIO()
+    announcer = Announcer(Console(file=said, width=200))
+    for status in statuses:
+        announcer.launched(status)
+    return [re.sub(TIMED, r"\1 ", line) for line in said.getvalue().splitlines()]
+
+
+def test_a_known_cause_comes_with_its_hint_and_without_the_log() -> None:
+    assert announced(FAILED) == ["ERROR m#0 could not start: no memory is left", "  Hint: Raise it."]
+
+
+def test_of_an_unknown_cause_the_end_of_the_log_is_written() -> None:
+    unknown = replace(FAILED, reason="m#0 could not start: exit code 3", cause=Cause("unknown", "", "Read the log."))
+    lines = ["ERROR m#0 could not start: exit code 3", "  Hint: Read the log.", "  The last lines of /m.log:", "  | a", "  | b"]
+    assert announced(unknown) == lines
+
+
+def test_a_failure_that_repeats_adds_one_line_until_the_server_is_up_again() -> None:
+    other = replace(FAILED, cause=replace(KNOWN, code="disk_full", hint="Free it."))
+    up = replace(FAILED, state=LaunchState.READY, reason="", cause=None)
+    line, hint = "ERROR m#0 could not start: no memory is left", "  Hint: Raise it."
+    assert announced(FAILED, FAILED, FAILED) == [line, hint, line, line]
+    assert announced(FAILED, other, FAILED) == [line, hint, line, "  Hint: Free it.", line, hint]
+    assert announced(FAILED, up, FAILED) == [line, hint, "INFO m#0 is up", line, hint]
+
+
+def test_a_gateway_that_is_stopped_reports_no_server_as_down_and_ends_with_stopped(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), launched("sim/two"))) as one:
+        wait_for(lambda: "sim/one#0 is up" in one.said and "sim/two#0 is up" in one.said)
+        assert one.stop(signal.SIGTERM) == 0
+        assert "is down" not in one.said and "ended" not in one.said
+        summary, ready, rest = one.said.partition(next(line for line in one.said.splitlines(keepends=True) if re.match(TIMED, line)))
+        assert "requests  http://" in summary + ready + rest
+        lines = [line for line in (ready + rest).splitlines() if not line.startswith(("requests ", "metrics "))]
+        assert all(re.match(TIMED, line) for line in lines), lines
+        assert lines[-1].endswith("INFO control: stopped")
+
+
+def test_a_model_that_the_operator_stops_is_not_reported_as_down(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched(), launched("sim/two"))) as one:
+        assert one.command("stop", "sim/two").returncode == 0
+        wait_for(lambda: "sim/two is stopped" in one.said)
+        assert one.stop() == 0
+        assert "is down" not in one.said

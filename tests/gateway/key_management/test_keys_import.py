@@ -1,0 +1,61 @@
+"""What a file of another gateway's keys is taken for, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.auth.keys import hash_of, mint
+from gateway.key_management.keys_import import BadLineError, found, sorted_out
+
+KEY = mint("team-a")
+FIRST, SECOND, THIRD = (f"sk-{word}-0123456789" for word in ("first", "second", "third"))
+
+
+def listed(token: str, **more: Any) -> dict[str, Any]:
+    """One of LiteLLM's keys, as its list has it."""
+    return {"token": hash_of(token).removeprefix("sha256:"), **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "owners"),
+    [
+        (f"{FIRST}\nalice,{SECOND}\n", {FIRST: None, SECOND: "alice"}),
+        (f"key,id\n{FIRST},alice\n{SECOND}\n", {FIRST: "alice", SECOND: None}),
+        (f"# exported\n\nName, API_Key\nalice,{FIRST}\n", {FIRST: "alice"}),
+        (f'"token","alias"\n"{FIRST}","alice"\n', {FIRST: "alice"}),
+        (f"key\n{FIRST}\n", {FIRST: None}),
+        ("alice,QWERTYUIOPasdfghjkl\n", {"QWERTYUIOPasdfghjkl": "alice"}),
+        ("\n# nothing\n", {}),
+    ],
+)
+def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
+    named = {token: owner or f"imported-{hash_of(token).removeprefix('sha256:')[:8]}" for token, owner in owners.items()}
+    assert {one.entry["hash"]: one.entry["id"] for one in found(text)} == {hash_of(token): owner for token, owner in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{FIRST}\nsk two words of text\n", "line 2 is no key: expected a key, or id,key, of 16 to 512 visible characters"),
+        ("{oops", "the file begins like JSON and is none"),
+        ('{"data": []}', "the JSON has no list of keys"),
+        ('["sk-plain-in-json"]', "key 1 has no `token` that is a SHA-256 in hexadecimal digits"),
+        (f"{hash_of('x')},{FIRST}\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
+        (f"alice,{FIRST}\n{SECOND},bob\n", "line 2: what stands for the key has less than 16 characters; expected a key, or id,key"),
+        ("sk-a1,the-owner-of-this\n", "line 1: what stands for the key are plain words, which can be guessed; expected a key, or id,key"),
+        (f"team-z,{FIRST},extra-extra-extra-1\n", "line 1 has more than one comma: expected a key, or id,key"),
+        (f"key,owner\n{FIRST},alice\n", "line 1 is a header that is not known: expected key, or id,key, or key,id"),
+        (f"alice,{FIRST}\nbob,{FIRST}\n", "line 2 has the key of line 1, and says something else of it"),
+        (f"alice,{FIRST}\nalice,{SECOND}\n", "line 2: line 1 has this id, and another key"),
+        (f"{KEY}\nbob,{FIRST}\ntwo,{SECOND}\n", "line 3: the configuration has another key with this id"),
+        (json.dumps([listed("a"), listed("b", key_alias="sk-0123")]),
+         "key 2: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_taken_over_is_told_without_repeating_a_key(text: str, said: str) -> None:
+    with pytest.raises(BadLineError) as told:
+        sorted_out(found(text), {hash_of(KEY)}, {"team-a", "two"})
+    assert str(told.value) == said

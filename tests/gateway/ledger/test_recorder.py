@@ -1,0 +1,347 @@
+"""What a worker writes of each request: one row, with everything that is known, whatever became of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Books
+from gateway.ledger.row import LOST, Row, decode, frames
+from tests.support.running import KEY, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, ask, chat, client, event, request
+
+TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_center": "17"}}
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.create("test", 1 << 16, 8)
+    yield made
+    made.close()
+
+
+def rows(journal: Journal) -> list[Row]:
+    reading = journal.read()
+    journal.release(reading)
+    return [decode(payload) for payload in frames(reading.data)]
+
+
+async def _completion(talk: Conversation) -> None:
+    await talk.respond(COMPLETION)
+
+
+async def _stream(talk: Conversation) -> None:
+    await talk.begin_stream()
+    for each in EVENTS:
+        await talk.chunk(each)
+    await talk.end_stream()
+
+
+async def _endless(talk: Conversation) -> None:
+    """A first event and three more, each by itself, and then silence."""
+    await talk.begin_stream()
+    for each in (ROLE, HELLO, HELLO, HELLO):
+        await talk.chunk(each)
+        await asyncio.sleep(0.05)
+    await talk.closed_by_peer()
+
+
+async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], books=Books(journal)) as served,
+    ):
+        reply = await ask(served.port, request(chat(user="u", metadata={"a": "b"})))
+        (row,) = rows(journal)
+    assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_center": "17"})
+    assert (row.model, row.server, row.endpoint, row.stream) == ("tiny", "tiny#0", "/v1/chat/completions", False)
+    assert (row.status, row.code, row.incomplete) == (200, None, None)
+    assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))
+    assert row.cost == 1500 + 4000 and (row.user, row.metadata) == (None, None), "which nobody wanted"
+    assert row.duration is not None and row.queued == 0.0 and journal.held() == []
+
+
+async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(journal: Journal) -> None:
+    async with scripted(_stream) as server, serving([model(server.port)], books=Books(journal)) as served:
+        assert b"usage" not in (await ask(served.port, request(chat(stream=True)))).body
+        (row,) = rows(journal)
+    assert (row.stream, row.prompt, row.generated, row.cost, row.chunks) == (True, 3, (2, False), None, 0)
+    assert row.first_token is not None
+
+
+async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"user": "u\0ser" + 300 * "x", "metadata": {"order": "7"}}, {"user": 7, "metadata": "none"}, {"metadata": {"a": "\0"}},
+        {"metadata": {"a": 20_000 * "x"}}, {}, {"metadata": {"a": "\\\0"}}, {"metadata": {"path": r"c:\u0000"}},
+    ]  # fmt: skip
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port)], books=Books(journal), ledger_user=True, ledger_metadata=True) as served,
+    ):
+        for body in bodies:
+            assert (await ask(served.port, request(chat(**body)))).status == 200
+        first, *others, last = rows(journal)
+    assert (first.user, first.metadata) == ("user" + 251 * "x", {"order": "7"})
+    assert {(row.user, row.metadata is None) for row in others} == {(None, True)}
+    assert last.metadata == {"path": r"c:\u0000"}, "which is a text without a NUL"
+
+
+async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:
+    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served:
+        for body, token in ((chat(model="nobody"), KEY), (b"{", KEY), (chat(), "sk-wrong"), (chat(), None)):
+            await ask(served.port, request(body, token=token))
+        await ask(served.port, request(b"", "/v1/models", method="GET"))
+        found = rows(journal)
+    assert [(row.status, row.code, row.model, row.team, row.prompt) for row in found] == [
+        (404, "model_not_found", None, "research", None),
+        (400, "invalid_json", None, "research", None),
+    ]
+
+
+async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port, price=(1.0, 2.0))], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True)))
+        await one.events(4)
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
+    assert row.generated == (3, True) and row.cost == 6000 and journal.held() == []
+
+
+@pytest.mark.parametrize("together", [2, 20, 200])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+async def test_events_that_come_together_count_each(journal: Journal, together: int, newline: bytes) -> None:
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"padding":"so that it is an ordinary one"}\n\n'.replace(b"\n", newline)
+
+    async def several(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for _ in range(3):
+            await talk.chunk(together * event)
+            await asyncio.sleep(0.05)
+        await talk.closed_by_peer()
+
+    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, n=2)))
+        for _ in range(3 * together):
+            await one.reader.readuntil(event)
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+    assert row.generated == (3 * together - 1, True)
+
+
+async def test_of_several_answers_with_a_count_each_the_events_are_counted(journal: Journal) -> None:
+    def counted(index: int, tokens: int) -> bytes:
+        return event(f'[{{"index":{index},"delta":{{"content":"a"}}}}]', f',"usage":{{"prompt_tokens":3,"completion_tokens":{tokens}}}')
+
+    async def several(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for tokens in range(1, 5):
+            for index in range(3):
+                await talk.chunk(counted(index, tokens))
+        await talk.closed_by_peer()
+
+    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, n=3)))
+        await one.reader.readuntil(counted(2, 4))
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+    assert (row.completion, row.generated) == (4, (11, True))
+
+
+async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Row:
+    """The row of a stream whose client leaves when these events have come, before the stream's end."""
+
+    async def stays(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in events:
+            await talk.chunk(each)
+        await talk.closed_by_peer()
+
+    async with scripted(stays) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
+        await one.events(len(events))
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+        return row
+
+
+TOKEN = event('[{"index":0,"delta":{"content":"a"},"finish_reason":null}]')
+FIVE = ',"usage":{"prompt_tokens":3,"completion_tokens":5}'
+MESSAGE_TOKEN = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n'
+MESSAGE_COUNT = b'event: message_delta\ndata: {"type":"message_delta","delta":{},"usage":{"input_tokens":3,"output_tokens":5}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "events"),
+    [
+        ("/v1/chat/completions", [ROLE, *5 * [TOKEN], STOP, event("[]", FIVE)]),
+        ("/v1/chat/completions", [event('[{"index":0,"delta":{"content":"a"}}]', FIVE)] * 9),
+        ("/v1/messages", [*8 * [MESSAGE_TOKEN], MESSAGE_COUNT]),
+    ],
+    ids=["chat", "a count with each event", "messages"],
+)
+async def test_a_count_that_has_come_is_no_estimate(journal: Journal, path: str, events: list[bytes]) -> None:
+    """Events without a token, such as the one with the finish reason, came too."""
+    row = await _left_behind(journal, events, path)
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (5, False))
+
+
+async def test_a_count_of_earlier_events_is_one(journal: Journal) -> None:
+    row = await _left_behind(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
+    assert (row.completion, row.generated) == (5, (9, True))
+
+
+async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Journal) -> None:
+    async def silent(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in (ROLE, HELLO, HELLO, STOP, DONE):
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async with scripted(silent) as server, serving([model(server.port)], books=Books(journal)) as served:
+        assert (await ask(served.port, request(chat(stream=True)))).status == 200
+        (row,) = rows(journal)
+    assert (row.incomplete, row.completion, row.generated) == (None, None, (4, True))
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_count(journal: Journal, renamed: bool) -> None:
+    whole = COMPLETION.replace(b'"choices"', b'"padding":"' + 8_000_000 * b"x" + b'","choices"')
+
+    async def large(talk: Conversation) -> None:
+        await talk.respond(whole)
+
+    async with (
+        scripted(large) as server,
+        serving([model(server.port, rewrite=renamed)], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request())
+        await one.reader.readexactly(50_000)
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+        assert (await ask(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
+
+
+async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal: Journal) -> None:
+    async def stuck(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION))
+        await talk.write(COMPLETION[:20])
+        await talk.closed_by_peer()
+
+    async with scripted(stuck) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+        one.send(request())
+        await one.reader.readuntil(COMPLETION[:20])
+        one.leave()
+        await until(lambda: not served.inline_tasks, 30.0)
+        (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
+
+
+async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Journal) -> None:
+    async def breaks(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for each in (ROLE, HELLO, STOP):
+            await talk.chunk(each)
+            await asyncio.sleep(0.05)
+        talk.writer.transport.abort()
+
+    async with scripted(breaks) as server, serving([model(server.port)], books=Books(journal)) as served:
+        await ask(served.port, request(chat(stream=True)))
+        (row,) = rows(journal)
+    assert (row.incomplete, row.code) == ("upstream", "upstream_disconnected")
+    assert row.generated == (2, True)
+
+
+async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True)))
+        await one.events(1)
+        (payload,) = journal.held()
+        row = decode(payload)
+        one.leave()
+        await until(lambda: not served.inline_tasks)
+        (settled,) = rows(journal)
+    assert (row.id, row.incomplete, row.status, row.cost) == (settled.id, LOST, None, None)
+    assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
+        settled.key, settled.team, settled.labels, settled.model, True, settled.started,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("later", [None, (9.0, 9.0)])
+async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journal, later: tuple[float, float] | None) -> None:
+    """A configuration without the model, or with another price, comes while it is under way; the limits keep the model's price too."""
+    go_on = asyncio.Event()
+
+    async def waits(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await talk.chunk(EVENTS[0])
+        await go_on.wait()
+        for each in EVENTS[1:]:
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async with scripted(waits) as server:
+        dear, other = model(server.port, price=(1.0, 2.0)), model(server.port, identity="other", price=(5.0, 5.0))
+        async with serving([dear, other], books=Books(journal)) as served, client(served.port) as one:
+            one.send(request(chat(stream=True)))
+            await one.events(1)
+            left = [other] if later is None else [model(server.port, price=later), other]
+            served.worker.take(replace(served.worker.snapshot, version=2, models=tuple(left)))
+            go_on.set()
+            await until(lambda: not served.inline_tasks)
+            (row,) = rows(journal)
+            assert (row.model, row.prompt, row.completion, row.cost) == ("tiny", 3, 2, 3 * 1000 + 2 * 2000)
+            await ask(served.port, request(chat(stream=True)))
+            (row,) = rows(journal)
+    assert (row.model, row.cost) == ((None, None) if later is None else ("tiny", 5 * 9000))
+
+
+async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Journal) -> None:
+    """The fallback is left out of the configuration, while it answers."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waits(talk: Conversation) -> None:
+        asked.set()
+        await go_on.wait()
+        await talk.respond(COMPLETION)
+
+    async with scripted(waits) as server:
+        models = [model(identity="tiny", fallbacks=("other",), price=(5.0, 5.0)), model(server.port, identity="other", price=(1.0, 2.0))]
+        async with serving(models, books=Books(journal)) as served:
+            reply = asyncio.create_task(ask(served.port, request(chat())))
+            await asked.wait()
+            served.worker.take(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
+            go_on.set()
+            assert (await reply).status == 200
+            (row,) = rows(journal)
+    assert (row.model, row.cost) == ("other", 3 * 1000 + 2 * 2000)
+
+
+async def test_no_room_fails_no_request() -> None:
+    journal = Journal.create("test", 64, 0)
+    async with scripted(_completion) as server, serving([model(server.port)], books=Books(journal)) as served:
+        for _ in range(3):
+            assert (await ask(served.port, request(chat()))).status == 200
+    assert (journal.dropped, rows(journal)) == (3, [])
+    journal.close()

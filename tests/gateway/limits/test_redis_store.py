@@ -1,0 +1,637 @@
+"""Limits that are counted in a Redis: the same decisions as in memory, and what happens while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import statistics
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
+from time import monotonic, sleep, time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.limits import scripts
+from gateway.limits.buckets import Holder, Meters
+from gateway.limits.redis_store import Clock, Store, StoreAwayError
+from gateway.limits.rules import Ask, moment, month_of
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Allowance, Limits, LimitsStore, Queue
+from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
+from tests.support.ports import refusing
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.running import Served, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, ask, chat, client, request
+from upstream.balancing.server import Condition
+
+LIMITS = Limits(
+    requests_per_minute=6,
+    tokens_per_minute=90,
+    tokens_per_day=400,
+    tokens_per_month=500,
+    cost_per_day=3.0,
+    cost_per_month=5.0,
+    concurrent=4,
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RedisServer) -> RedisServer:
+    """The shared one, empty."""
+    with shared.client() as each:
+        each.flushall()
+    return shared
+
+
+@asynccontextmanager
+async def opened(
+    place: LimitsStore, worker: str = "a worker", on_change: Callable[[str | None], None] = lambda _: None
+) -> AsyncIterator[Store]:
+    store = Store(place, worker, on_change)
+    try:
+        yield store
+    finally:
+        store.close()
+        await asyncio.sleep(0)
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(1, 120), st.booleans()),
+        st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from([0.0, 0.3, 1.0, 1.5])),
+    ),
+    max_size=25,
+)
+
+
+def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
+    """Two holders, over and over: the same is admitted, and the same limit refuses with the same wait."""
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(_STEPS)
+    def check(steps: list[Any]) -> None:
+        with server.client() as each:
+            each.flushall()
+        asyncio.run(_compare(server, steps))
+
+    check()
+
+
+async def _compare(server: RedisServer, steps: list[Any]) -> None:
+    """Each decides by a clock of its own: when half a second has passed, one may have a token more than the other, and no more is said."""
+    meters, began = Meters.private(), monotonic()
+    one, both = meters.holder("key one", LIMITS), meters.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
+    running: list[Any] = []
+    async with opened(server.place()) as store:
+        for number, (kind, amount, what) in enumerate(steps):
+            if kind == "come":
+                at, identity = moment(monotonic(), time()), str(number)
+                wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
+                ends: dict[int, float] = {}
+                expected, answer = meters.take(wanted, at, ends), await store.admit(identity, wanted)
+                if monotonic() - began > 0.5:
+                    return
+                assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
+                if answer.refused is None:
+                    running.append((identity, wanted, at, ends))
+                elif expected is not None and expected[1].wait is not None:
+                    assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
+                    assert answer.refused[1].asked == expected[1].asked
+                    assert answer.refused[1].left == pytest.approx(expected[1].left, abs=3)
+            elif running:
+                identity, wanted, at, ends = running.pop(amount % len(running))
+                used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
+                meters.settle(wanted, ends, used, at, monotonic())
+                store.settle(identity, wanted, used)
+
+
+@pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
+async def test_what_time_has_given_back_is_not_given_back_again(server: RedisServer, forgotten: int) -> None:
+    """Reserved a minute and a half ago: time has filled it up, whoever else has come. Reserved now: it is given back."""
+    wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            for name in ("r1", "r2"):
+                assert (await store.admit(name, wanted)).refused is None
+            written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
+            day, month, at, *ends = map(float, each.hget(*written).split())
+            aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
+            each.hset(*written, " ".join(map(repr, aged)))
+            before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
+            store.settle("r1", wanted, Ask())
+            assert (await store.admit("r3", [(wanted[0][0], Ask())])).refused is None
+            assert [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")] == before
+            store.settle("r2", wanted, Ask())
+            assert (await store.admit("r4", [(wanted[0][0], Ask())])).refused is None
+            found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
+            assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
+
+
+def test_the_stores_calendar(server: RedisServer) -> None:
+    script = scripts.CALENDAR + "local m = month_of(tonumber(ARGV[1])) return {m, first_day_of(m)}"
+    days = [number for year in range(1970, 2470, 3) for number in range(_day(year, 2, 27), _day(year, 3, 3))]
+    days += range(_day(2026, 1, 1), _day(2028, 1, 1), 2)
+    with server.client() as each:
+        pipeline = each.pipeline(transaction=False)
+        for day in days:
+            pipeline.eval(script, 0, day)
+        found = pipeline.execute()
+    for day, (month, first) in zip(days, found, strict=True):
+        assert month == month_of(day)
+        assert date(1970, 1, 1) + timedelta(first) == (date(1970, 1, 1) + timedelta(day)).replace(day=1)
+
+
+def _day(year: int, month: int, day: int) -> int:
+    return (date(year, month, day) - date(1970, 1, 1)).days
+
+
+async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
+    """As in the memory: a clock that was set back and on again between this request and the one before forgets the older day."""
+    holder, today = Holder("key a", Limits(tokens_per_day=10), 0), int(datetime.now(UTC).timestamp() // 86400)
+    with server.client() as each:
+        each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
+        async with opened(server.place()) as store:
+            assert (await store.admit("r1", [(holder, Ask(1, 1, 4))])).refused is None
+        kept = each.hgetall("vllm-gateway:key a")
+    now = int(datetime.now(UTC).timestamp() // 86400)
+    if now == today:  # or the test ran over midnight
+        assert [float(kept[name]) for name in (b"d", b"dt", b"od", b"odt")] == [today, 4, today - 1, 3]
+
+
+async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """On a busy machine it may be this process that does not come to it."""
+    holder = Holder("key a", Limits(requests_per_minute=10), 0)
+    place = server.place(patience=0.25)
+    async with opened(place) as store:
+        assert (await store.admit("r1", [(holder, Ask(1, 1, 0))])).refused is None
+        asked = asyncio.create_task(store.admit("r2", [(holder, Ask(1, 1, 0))]))
+        await asyncio.sleep(0)
+        sleep(2 * place.patience)  # noqa: ASYNC251  # it is held up
+        store.tick()
+        assert (await asked).refused is None
+    assert caplog.text == ""
+
+
+async def test_what_the_store_says(server: RedisServer) -> None:
+    holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
+    async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
+        before = monotonic()
+        answer = await store.admit("r1", [(holder, Ask(1, 1, 10))])
+        after, now = monotonic(), datetime.now(UTC)
+        assert before + 0.9 < answer.standings[0][2] < after + 1.1
+        answer = await store.admit("r2", [(holder, Ask(1, 1, 1))])
+        assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
+    with server.client() as each:
+        each.execute_command("SELECT", 3)
+        assert each.hget("vllm-gateway:key a", "m") == str(now.year * 12 + now.month - 1).encode()
+        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True, True], "every key ends by itself"
+
+
+async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
+    holder = Holder("key a", Limits(requests_per_minute=100, concurrent=1), 0)
+    wanted = [(holder, Ask(1, 1))]
+    async with opened(server.place()) as store:
+        for number in range(3):
+            answer = await store.admit(f"r{number}", wanted)
+            assert answer.refused is None
+            with server.client() as each:
+                each.script_flush()
+            store.settle(f"r{number}", wanted, Ask(1))
+
+
+async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
+    holder = Holder("key a", Limits(requests_per_minute=100), 0)
+    async with opened(LimitsStore("127.0.0.1", 1)) as store:
+        for number in range(3):
+            with pytest.raises(StoreAwayError):
+                await store.admit(f"r{number}", [(holder, Ask(1, 1))])
+
+
+async def test_a_change_of_its_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
+    reported: list[str | None] = []
+    async with opened(server.place(), on_change=reported.append) as store:
+        await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+        assert reported == [None]
+    echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
+
+    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(echo)
+        await reader.read()
+        writer.close()
+
+    reported.clear()
+    async with await asyncio.start_server(refuses, "127.0.0.1", 0) as odd:
+        place = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
+        async with opened(place, on_change=reported.append) as store:
+            for number in range(3):
+                with pytest.raises(StoreAwayError):
+                    await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+    assert reported == ["ERR unknown command 'AUTH', with args beginning with: '…'"]
+
+
+def test_the_stores_clock_by_ones_own() -> None:
+    """It is between what a reply says at the moment at which its command was sent, and at that at which it was read."""
+    clock = Clock()
+    clock.heed(1000.4, sent=10.0, now=11.0)
+    assert clock.at(10.0) == pytest.approx(999.4), "never too late"
+    clock.heed(1010.1, sent=20.0, now=20.3)
+    assert clock.at(20.0) == pytest.approx(1009.8), "what a quick one says is nearer"
+    clock.heed(1020.1, sent=30.0, now=35.0)
+    assert clock.at(30.0) == pytest.approx(1019.8), "a slow one knows no better"
+    clock.heed(1090.1, sent=40.0, now=40.1)
+    assert clock.at(40.0) == pytest.approx(1090.0), "it was set forward"
+    clock.heed(1050.0, sent=50.0, now=51.0)
+    assert clock.at(50.0) == pytest.approx(1050.0), "it was set back"
+
+
+async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServer) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Ask(1, 1, 10))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        store.settle("r1", wanted, Ask(1, 0, 5))
+        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        assert (await store.admit("r2", wanted)).refused is None
+    with server.client() as each:
+        assert each.hget("vllm-gateway:key a", "dt") == b"15"
+
+
+async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServer) -> None:
+    """Though nobody else asks the store meanwhile."""
+    wanted = [(Holder("key a", Limits(concurrent=1), 0), Ask(1, 1, 10))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        with server.client() as each:
+            before = each.zscore("vllm-gateway:key a leases", "r1") or 0
+            async with asyncio.timeout(30):
+                while (each.zscore("vllm-gateway:key a leases", "r1") or 0) <= before:
+                    store._renewed = 0.0  # it is time to
+                    store.tick()
+                    await asyncio.sleep(0.02)
+
+
+async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: RedisServer) -> None:
+    """What it had asked waits in the socket, and nobody will give it back."""
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Ask(1, 1, 10))]
+    async with opened(server.place(patience=1.0)) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        server.signal(signal.SIGSTOP)
+        try:
+            asked = asyncio.create_task(store.admit("r2", wanted))
+            while not asked.done():
+                store.tick()
+                await asyncio.sleep(0.02)
+            assert isinstance(asked.exception(), StoreAwayError)
+            store.close()
+            await asyncio.sleep(0.02)
+        finally:
+            server.signal(signal.SIGCONT)
+    with server.client() as each:
+        await until(lambda: each.info("clients")["connected_clients"] == 1)
+        assert each.hget("vllm-gateway:key a", "dt") == b"10"
+        assert b"r2" not in each.zrange("vllm-gateway:key a leases", 0, -1)
+
+
+async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisServer) -> None:
+    """Before, in and after the replies to both scripts: what the store let in counts as what it used, and the rest as nothing."""
+    cuts = range(120, 240, 3)
+
+    async def one(network: Chaos, number: int) -> tuple[str, float]:
+        """The holder, and what it has used; once the store has heard of it."""
+        wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Ask(1, 1, 900))]
+        async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
+            try:
+                assert (await store.admit("r1", wanted)).refused is None
+            except StoreAwayError:
+                used = 0
+            else:
+                used = 7
+                store.settle("r1", wanted, Ask(1, 0, used))
+            await heard(store)
+        return f"vllm-gateway:key {number}", used
+
+    def weather(number: int) -> Weather:
+        return Weather(cut_at=cuts[number], end=End.RESET) if number < len(cuts) else CLEAR
+
+    async with chaos(server.port, weather) as network:
+        found = await asyncio.gather(*(one(network, number) for number in range(len(cuts))))
+    assert {used for _, used in found} == {0, 7}
+    with server.client() as each:
+        assert [float(each.hget(holder, "dt") or 0) for holder, _ in found] == [used for _, used in found]
+        assert [name for name in each.scan_iter() if name.startswith(b"vllm-gateway:reserved")] == []
+        assert [name for name in each.scan_iter() if name.endswith(b"leases")] == []
+
+
+async def heard(store: Store) -> None:
+    """Wait until the store has been told everything."""
+    async with asyncio.timeout(60):
+        while store._owed:
+            store.tick()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    async with opened(server.place()) as store:
+        assert (await store.admit("r1", wanted)).refused is None
+        assert store._line is not None
+        store._line.transport.abort()
+        store.settle("r1", wanted, Ask(1, 0, 7))
+        await heard(store)
+    with server.client() as each:
+        assert each.hget("vllm-gateway:key a", "dt") == b"7"
+
+
+@pytest.mark.parametrize(
+    ("full", "free"),
+    [
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    ],
+    ids=["full", "a replica"],
+)
+async def test_a_settlement_that_the_store_cannot_write_is_told_again(
+    server: RedisServer, full: tuple[str, ...], free: tuple[str, ...]
+) -> None:
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            assert (await store.admit("r1", wanted)).refused is None
+            each.execute_command(*full)
+            try:
+                store.settle("r1", wanted, Ask(1, 0, 7))
+                await until(lambda: store._line is None)
+                with pytest.raises(StoreAwayError):
+                    await store.admit("r2", wanted)
+                assert len(store._owed) == 1, "and nothing of what it has not taken"
+            finally:
+                each.execute_command(*free)
+            await heard(store)
+        assert each.hget("vllm-gateway:key a", "dt") == b"7"
+
+
+async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server: RedisServer) -> None:
+    """It would keep all others from being heard."""
+    wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Ask(1, 1, 900)) for name in ("key a", "key b")]
+    with server.client() as each:
+        async with opened(server.place()) as store:
+            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
+                assert (await store.admit(identity, [ask])).refused is None
+            each.set("vllm-gateway:key a", "what somebody else has put here")
+            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
+                store.settle(identity, [ask], Ask(1, 0, 7))
+            await heard(store)
+        assert each.hget("vllm-gateway:key b", "dt") == b"7"
+
+
+# Behind a worker
+
+
+async def respond(talk: Conversation) -> None:
+    if talk.request.json.get("stream"):
+        await talk.begin_stream()
+        for each in (ROLE, HELLO):
+            await talk.chunk(each)
+        await talk.closed_by_peer()
+    else:
+        await talk.respond(COMPLETION)
+
+
+@asynccontextmanager
+async def gateway(place: LimitsStore, **limits: Any) -> AsyncIterator[Served]:
+    allowance = Allowance("key team-a", Limits(**limits))
+    async with scripted(respond) as upstream, serving([model(upstream.port)], [key(allowances=(allowance,))], limits_store=place) as served:
+        yield served
+
+
+async def statuses(served: Served, times: int) -> list[int]:
+    return [(await ask(served.port, request(chat(max_tokens=1)))).status for _ in range(times)]
+
+
+async def test_two_workers_count_together(server: RedisServer) -> None:
+    async with gateway(server.place(), requests_per_minute=5) as one, gateway(server.place(), requests_per_minute=5) as two:
+        began = monotonic()
+        assert await statuses(one, 3) == [200] * 3
+        assert await statuses(two, 3) == [200, 200, 429]
+        reply = await ask(one.port, request(chat()))
+        assert (reply.status, reply.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+        assert 12 - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 12
+
+
+async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: RedisServer) -> None:
+    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+        assert await statuses(served, 2) == [200, 429]
+        async with client(served.port) as visitor:
+            visitor.send(request(b"").replace(b"content-length: 0", b"content-length: 1000"))
+            reply = await visitor.reply()
+        assert reply.status == 429 and int(reply.headers["retry-after"]) <= 60
+        assert reply.headers["x-ratelimit-limit-tokens"] == "1000"
+
+
+async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServer) -> None:
+    """One that a reload has made larger, or has taken away, refuses nobody any more."""
+    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+        assert await statuses(served, 2) == [200, 429]
+        for version, requests in enumerate((600_000, None), 2):
+            allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
+            served.worker.take(replace(served.worker.snapshot, version=version, keys=(key(allowances=(allowance,)),)))
+            async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
+                while await statuses(served, 1) != [200]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert await statuses(served, 2) == [200, 200]
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["", "and without limits for a while"])
+async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisServer, gone: bool) -> None:
+    """Another word on what happens while it is away is no other store: leases are renewed, and what is owed is told."""
+    async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
+        with server.client() as each:
+            async with client(served.port) as visitor:
+                visitor.send(request(chat(max_tokens=1, stream=True)))
+                await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 1)
+                ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
+                before = served.worker.snapshot
+                if gone:
+                    served.worker.take(replace(before, version=2, keys=(key(),)))
+                served.worker.take(replace(before, version=3, limits_store=server.place(refuses=True)))
+                await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
+            await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
+        server.stop()
+        try:
+            assert await statuses(served, 1) == [503], "by the new word"
+        finally:
+            server.start()
+
+
+async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: RedisServer) -> None:
+    """What is taken in memory then, and only that, is given back there."""
+    async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
+        async with client(served.port) as visitor:
+            data = request(chat(max_tokens=1))
+            visitor.send(data[:-1])
+            await until(lambda: served.worker.started == 1)
+            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
+            visitor.send(data[-1:])
+            assert (await visitor.reply()).status == 200
+        meters = served.worker.limits.meters
+        assert meters.in_flight(meters.holder("key team-a", Limits()).meter) == 0
+
+
+async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisServer) -> None:
+    rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
+    async with scripted(respond) as upstream:
+        models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
+        async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
+            served.worker.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
+            waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
+            await until(lambda: served.value("queued_requests", "tiny") == 1)
+            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
+            served.worker.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
+            assert (await waits).status == 200
+
+
+async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
+    async with gateway(server.place(), tokens_per_day=500, concurrent=1) as served:
+        assert await statuses(served, 4) == [200] * 4
+        with server.client() as each:
+            await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
+            assert list(each.scan_iter()) == [b"vllm-gateway:key team-a"], "nothing is left of what they had reserved"
+        assert served.in_flight == 0
+
+
+async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
+    limits = Limits(tokens_per_day=50_000, concurrent=1)
+    rows = tuple(Allowance(f"key team-a for {name}", limits, (name,)) for name in ("tiny", "other"))
+    one = key(allowances=(Allowance("key team-a", limits), *rows))
+    with refusing() as nobody:
+        async with scripted(respond) as upstream:
+            models = [model(nobody, fallbacks=("other",)), model(upstream.port, identity="other")]
+            async with serving(models, [one], limits_store=server.place()) as served:
+                assert await statuses(served, 3) == [200] * 3
+                with server.client() as each:
+                    for holder, tokens in (("key team-a", b"15"), ("key team-a for tiny", b"0"), ("key team-a for other", b"15")):
+                        await until(lambda holder=holder, tokens=tokens: each.hget(f"vllm-gateway:{holder}", "dt") == tokens)
+                        assert not each.exists(f"vllm-gateway:{holder} leases")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(server.place(refuses=refuses), requests_per_minute=3) as served:
+        assert await statuses(served, 4) == [200, 200, 200, 429]
+        server.stop()
+        try:
+            if refuses:
+                replies = [await ask(served.port, request(chat())) for _ in range(3)]
+                told = [(reply.status, reply.error["code"], reply.headers["retry-after"]) for reply in replies]
+                assert told == [(503, "overloaded", "1")] * 3
+                assert served.value("limited_total", "team-a", "store") == 3
+            else:
+                assert await statuses(served, 5) == [200, 200, 200, 429, 429], "each gateway by itself"
+        finally:
+            server.start()
+        await until(lambda: "is back" in caplog.text, 30)
+        assert await statuses(served, 4) == [200, 200, 200, 429], "this one has forgotten everything"
+        assert [record.levelno for record in caplog.records if record.name == "vllm_gateway.limits"] == [logging.WARNING] * 2
+
+
+async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: RedisServer) -> None:
+    place, took = server.place(patience=0.25), list[float]()
+    async with gateway(place, requests_per_minute=1000) as served:
+        assert await statuses(served, 1) == [200]
+        server.signal(signal.SIGSTOP)
+        try:
+            assert await asyncio.wait_for(statuses(served, 1), 20) == [200]
+            for _ in range(9):
+                began = monotonic()
+                assert await statuses(served, 1) == [200]
+                took.append(monotonic() - began)
+        finally:
+            server.signal(signal.SIGCONT)
+        assert statistics.median(took) < place.patience, "they did not wait for it"
+        with server.client() as each:
+            before = float(each.hget("vllm-gateway:key team-a", "r") or 0)
+
+            async def counted_again() -> bool:
+                await statuses(served, 1)
+                return float(each.hget("vllm-gateway:key team-a", "r") or 0) > before + 0.05
+
+            async with asyncio.timeout(30):
+                while not await counted_again():  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+
+
+async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(server: RedisServer) -> None:
+    async with chaos(server.port, Weather(delay=0.05)) as network:
+        place = LimitsStore("127.0.0.1", network.port)
+        async with gateway(place, requests_per_minute=10, concurrent=2) as served:
+            assert await statuses(served, 1) == [200]
+            passed = network.passed
+            async with client(served.port) as visitor:
+                visitor.send(request(chat()))
+                await until(lambda: served.worker.started == 2)
+            await until(lambda: network.passed > passed and served.in_flight == 0)
+            with server.client() as each:
+                await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
+            assert [record.status for record in served.worker.records][-1] == 499
+            await until(lambda: not served.worker.limits.store._leases)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What waits in its socket is run when it goes on. Two streams were let in before it: one ends while the settlement still goes into
+    the socket too, the other when the store is known to be away."""
+    end, holder = [asyncio.Event(), asyncio.Event()], "vllm-gateway:key team-a"
+
+    async def respond_in_time(talk: Conversation) -> None:
+        if not talk.request.json.get("stream"):
+            await talk.respond(COMPLETION)
+            return
+        await talk.begin_stream()
+        for each in (ROLE, HELLO):
+            await talk.chunk(each)
+        await end[int(str(talk.request.json["user"]))].wait()
+        for each in (STOP, COUNT, DONE):
+            await talk.chunk(each)
+        await talk.end_stream()
+
+    async def streamed(visitor: Client, number: int) -> Reply:
+        return await visitor.ask(request(chat(stream=True, user=str(number), max_tokens=300)))
+
+    allowance = Allowance("key team-a", Limits(tokens_per_day=50_000, concurrent=20))
+    place = server.place(patience=2.0, refuses=refuses)
+    async with scripted(respond_in_time) as upstream:
+        one = key(allowances=(allowance,))
+        async with serving([model(upstream.port)], [one], limits_store=place) as served, client(served.port) as a, client(served.port) as b:
+            assert await statuses(served, 1) == [200]
+            streams = [asyncio.create_task(streamed(visitor, number)) for number, visitor in enumerate((a, b))]
+            with server.client() as each:
+                await until(lambda: each.zcard(f"{holder} leases") == 2)
+            server.signal(signal.SIGSTOP)
+            try:
+                end[0].set()
+                asked = [ask(served.port, request(chat(max_tokens=300))) for _ in range(6)]
+                ended, *replies = await asyncio.wait_for(asyncio.gather(streams[0], *asked), 60)
+                assert ended.status == 200 and {reply.status for reply in replies} == {503 if refuses else 200}
+                end[1].set()
+                assert (await asyncio.wait_for(streams[1], 30)).status == 200
+            finally:
+                server.signal(signal.SIGCONT)
+            await until(lambda: "is back" in caplog.text, 60)
+            with server.client() as each:
+                await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read what all others had sent
+                assert {bytes(name): float(each.hget(name, "dt") or 0) for name in each.scan_iter()} == {holder.encode(): 3 * 5}
+            assert await statuses(served, 1) == [200]

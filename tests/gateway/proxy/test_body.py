@@ -1,0 +1,254 @@
+"""Whatever a client sends: what was checked is what is sent, and the rest of it as it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gateway.api.errors import Refusal
+from gateway.api.routes import ROUTES, Body, Route
+from gateway.auth.body_policy import FORBIDDEN, NUMBERS, REFUSED, Policy
+from gateway.auth.catalog import Catalog, named_model
+from gateway.proxy.body import MAX_DEPTH, Prepared, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
+from gateway.proxy.body import prepare as prepared_by
+from gateway.snapshot.snapshot import Key, Model
+from gateway.system.steps import finished
+
+JSON_ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
+CHAT, COMPLETIONS = ROUTES["/v1/chat/completions"], ROUTES["/v1/completions"]
+MODEL = Model("tiny", ())
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+
+
+def prepare(document: dict[str, Any], model: Model, route: Route) -> Prepared:
+    return prepared_by(document, Policy.of(model), route, len(orjson.dumps(document)))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
+)
+NAMES = st.sampled_from(
+    [*sorted(FORBIDDEN), "model", "temperature", "messages", "stream", "stream_options", "chat_template_kwargs", "user", *GUIDED]
+)
+FREE = st.text(max_size=6).filter(lambda name: name not in (*NUMBERS, "stream"))
+OBJECTS = st.dictionaries(NAMES, VALUES | st.fixed_dictionaries({}, optional={"chat_template": VALUES}), max_size=6)
+ANY = st.builds(lambda body, extra, there: {**body, "extra_body": extra} if there else body, OBJECTS, OBJECTS, st.booleans())
+
+
+@settings(deadline=None)
+@given(document=ANY, route=st.sampled_from(JSON_ROUTES))
+def test_what_is_forbidden_is_absent_or_refused(document: dict[str, Any], route: Any) -> None:
+    try:
+        sent = orjson.loads(prepare(merge(parse(orjson.dumps(document))), MODEL, route).encode("inside"))
+    except Refusal as caught:
+        status = caught.row.status
+    else:
+        status = 200
+    if status != 200:
+        assert status == 400
+        return
+    assert not FORBIDDEN & sent.keys()
+    assert "extra_body" not in sent and sent["model"] == "inside"
+    kwargs = sent.get("chat_template_kwargs")
+    assert not (isinstance(kwargs, dict) and "chat_template" in kwargs)
+
+
+@settings(deadline=None)
+@given(body=st.dictionaries(FREE, VALUES, max_size=5), extra=st.dictionaries(FREE, VALUES, max_size=5))
+def test_every_other_member_keeps_its_value(body: dict[str, Any], extra: dict[str, Any]) -> None:
+    route = ROUTES["/v1/embeddings"]
+    sent = orjson.loads(prepare(merge(parse(orjson.dumps({**body, "extra_body": extra}))), MODEL, route).encode("inside"))
+    expected = {name: value for name, value in {**body, **extra}.items() if name not in FORBIDDEN and name != "extra_body"}
+    assert sent == {**expected, "model": "inside"}
+    for name, value in expected.items():
+        if name != "model":
+            assert orjson.dumps(sent[name]) == orjson.dumps(value), "1 stays 1, and 1.0 stays 1.0"
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["tiny", "hush", "secret", "", "TINY", 5, None]), min_size=1, max_size=4),
+       st.sampled_from([None, "tiny", "secret", {}]), st.booleans())  # fmt: skip
+def test_what_is_authorized_is_what_is_dispatched(models: list[Any], extra: Any, escaped: bool) -> None:
+    name = b'"\\u006dodel":' if escaped else b'"model":'
+    members = b",".join((name if n % 2 else b'"model":') + orjson.dumps(value) for n, value in enumerate(models))
+    body = b"{" + members + (b',"extra_body":{"model":%b}' % orjson.dumps(extra) if extra is not None else b"") + b"}"
+    catalog = Catalog([Model("tiny", (), aliases=("small",)), Model("secret", (), aliases=("hush",))], {})
+    try:
+        document = merge(parse(body))
+        named = named_model(document)
+        entry = catalog.resolve(named or "", Key("team", models=("tiny",)))
+    except Refusal:
+        return
+    assert entry.model.id == "tiny"
+    assert orjson.loads(prepare(document, entry.model, COMPLETIONS).encode(entry.model.id))["model"] == "tiny"
+    assert (extra if extra is not None else models[-1]) == "tiny"
+
+
+@pytest.mark.parametrize("name", sorted(FORBIDDEN))
+@pytest.mark.parametrize("value", [0, 1, "", "x", {}, []])
+def test_a_forbidden_field_with_any_value(name: str, value: object) -> None:
+    if name in REFUSED:
+        with pytest.raises(Refusal) as caught:
+            prepare({name: value}, MODEL, COMPLETIONS)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", name)
+    else:
+        assert prepare({name: value}, MODEL, COMPLETIONS).document == {}
+    for harmless in (None, False):
+        assert prepare({name: harmless}, MODEL, COMPLETIONS).document == {}
+
+
+@pytest.mark.parametrize("given", [{}, {"store": True}, {"store": False}, {"store": None}, {"extra_body": {"store": True}}])
+def test_responses_are_never_stored(given: dict[str, Any]) -> None:
+    """``store: true`` is OpenAI's default value. A server with its store on would keep responses that no client can get."""
+    document = prepare(merge({"input": "x", **given}), MODEL, ROUTES["/v1/responses"]).document
+    assert document == {"input": "x", "store": False}
+
+
+@pytest.mark.parametrize("field", ["defaults", "overrides"])
+def test_an_operator_may_have_responses_stored(field: str) -> None:
+    model = Model("tiny", (), **{field: {"store": True}})  # type: ignore[arg-type]
+    assert prepare({"input": "x"}, model, ROUTES["/v1/responses"]).document["store"] is True
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation", "background"])
+def test_what_needs_a_stored_response_is_refused(name: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        prepare({"input": "x", "store": True, name: True}, MODEL, ROUTES["/v1/responses"])
+    assert (caught.value.code, caught.value.param) == ("invalid_value", name)
+
+
+def test_the_operators_fields() -> None:
+    model = Model("tiny", (), defaults={"temperature": 0.7, "priority": 5}, overrides={"seed": 1, "chat_template": "x"})
+    document = prepare({"temperature": 0, "seed": 2, "priority": 9, "prompt": "p"}, model, COMPLETIONS).document
+    assert document == {"temperature": 0, "seed": 1, "priority": 5, "chat_template": "x", "prompt": "p"}
+
+
+@pytest.mark.parametrize("old", GUIDED)
+def test_guided_words_become_todays(old: str) -> None:
+    prepared = prepare({"prompt": "p", old: "v", "guided_whitespace_pattern": "w", "guided_decoding_backend": "b"}, MODEL, COMPLETIONS)
+    assert prepared.document == {"prompt": "p", "structured_outputs": {GUIDED[old]: "v", "whitespace_pattern": "w"}}
+    with pytest.raises(Refusal):
+        prepare({"prompt": "p", old: "v", "structured_outputs": {"json": {}}}, MODEL, COMPLETIONS)
+    assert prepare({"prompt": "p", old: None}, MODEL, COMPLETIONS).document == {"prompt": "p"}
+    assert prepare({old: "v"}, MODEL, ROUTES["/v1/embeddings"]).document == {old: "v"}, "it has no meaning there"
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "hides"),
+    [
+        (None, {"include_usage": True, "continuous_usage_stats": False}, True),
+        ({}, {"include_usage": True, "continuous_usage_stats": False}, True),
+        ({"include_usage": False}, {"include_usage": True, "continuous_usage_stats": False}, True),
+        ({"include_usage": None, "x": 1}, {"include_usage": True, "continuous_usage_stats": False, "x": 1}, True),
+        ({"continuous_usage_stats": True}, {"include_usage": True, "continuous_usage_stats": False}, True),
+        ({"include_usage": True}, {"include_usage": True}, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, {"include_usage": True, "continuous_usage_stats": True}, False),
+    ],
+)
+def test_usage_is_asked_for_in_streams(options: object, sent: object, hides: bool) -> None:
+    prepared = prepare({"prompt": "p", "stream": True, "stream_options": options}, MODEL, COMPLETIONS)
+    assert (prepared.document["stream_options"], prepared.hides_usage, prepared.stream) == (sent, hides, True)
+    plain = prepare({"prompt": "p", "stream": False}, MODEL, COMPLETIONS)
+    assert "stream_options" not in plain.document and not plain.hides_usage
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, [], {}, "false"])
+def test_a_flag_is_a_boolean(value: object) -> None:
+    with pytest.raises(Refusal) as caught:
+        prepare({"stream": value}, MODEL, COMPLETIONS)
+    assert caught.value.param == "stream"
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_the_depth_of_a_body(opening: bytes, closing: bytes) -> None:
+    def nested(levels: int) -> bytes:
+        return b'{"a":' + opening * (levels - 1) + b"1" + closing * (levels - 1) + b"}"
+
+    assert parse(nested(MAX_DEPTH))
+    assert parse(b'{"a":[%b]}' % b",".join([b"[]"] * 1000)), "wide is not deep"
+    for levels in (MAX_DEPTH + 1, 2000, 100_000):
+        with pytest.raises(Refusal) as caught:
+            parse(nested(levels))
+        assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("member", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]", b"1", b'"a"', b'"["'])
+def test_the_number_of_values(member: bytes) -> None:
+    body = b'{"a":[%b]}' % b",".join([member] * 1100)
+    marks = sum(member.count(mark) for mark in (b",", b":", b"[", b"{")) - member.count(b'"["')
+    most = 1100 * (marks + 1) - 1 + 3
+    assert parse(body, most)
+    with pytest.raises(Refusal, match=f"more than {most - 1} JSON values") as caught:
+        parse(body, most - 1)
+    assert caught.value.code == "request_too_large"
+
+
+def test_what_stands_in_a_string_is_not_counted() -> None:
+    text = b'"' + b'[{,:\\"' * 1000 + b'"'
+    assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * 1000), text), 1010)
+
+
+@settings(deadline=None)
+@given(
+    st.recursive(
+        st.text(alphabet='a[]{},:"\\\n', max_size=6) | st.none(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('[:"\\'), inner),
+    )
+)
+def test_marks_in_strings_are_not_counted(value: Any) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    assert finished(_marks_outside_strings(body)) == _marks(value)
+
+
+def _marks(value: Any) -> int:
+    """Commas, colons and opening brackets."""
+    if not isinstance(value, dict | list):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(len(value) - 1, 0) + (len(value) if isinstance(value, dict) else 0) + sum(map(_marks, inside))
+
+
+@settings(deadline=None)
+@given(document=ANY, route=st.sampled_from(JSON_ROUTES))
+def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None:
+    body = orjson.dumps(document)
+
+    def outcome(at_once: bool) -> object:
+        try:
+            if at_once:
+                return prepared_by(merge(parse(body)), Policy.of(MODEL), route, len(body))
+            parsed = merge(finished(parse_in_steps(body)))
+            return finished(prepare_in_steps(parsed, Policy.of(MODEL), route, len(body)))
+        except Refusal as refusal:
+            return refusal.code, refusal.message
+
+    at_once, in_steps = outcome(True), outcome(False)
+    if not isinstance(in_steps, Prepared) or not isinstance(at_once, Prepared):
+        assert at_once == in_steps
+    else:
+        assert replace(at_once, translation=None) == replace(in_steps, translation=None)
+        assert type(at_once.translation) is type(in_steps.translation)
+        encoded = in_steps.encoded("inside")
+        for name in ("inside", 'an"other', "x"):
+            assert orjson.loads(encoded.encode(name)) == orjson.loads(in_steps.encode(name))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes(body: bytes) -> None:
+    try:
+        expected = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        expected = None
+    if isinstance(expected, dict):
+        assert parse(body) == expected
+    else:
+        with pytest.raises(Refusal, match="JSON"):
+            parse(body)

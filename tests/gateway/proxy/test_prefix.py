@@ -1,0 +1,92 @@
+"""Which requests share a number because they begin alike."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.proxy.prefix import HEAD, hint
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+ANSWER = {"role": "assistant", "content": "Yes."}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+TEXT = "x" * HEAD
+
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (chat(SYSTEM, user("a")), chat(SYSTEM, user("a"), ANSWER, user("b"))),
+    (chat(user("a")), chat(user("a"), ANSWER, user("b"), ANSWER, user("c"))),
+    (chat(user(TEXT + "one question")), chat(user(TEXT + "another question"))),
+    (chat(user([{"type": "text", "text": TEXT}, {"type": "text", "text": "one"}])), chat(user(TEXT + "other"))),
+    ({"system": "s", **chat(user("a"))}, {"system": "s", **chat(user("a"), ANSWER, user("b"))}),
+    ({"instructions": "i", "input": "a"}, {"instructions": "i", "input": "a", "temperature": 1}),
+    ({"input": [user("a")]}, {"input": [user("a"), ANSWER, user("b")]}),
+    ({"prompt": TEXT}, {"prompt": TEXT + "more"}),
+    ({"prompt": list(range(600))}, {"prompt": list(range(900))}),
+    ({"prompt": ["a", "b"]}, {"prompt": "a"}),
+    ({"prompt": [[1, 2], [3]]}, {"prompt": [1, 2]}),
+    ({"model": "m", **chat(user("a"))}, {"model": "n", "stream": True, **chat(user("a"))}),
+]  # fmt: skip
+APART: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (chat(SYSTEM, user("a")), chat(SYSTEM, user("b"))),
+    (chat(SYSTEM, user("a")), chat(user("a"))),
+    (chat({"role": "system", "content": TEXT + "one"}, user("a")), chat({"role": "system", "content": TEXT + "other"}, user("a"))),
+    ({"system": "s", **chat(user("a"))}, {"system": "t", **chat(user("a"))}),
+    ({"instructions": "i", "input": "a"}, {"instructions": "j", "input": "a"}),
+    ({"cache_salt": "one", **chat(user("a"))}, {"cache_salt": "other", **chat(user("a"))}),
+    (chat(user([{"type": "image_url", "image_url": {"url": "http://a/1"}}])), chat(user([{"type": "image_url", "image_url": {"url": "http://a/2"}}]))),
+    ({"prompt": [1, 2]}, {"prompt": [1, 3]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_what_begins_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert hint(one) == hint(other) is not None
+
+
+@pytest.mark.parametrize(("one", "other"), APART)
+def test_what_begins_otherwise(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert None is not hint(one) != hint(other) is not None
+
+
+@pytest.mark.parametrize("document", [{}, chat(), chat(user("")), {"prompt": ""}, {"input": []}, {"query": "q", "documents": ["d"]}])
+def test_where_there_is_no_beginning_there_is_no_number(document: dict[str, Any]) -> None:
+    assert hint(document) is None
+    assert hint({"cache_salt": "one", **document}) is None
+
+
+def test_a_session_says_it_all() -> None:
+    assert hint(chat(user("a")), b"s1") == hint({"prompt": "b"}, b"s1") != hint(chat(user("a")), b"s2")
+    assert hint(chat(user("a")), b"") == hint(chat(user("a")))
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    assert hint(chat(SYSTEM, user("Who are you?"))) == crc32(b"You are a helpful assistant.28Who are you?") == 2566133171
+
+
+NAMES = st.sampled_from(["role", "content", "text", "image_url", "url", "x"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(st.sampled_from(["messages", "system", "instructions", "input", "prompt", "cache_salt"]), JSON, max_size=4))
+def test_whatever_a_body_holds_it_has_a_number_or_none(document: dict[str, Any]) -> None:
+    """What makes no sense is the server's to refuse."""
+    assert hint(document) == hint(document)
+    assert hint(document) is None or 0 < (hint(document) or 0) < 2**32

@@ -1,0 +1,282 @@
+"""What a service manager is told, and when: ready, reloading, stopping, and signs of life as long as there is life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gateway.config import Config, load
+from gateway.control.control import Control
+from gateway.control.startup_messages import Announcer
+from gateway.fleet import plan
+from gateway.snapshot.link import Health
+from gateway.system.service_manager import VARIABLES, ServiceManager
+from gateway.worker.supervisor import WorkerEvents, running_workers
+from tests.support.process import SIMULATOR, configuration, gateway, launched, wait_for, write
+from tests.support.running import until
+from tests.support.service_manager import Inbox, service_manager
+
+LASTING = 60_000_000  # microseconds
+
+
+class Stage:
+    """A gateway of which only is known what its service manager hears."""
+
+    def __init__(self) -> None:
+        self.waits: str | None = "waiting for one"
+        self.wrong: str | None = None
+
+    def not_ready(self) -> str | None:
+        return self.waits
+
+    def broken(self) -> str | None:
+        return self.wrong
+
+    def headline(self) -> str:
+        return self.wrong or self.waits or "1 of 1 servers up\nand more"
+
+
+def manager(inbox: Inbox, microseconds: int | None = 3_000_000, pid: int = 0) -> ServiceManager:
+    watchdog = {} if microseconds is None else {"WATCHDOG_USEC": str(microseconds), "WATCHDOG_PID": str(pid or os.getpid())}
+    return ServiceManager.of({"NOTIFY_SOCKET": inbox.address, **watchdog}, os.getpid())
+
+
+@pytest.fixture(params=["a path", "an abstract name"])
+def inbox(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    with service_manager(str(tmp_path / "notify") if request.param == "a path" else "@") as found:
+        yield found
+
+
+def test_ready_is_told_once_and_the_start_is_extended_until_then(inbox: Inbox) -> None:
+    told, stage = manager(inbox), Stage()
+    told.look(stage, 0)
+    told.look(stage, 1)
+    assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(LASTING)}]
+    told.look(stage, 11)
+    stage.waits = None
+    told.look(stage, 13)
+    told.look(stage, 13.5)
+    assert inbox.told[1:] == [
+        {"EXTEND_TIMEOUT_USEC": str(LASTING)},
+        {"READY": "1", "STATUS": "1 of 1 servers up and more"},
+        {"WATCHDOG": "1"},
+    ]
+    assert inbox.senders == {os.getpid()}
+
+
+def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_well(inbox: Inbox) -> None:
+    told, stage = manager(inbox), Stage()
+    stage.waits = None
+    for tick in range(12):
+        told.look(stage, tick / 4)
+    assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
+    inbox.forget()
+    stage.wrong = "no worker starts"
+    for tick in range(12, 24):
+        told.look(stage, tick / 4)
+    assert inbox.told == [{"STATUS": "no worker starts"}]
+    stage.wrong = None
+    told.look(stage, 7)
+    assert inbox.has("WATCHDOG", "1")
+
+
+def test_a_start_that_is_broken_is_not_extended(inbox: Inbox) -> None:
+    told, stage = manager(inbox), Stage()
+    stage.wrong = "no worker starts"
+    told.look(stage, 0)
+    assert inbox.told == [{"STATUS": "no worker starts"}]
+
+
+@pytest.mark.parametrize(("microseconds", "pid"), [(None, 0), (3_000_000, 1)], ids=["none", "another's"])
+def test_no_watchdog_is_fed_that_is_not_this_process(inbox: Inbox, microseconds: int | None, pid: int) -> None:
+    told, stage = manager(inbox, microseconds, pid), Stage()
+    stage.waits = None
+    for tick in range(20):
+        told.look(stage, tick)
+    assert inbox.has("READY") and not inbox.has("WATCHDOG")
+
+
+def test_a_reading_is_told_with_the_moment_of_its_beginning(inbox: Inbox) -> None:
+    told, stage = manager(inbox), Stage()
+    with told.reloading():
+        assert inbox.told == []  # a part of the start
+    stage.waits = None
+    told.look(stage, 0)
+    inbox.forget()
+    before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    with told.reloading():
+        [reloading] = inbox.told
+    assert reloading.pop("RELOADING") == "1"
+    assert before <= int(reloading.pop("MONOTONIC_USEC")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    assert inbox.told[1:] == [{"READY": "1"}] and not reloading
+
+
+def test_after_the_end_has_begun_nothing_is_ready_any_more(inbox: Inbox) -> None:
+    told, stage = manager(inbox), Stage()
+    stage.waits = None
+    told.look(stage, 0)
+    inbox.forget()
+    with told.reloading():
+        told.stopping(90.5)
+    stage.waits, stage.wrong = "draining", "the reloader has ended"
+    told.look(stage, 2)
+    assert inbox.told[1:] == [{"STOPPING": "1", "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": "90500000"}, {"WATCHDOG": "1"}]
+
+
+def test_what_was_not_heard_is_said_again(tmp_path: Path) -> None:
+    address, stage = str(tmp_path / "notify"), Stage()
+    stage.waits = None
+    told = ServiceManager.of({"NOTIFY_SOCKET": address}, os.getpid())
+    told.look(stage, 0)
+    with service_manager(address) as inbox:
+        told.look(stage, 2)
+        assert inbox.told == [{"READY": "1", "STATUS": "1 of 1 servers up and more"}]
+
+
+@pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}, {"NOTIFY_SOCKET": "relative"}], ids=str)
+async def test_without_a_service_manager_nothing_is_said(environ: dict[str, str]) -> None:
+    await ServiceManager.of(environ, 1).run(Stage())  # it ends at once
+
+
+async def test_one_look_that_fails_is_not_the_last(inbox: Inbox) -> None:
+    class Failing(Stage):
+        def not_ready(self) -> str | None:
+            self.waits, waits = None, self.waits
+            if waits is not None:
+                raise KeyError
+            return None
+
+    telling = asyncio.create_task(manager(inbox).run(Failing()))
+    await until(lambda: inbox.has("READY"), 60)
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+
+
+# The whole gateway
+
+
+def test_a_service_manager_follows_the_gateway_from_its_start_to_its_end(tmp_path: Path) -> None:
+    fifo, model = tmp_path / "fifo", launched()
+    os.mkfifo(fifo)
+    model["launch"]["command"] = ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]
+    config = configuration(model)
+    with service_manager("@") as inbox:
+        variables = {"NOTIFY_SOCKET": inbox.address, "WATCHDOG_USEC": "600000"}
+        with gateway(tmp_path, config, ready=False, variables=variables) as one:
+            inbox.wait_for("STATUS", "waiting for sim/one#0")
+            assert one.get("/readyz").status_code == 503 and not inbox.has("READY")
+            fifo.write_text("go\n")
+            inbox.wait_for("READY")
+            assert one.get("/readyz").status_code == 200
+            inbox.wait_for("STATUS", "1 of 1 servers up")
+            inbox.forget()
+            inbox.wait_for("WATCHDOG")
+            assert one.command("reload").returncode == 0
+            inbox.wait_for("READY")
+            write(tmp_path / "gateway.yaml", config | {"modles": []})
+            inbox.wait_for("STATUS", "1 of 1 servers up; the configuration that was read last cannot be used")
+            assert inbox.order("RELOADING", "READY") == ["RELOADING", "READY"] * 2
+            [server] = [each for each in one.named("upstream.simulator") if "upstream.launcher.shim" not in each.cmdline()]
+            assert not {*VARIABLES} & server.environ().keys()
+            inbox.forget()
+            one.stop()
+            assert inbox.order("READY", "STOPPING") == ["STOPPING"]
+            assert [int(each["EXTEND_TIMEOUT_USEC"]) for each in inbox.told if "STOPPING" in each] == [(5 + 10 + 30) * 1_000_000]
+            assert inbox.senders == {one.process.pid}
+
+
+def test_a_control_process_that_hangs_feeds_no_watchdog(tmp_path: Path) -> None:
+    with service_manager("@") as inbox:
+        variables = {"NOTIFY_SOCKET": inbox.address, "WATCHDOG_USEC": "300000"}
+        with gateway(tmp_path, configuration(launched()), variables=variables) as one:
+            inbox.wait_for("WATCHDOG")
+            one.process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED)
+            inbox.forget()
+            time.sleep(1)  # nothing is to come, and that can only be waited for
+            assert inbox.told == []
+            one.process.send_signal(signal.SIGCONT)
+            inbox.wait_for("WATCHDOG")
+
+
+async def test_a_part_of_control_that_has_ended_is_told() -> None:
+    control = Control(Config(models=(), keys=()), Announcer())
+
+    async def part() -> None:
+        pass
+
+    task = asyncio.create_task(part(), name="Reloader.run")
+    control.lasting.append(task)
+    await task
+    assert control.broken() == "Reloader.run has ended"
+
+
+# Workers that hang
+
+
+def served(folder: Path, count: int) -> tuple[Config, socket.socket]:
+    write(folder / "gateway.yaml", configuration({"id": "m", "servers": [{"url": "http://127.0.0.1:9"}]}, workers=count))
+    return load(folder / "gateway.yaml"), socket.create_server(("127.0.0.1", 0))
+
+
+def stopped(pid: int) -> None:
+    """Have a process stand still, from now on."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
+    config, listener = served(tmp_path, 2)
+    with closing(listener):
+        async with running_workers(listener, 2, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: all(worker.up for worker in supervisor.statuses), 60)
+            first, second = (worker.pid for worker in supervisor.statuses)
+            assert first is not None
+            stopped(first)
+            for _ in range(7):
+                supervisor.check(time.monotonic())
+                await until(lambda: not supervisor.statuses[1].unanswered, 60)
+            await until(lambda: supervisor.statuses[0].up and supervisor.statuses[0].pid != first, 60)
+            assert [(worker.restarts, worker.pid) for worker in supervisor.statuses][1] == (0, second)
+            assert supervisor.statuses[0].restarts == 1
+
+
+async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
+    config, listener = served(tmp_path, 1)
+    with closing(listener):
+        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].pid is not None, 60)
+            first = supervisor.statuses[0].pid
+            assert first is not None
+            stopped(first)
+            for _ in range(13):
+                assert not supervisor.statuses[0].up
+                supervisor.check(time.monotonic())
+            # One that had begun before it was stopped may have said so, and counts as up until its end is noticed
+            await until(lambda: supervisor.statuses[0].up and supervisor.statuses[0].pid != first, 60)
+            assert supervisor.statuses[0].restarts == 1
+
+
+async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
+    config, listener = served(tmp_path, 1)
+    with closing(listener):
+        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            now = time.monotonic()
+            assert supervisor.failure(now) is None
+            supervisor.check(now)
+            assert supervisor.failure(now + 61) == "no worker starts"
+            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            supervisor.check(now + 61)
+            assert supervisor.failure(now + 61) is None

@@ -1,0 +1,163 @@
+"""The access log waits for nobody, and nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from gateway.api.usage import Usage
+from gateway.telemetry.access_log import AccessLog, access_log, line
+from tests.gateway.telemetry.test_metrics import record
+from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.running import KEY, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import COMPLETION, ask, chat, request
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        try:
+            os.close(end)
+        except OSError:
+            pass
+
+
+def read(end: int, count: int) -> bytes:
+    """So many lines, as soon as they have been written."""
+    data = b""
+    while data.count(b"\n") < count:
+        data += os.read(end, 1 << 20)
+    return data
+
+
+def wait_for_the_writers() -> None:
+    """A log's end waits for its thread, but not for ever: a machine that stands still may take longer."""
+    for thread in threading.enumerate():
+        if thread.name == "access-log":
+            thread.join(30)
+
+
+def lines(data: bytes) -> list[dict[str, object]]:
+    return [orjson.loads(each) for each in data.splitlines()]
+
+
+def test_a_line() -> None:
+    written = line(record(started=1_760_000_000.25, usage=Usage(3, 2, 1, 0), duration=0.25, first_byte=0.125, detail="a\nb"))
+    assert written.endswith(b"}\n") and written.count(b"\n") == 1
+    assert orjson.loads(written) == {
+        "time": "2025-10-09T08:53:20.250000Z", "request_id": "req_1", "key": "team-a", "endpoint": "/v1/chat/completions", "model": "tiny",
+        "server": "tiny#0", "status": 200, "request_bytes": 1, "answer_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
+        "cached_tokens": 1, "queue_ms": 0.0, "first_byte_ms": 125.0, "total_ms": 250.0, "detail": "a\nb",
+    }  # fmt: skip
+
+
+def test_what_is_there_is_written_at_the_end(pipe: tuple[int, int]) -> None:
+    with access_log(pipe[1]) as log:
+        for n in range(100):
+            log.add(record(id=f"req_{n}"))
+            if n % 7 == 0:
+                log.flush()
+    assert [each["request_id"] for each in lines(read(pipe[0], 100))] == [f"req_{n}" for n in range(100)]
+    assert log.dropped == 0
+
+
+def test_a_reader_that_stands_still_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
+    since = time.monotonic()
+    with access_log(pipe[1]) as log:
+        for _ in range(300):
+            for _ in range(500):
+                log.add(record())
+            log.flush()
+        assert time.monotonic() - since < 30, "a request waited for the log"
+        assert log.dropped > 50_000, "lines are dropped"
+        assert len(log._records) <= 10_000
+        since = time.monotonic()
+    assert time.monotonic() - since < 30, "the end waited for the log"
+    os.close(pipe[0])  # lets the writer go, before another test is given the same descriptors
+    log.stop(30.0)
+    wait_for_the_writers()
+
+
+def test_a_reader_that_is_gone_is_survived(pipe: tuple[int, int]) -> None:
+    os.close(pipe[0])
+    with access_log(pipe[1]) as log:
+        for _ in range(3):
+            log.add(record())
+            log.flush()
+    wait_for_the_writers()
+    assert log.dropped == 3
+
+
+def test_a_line_that_cannot_be_made_costs_itself_alone(pipe: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with access_log(pipe[1]) as log:
+        for user in ("a", "\ud800", "b"):
+            log.add(record(user=user))
+        log.flush()
+        log.add(record(user="c"))
+    assert [each["user"] for each in lines(read(pipe[0], 3))] == ["a", "b", "c"]
+    wait_for_the_writers()
+    assert log.dropped == 1 and "a line of the access log" in caplog.text
+
+
+def test_operators_see_what_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "stdout").symlink_to("/dev/full")  # a disk without room
+    with gateway(tmp_path, configuration(launched())) as one:
+        assert one.metric("vllm_gateway_log_lines_dropped_total") == 0
+        for _ in range(3):
+            assert one.ask().status_code == 200
+        wait_for(lambda: one.metric("vllm_gateway_log_lines_dropped_total") == 3)
+
+
+def test_a_reader_that_gets_on_gets_the_rest(pipe: tuple[int, int]) -> None:
+    seen: list[bytes] = []
+
+    def read_all() -> None:
+        while data := os.read(pipe[0], 1 << 16):
+            seen.append(data)
+
+    with access_log(pipe[1]) as log:
+        for n in range(20_000):
+            log.add(record(id=f"req_{n}"))
+            if n % 1000 == 0:
+                log.flush()
+        reader = threading.Thread(target=read_all)
+        reader.start()
+    wait_for_the_writers()
+    os.close(pipe[1])
+    reader.join(30)
+    assert [each["request_id"] for each in lines(b"".join(seen))] == [f"req_{n}" for n in range(20_000 - log.dropped)]
+
+
+def test_what_gathers_is_bounded() -> None:
+    log = AccessLog(-1)
+    for _ in range(10_010):
+        log.add(record())
+    assert (len(log._records), log.dropped) == (10_000, 10)
+
+
+async def test_neither_key_nor_prompt_is_in_it() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.respond(COMPLETION)
+
+    canary = "canary-4711"
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        for data in (
+            request(chat(messages=[{"role": "user", "content": canary}])),
+            request(chat(model=canary)),
+            request(token=canary),
+            request(path=f"/v1/{KEY}?{canary}"),
+            request(b"{" + canary.encode()),
+        ):
+            await ask(served.port, data)
+        await until(lambda: len(served.worker.records) == 5)
+        written = b"".join(line(each) for each in served.worker.records)
+        assert canary.encode() not in written and KEY.encode() not in written

@@ -1,0 +1,60 @@
+"""The API reference on the data port: for everybody where the operator wants it, and not there otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.api.reference import document, page
+from tests.support.chromium import chromium
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import model, serving
+from tests.support.wire import ask, request
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("manual"), configuration(launched(), docs=True)) as one:
+        yield one
+
+
+def asked(one: Gateway, path: str, method: str = "GET") -> httpx2.Response:
+    return httpx2.request(method, one.url + path, timeout=30, verify=False)
+
+
+def test_the_document_is_there_for_everybody(running: Gateway) -> None:
+    answer = asked(running, "/openapi.json")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert answer.json() == document() and answer.headers["x-request-id"].startswith("req_")
+
+
+def test_it_is_read_and_not_written(running: Gateway) -> None:
+    answer = asked(running, "/docs", "POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+
+
+def test_a_browser_shows_the_page(running: Gateway, tmp_path: Path) -> None:
+    answer = asked(running, "/docs")
+    assert answer.text == page(document()) and "default-src 'none'" in answer.headers["content-security-policy"]
+    with chromium(tmp_path) as browser:
+        browser.open(running.url + "/docs")
+        wait_for(lambda: "POST /v1/chat/completions" in browser.text())
+        assert browser.evaluate("getComputedStyle(document.querySelector('dl')).display") == "grid"
+        assert browser.complaints == []
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+async def test_it_is_not_there_unless_it_is_wanted(path: str) -> None:
+    async with serving([model(1)]) as served:
+        reply = await ask(served.port, request(b"", path, method="GET", token=None))
+        assert reply.status == 404
+
+
+@pytest.mark.parametrize("path", ["/docs/", "/docs/x", "/openapi.json/", "/openapi.yaml"])
+async def test_nothing_else_is_there(path: str) -> None:
+    async with serving([model(1)], docs=True) as served:
+        reply = await ask(served.port, request(b"", path, method="GET", token=None))
+        assert reply.status == 404

@@ -1,0 +1,122 @@
+"""The model list: what each kind of client reads of it, and its pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.api.errors import Refusal
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Model
+from gateway.worker.model_list import Reported, card, cards, page
+from tests.support.running import key, model, serving
+from tests.support.wire import ask, request
+from upstream.balancing.server import Condition
+
+QWEN = Model("Qwen/big", (), aliases=("qwen", "default"), created=1_760_000_000)
+
+
+def test_an_entry_has_the_members_of_openai_and_anthropic() -> None:
+    assert card(QWEN) == {
+        "id": "Qwen/big", "object": "model", "created": 1_760_000_000, "owned_by": "vllm-gateway", "type": "model",
+        "display_name": "Qwen/big", "created_at": "2025-10-09T08:53:20Z", "lifecycle": "active", "aliases": ["qwen", "default"],
+    }, "what is not known is absent"  # fmt: skip
+
+
+def test_the_context_length_has_the_names_that_clients_read() -> None:
+    shown = card(QWEN, Reported(2048))
+    assert {shown[name] for name in ("max_model_len", "context_length", "context_window", "max_input_tokens")} == {2048}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported", "expected"),
+    [
+        ({}, None, {}),
+        ({}, "embedding", {"task": "embedding"}),
+        ({"task": "rerank"}, "classify", {"task": "rerank"}),
+        ({"launched_with": ("structured_outputs", "tools")}, None, {}),
+        ({"launched_with": ("structured_outputs", "tools")}, "embedding", {"task": "embedding"}),
+        (
+            {"launched_with": ("structured_outputs", "tools")},
+            "chat",
+            {"task": "chat", "supported_parameters": ["tools", "tool_choice", "structured_outputs", "response_format"]},
+        ),
+        (
+            {"task": "chat", "capabilities": ("reasoning", "image"), "launched_with": ("tools",)},
+            None,
+            {
+                "task": "chat",
+                "supported_parameters": ["reasoning", "include_reasoning"],
+                "architecture": {"input_modalities": ["text", "image"]},
+            },
+        ),
+        ({"task": "embedding", "capabilities": ()}, None, {"task": "embedding", "architecture": {"input_modalities": ["text"]}}),
+        (
+            {"task": "transcription", "capabilities": ("audio",)},
+            None,
+            {"task": "transcription", "architecture": {"input_modalities": ["audio"]}},
+        ),
+    ],
+)
+def test_what_a_model_is_for(settings: dict[str, Any], reported: str | None, expected: dict[str, Any]) -> None:
+    shown = card(Model("m", (), **settings), Reported(task=reported))
+    assert {name: shown[name] for name in ("task", "supported_parameters", "architecture") if name in shown} == expected
+
+
+def test_an_alias_has_an_entry_of_its_own() -> None:
+    listed = cards([(QWEN, Reported(2048)), (Model("sql", (), aliases=("s",), parent="Qwen/big"), Reported())])
+    assert [each["id"] for each in listed] == ["Qwen/big", "qwen", "default", "sql", "s"]
+    assert [each.get("root") for each in listed] == [None, "Qwen/big", "Qwen/big", None, "sql"]
+    assert [each.get("parent") for each in listed] == [None, None, None, "Qwen/big", "Qwen/big"]
+    assert listed[1] == {**listed[0], "id": "qwen", "root": "Qwen/big", "aliases": []}
+
+
+ENTRIES = [{"id": name} for name in "abcde"]
+
+
+@pytest.mark.parametrize(
+    ("query", "ids", "more"),
+    [
+        ({}, "abcde", False),
+        ({"limit": "2"}, "ab", True),
+        ({"limit": "1000"}, "abcde", False),
+        ({"limit": "2", "after_id": "b"}, "cd", True),
+        ({"limit": "2", "after_id": "c"}, "de", False),
+        ({"after_id": "e"}, "", False),
+        ({"limit": "2", "before_id": "e"}, "cd", True),
+        ({"limit": "2", "before_id": "c"}, "ab", False),
+        ({"before_id": "a"}, "", False),
+        ({"lifecycle": "active"}, "abcde", False),
+    ],
+)
+def test_a_page(query: dict[str, str], ids: str, more: bool) -> None:
+    shown = page(ENTRIES, query)
+    assert ("".join(each["id"] for each in shown["data"]), shown["has_more"]) == (ids, more)
+    assert (shown["first_id"], shown["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+
+
+@pytest.mark.parametrize(
+    "query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"limit": ""}, {"limit": "-1"}, {"after_id": "z"}, {"before_id": ""}]
+)
+def test_a_page_that_is_none_is_refused(query: dict[str, str]) -> None:
+    with pytest.raises(Refusal) as caught:
+        page(ENTRIES, query)
+    assert (caught.value.code, caught.value.param) == ("invalid_value", next(iter(query)))
+
+
+def test_an_empty_list_has_no_first_and_no_last() -> None:
+    assert page([], {}) == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+
+
+async def test_the_list_of_a_key_with_what_servers_report() -> None:
+    models = [model(1, aliases=("t",)), model(2, identity="other")]
+    async with serving(models, [key(models=("tiny",))]) as served:
+        served.worker.learn(Health({"tiny#0": Condition.UP}, {"tiny": 2048, "other": 1}, tasks={"tiny": "embedding"}))
+        reply = await ask(served.port, request(b"", "/v1/models?limit=1", method="GET"))
+        listed = orjson.loads(reply.body)
+        assert [(each["id"], each["task"], each["context_length"]) for each in listed["data"]] == [("tiny", "embedding", 2048)]
+        assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (True, "tiny", "tiny")
+        reply = await ask(served.port, request(b"", "/v1/models?limit=x", method="GET"))
+        assert (reply.status, reply.error["param"]) == (400, "limit")

@@ -1,0 +1,76 @@
+"""Control's side of the workers: their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from contextlib import closing
+
+import psutil
+import pytest
+
+from gateway.control.serve import listen
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Snapshot
+from gateway.worker.supervisor import WorkerEvents, pause_after, running_workers
+from tests.support.running import until
+
+NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: int) -> None:
+    before = set(psutil.Process().children())
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):  # to start and to end; nothing is in flight
+                await supervisor.drain(600)
+
+
+async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            pid = supervisor.statuses[0].pid
+            assert pid is not None
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays, and nothing more can be opened
+            try:
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: "worker 0 cannot be started" in caplog.text, 60)
+                assert not supervisor.statuses[0].up
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            assert (supervisor.statuses[0].pid, supervisor.statuses[0].restarts) != (pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("lives", "pauses"),
+    [
+        ([100, 100], [0, 0]),
+        ([0.1, 0.1, 0.1, 0.1, 0.1], [1, 2, 4, 8, 8]),
+        ([0.1, 0.1, 5, 0.1], [1, 2, 0, 1]),
+    ],
+)
+def test_one_that_dies_young_again_and_again_is_replaced_more_slowly(lives: list[float], pauses: list[float]) -> None:
+    taken = [0.0]
+    for lived in lives:
+        taken.append(pause_after(lived, taken[-1]))
+    assert taken[1:] == pauses

@@ -1,0 +1,604 @@
+"""Sent again only where nothing can have run; ended by its deadlines; given back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import pytest
+
+from tests.support.ports import refusing, silent
+from tests.support.running import until
+from tests.support.scripted import Conversation, scripted
+from upstream.balancing.attempt import Answer, Attempt, Upload
+from upstream.balancing.pool import NoServerError, Pool
+from upstream.balancing.retry_budget import FLOOR, SHARE
+from upstream.balancing.server import Condition, Server, ServerSpec
+from upstream.http.address import Address
+from upstream.http.deadlines import Deadlines, Timeouts
+from upstream.http.errors import (
+    ConnectFailed,
+    ConnectTimeout,
+    Disconnected,
+    FirstByteTimeout,
+    IdleTimeout,
+    LocalLimit,
+    StaleConnection,
+    TotalTimeout,
+)
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+FOR_EVER = 3600.0
+"""Seconds between two looks of a clock that a test does not wait for: it says itself how late it is."""
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def last(attempt: Attempt) -> str | None:
+    """The name of the server that was asked last."""
+    return attempt.tried[-1].spec.name if attempt.tried else None
+
+
+def compose(server: Server) -> tuple[bytes, bytes]:
+    return b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n", b"?"
+
+
+@dataclass
+class Way:
+    """A pool, the clock, and what was left behind."""
+
+    servers: list[Server]
+    deadlines: Deadlines
+    timeouts: Timeouts
+
+    def __post_init__(self) -> None:
+        self.pool = Pool(self.servers, "round_robin")
+
+    def attempt(self) -> Attempt:
+        return Attempt(self.pool, self.timeouts, self.deadlines)
+
+    async def ask(self, upload: Upload | None = None) -> tuple[bytes, Attempt]:
+        with self.attempt() as attempt:
+            answer = await attempt.answer(compose, upload)
+            return await answer.collect(1 << 20), attempt
+
+    def check(self) -> None:
+        assert [server.in_flight for server in self.servers] == [0] * len(self.servers)
+        assert len(self.deadlines) == 0
+
+
+@asynccontextmanager
+async def way(*ports: int, up: bool = True, tick: float = 0.02, **limits: float) -> AsyncIterator[Way]:
+    condition = Condition.UP if up else Condition.DOWN
+    servers = [Server(ServerSpec(f"s{n}", Address(port=port), "m", keep_idle=60.0), condition) for n, port in enumerate(ports)]
+    made = Way(servers, Deadlines(), Timeouts(**limits))
+
+    async def clock() -> None:
+        while True:
+            await asyncio.sleep(tick)
+            made.deadlines.tick()
+
+    ticking = asyncio.create_task(clock())
+    try:
+        yield made
+        made.check()
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        for server in servers:
+            server.retire()
+
+
+async def answers(talk: Conversation) -> None:
+    await talk.write(OK)
+
+
+async def test_connections_are_used_again() -> None:
+    async with scripted(answers) as server, way(server.port) as one:
+        for _ in range(20):
+            assert (await one.ask())[0] == b"ok"
+        assert (server.accepted, len(server.requests)) == (1, 20)
+
+
+async def test_requests_at_once_have_a_connection_each_and_leave_them_for_others() -> None:
+    async with scripted(answers) as server, way(server.port) as one:
+        for _ in range(3):
+            await asyncio.gather(*(one.ask() for _ in range(5)))
+        assert (server.accepted, len(server.requests)) == (5, 15)
+
+
+# Trying again
+
+
+def closes_kept_ones(ran: list[bytes]) -> Callable[[Conversation], Awaitable[None]]:
+    """A server whose idle limit is hit as the second request of a connection arrives."""
+    seen: set[int] = set()
+
+    async def script(talk: Conversation) -> None:
+        if id(talk.writer) in seen:
+            talk.writer.close()
+            return
+        seen.add(id(talk.writer))
+        ran.append(talk.request.body)
+        await talk.write(OK)
+
+    return script
+
+
+async def test_a_stale_connection_is_tried_again_once_on_a_fresh_one() -> None:
+    ran: list[bytes] = []
+    async with scripted(closes_kept_ones(ran)) as server, way(server.port) as one:
+        await asyncio.gather(one.ask(), one.ask())  # two are parked now, and both are stale
+        body, attempt = await one.ask()
+        assert (body, attempt.retries, [type(error) for error in attempt.failures]) == (b"ok", 1, [StaleConnection])
+        assert len(ran) == 3, "it ran once"
+        assert one.servers[0].available, "a stale connection says nothing about the server"
+
+
+async def test_a_stale_connection_is_tried_again_at_another_server() -> None:
+    ran: list[bytes] = []
+    async with scripted(closes_kept_ones(ran)) as a, scripted(answers) as b, way(a.port, b.port) as one:
+        tried = [(await one.ask())[1] for _ in range(4)]
+        assert [(last(attempt), attempt.retries) for attempt in tried if attempt.failures] == [("s1", 1)]
+        assert (len(ran), len(b.requests)) == (1, 3)
+
+
+async def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
+    async def script(talk: Conversation) -> None:
+        talk.writer.close()
+
+    async with scripted(script) as server, scripted(answers) as other, way(server.port, other.port) as one:
+        one.servers[1].condition = Condition.DOWN
+        with one.attempt() as attempt, pytest.raises(Disconnected):
+            await attempt.answer(compose)
+        assert (attempt.retries, len(server.requests), len(other.requests)) == (0, 1, 0)
+
+
+async def test_a_kept_connection_that_breaks_off_its_answer_is_not_tried_again() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(OK if talk.number == 1 else OK[:20])
+        if talk.number > 1:
+            talk.writer.close()
+
+    async with scripted(script) as server, way(server.port) as one:
+        await one.ask()
+        with pytest.raises(Disconnected):
+            await one.ask()
+        assert len(server.requests) == 2
+
+
+async def test_a_refusal_goes_to_another_server_and_is_remembered() -> None:
+    with refusing() as closed:
+        async with scripted(answers) as server, way(closed, server.port) as one:
+            tried = [(await one.ask())[1] for _ in range(6)]
+            assert sum(attempt.retries for attempt in tried) == 1
+            assert [type(error) for attempt in tried for error in attempt.failures] == [ConnectFailed]
+            assert {last(attempt) for attempt in tried} == {"s1"}
+
+
+async def test_a_refusal_with_no_other_server_is_final() -> None:
+    with refusing() as closed:
+        async with way(closed) as one:
+            with one.attempt() as attempt, pytest.raises(ConnectFailed):
+                await attempt.answer(compose)
+            assert (attempt.retries, last(attempt)) == (0, "s0")
+        async with way(closed, closed, closed) as many:
+            with many.attempt() as attempt, pytest.raises(ConnectFailed):
+                await attempt.answer(compose)
+            assert (attempt.retries, len(attempt.failures)) == (1, 2)
+
+
+async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
+    """A crowd meets a server that is gone before anybody knows: what is more than the share is told at once."""
+    with refusing() as closed:
+        async with scripted(answers) as server, way(closed, server.port) as one:
+            done = await asyncio.gather(*(one.ask() for _ in range(60)), return_exceptions=True)
+            failed = [each for each in done if isinstance(each, BaseException)]
+            assert {type(error) for error in failed} == {ConnectFailed}
+            refused = 30  # half of them take their turn with the closed one, all at the same moment
+            assert len(failed) >= refused - FLOOR - (60 + refused) * SHARE and len(server.requests) == 60 - len(failed)
+            assert (await one.ask())[0] == b"ok", "it is passed over by now"
+
+
+async def test_a_success_forgives() -> None:
+    dies = True
+
+    async def script(talk: Conversation) -> None:
+        if dies:
+            talk.writer.close()
+        else:
+            await talk.write(OK)
+
+    async with scripted(script) as server, way(server.port) as one:
+        (only,) = one.servers
+        for _ in range(3):
+            with pytest.raises(Disconnected):
+                await one.ask()
+        assert (only.available, only.ejected_cells[0]) == (False, 1)
+        dies = False
+        assert (await one.ask())[0] == b"ok", "the last one that is up is used all the same"
+        assert (only.available, only.ejected_cells[0], only.recently_failed) == (True, 0, False)
+
+
+async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> None:
+    async def dies(talk: Conversation) -> None:
+        talk.writer.close()
+
+    async with scripted(dies) as bad, scripted(answers) as good, way(bad.port, good.port) as one:
+        first, _ = one.servers
+        outcomes = await asyncio.gather(*(one.ask() for _ in range(40)), return_exceptions=True)
+        assert sum(isinstance(each, Disconnected) for each in outcomes) == len(bad.requests) and not first.available
+        before = len(bad.requests)
+        for _ in range(10):
+            await one.ask()
+        assert len(bad.requests) == before
+        await until(lambda: first.available)
+        first.expire()
+        later = [await timed(one) for _ in range(4)]
+        assert len(bad.requests) == before + 1 and [type(each) for each in later].count(Disconnected) == 1, "one is enough now"
+
+
+async def test_a_server_that_comes_up_anew_begins_anew() -> None:
+    with refusing() as closed:
+        async with way(closed) as one:
+            (only,) = one.servers
+            assert isinstance(await timed(one), ConnectFailed)
+            seen = [only.available]
+            for said in (Condition.UP, Condition.DOWN, Condition.UP):
+                only.condition = said
+                seen.append(only.available)
+            assert seen == [False, False, False, True], "its being up is no news to one that was up"
+
+
+async def test_descriptors_of_our_own_are_no_fault_of_the_servers() -> None:
+    async with scripted(answers) as server, way(server.port, server.port) as one:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with one.attempt() as attempt, pytest.raises(LocalLimit):
+                await attempt.answer(compose)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (attempt.retries, attempt.failures) == (0, []), "another server would not have helped"
+        assert all(each.available for each in one.servers)
+        assert (await one.ask())[0] == b"ok"
+
+
+async def test_no_server() -> None:
+    async with way(1, up=False) as one:
+        with one.attempt() as attempt, pytest.raises(NoServerError):
+            await attempt.answer(compose)
+        assert (last(attempt), attempt.retries, attempt.failures) == (None, 0, [])
+
+
+# Deadlines: short ones, with generous bounds
+
+
+async def timed(one: Way) -> BaseException | None:
+    async with asyncio.timeout(10):
+        try:
+            await one.ask()
+        except Exception as error:
+            return error
+    return None
+
+
+async def test_the_connect_deadline() -> None:
+    with silent() as port:
+        async with way(port, connect=0.1) as one:
+            assert type(await timed(one)) is ConnectTimeout
+        async with scripted(answers) as server, way(port, server.port, connect=2.0) as two:
+            for _ in range(2):
+                assert (await two.ask())[0] == b"ok", "another server takes it"
+
+
+async def pause(talk: Conversation) -> None:
+    await talk.closed_by_peer()
+
+
+async def test_the_first_byte_deadline() -> None:
+    async with scripted(pause) as server, way(server.port, first_byte=0.1) as one:
+        assert type(await timed(one)) is FirstByteTimeout
+        await until(lambda: server.open == 0)
+
+
+async def test_a_head_alone_is_no_first_byte() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED)
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port, first_byte=0.3, idle=0.05) as one:
+        assert type(await timed(one)) is FirstByteTimeout
+        await until(lambda: server.open == 0)
+
+
+@pytest.mark.parametrize("said", [CHUNKED + b"2\r\nok\r\n", OK[:-1]])
+async def test_the_idle_deadline(said: bytes) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(said)
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port, idle=0.1) as one:
+        assert type(await timed(one)) is IdleTimeout
+        await until(lambda: server.open == 0)
+
+
+async def test_bytes_put_the_idle_deadline_off() -> None:
+    more = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED + b"1\r\nx\r\n")
+        await more.wait()
+        await talk.chunk(b"y")
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose)
+            first, came = answer.last_byte, list[bytes]()
+            answer.flow_to(came.append)
+            await asyncio.sleep(0.05)
+            more.set()
+            await until(lambda: b"".join(came) == b"xy")
+            assert answer.last_byte > first + 0.02
+            answer.check(first + 100.01)
+            assert answer.error is None
+            answer.check(answer.last_byte + 100.01)
+            with pytest.raises(IdleTimeout):
+                await answer.ended()
+
+
+async def drips(talk: Conversation) -> None:
+    await talk.write(CHUNKED)
+    for _ in range(1000):
+        await talk.chunk(b"x")
+        await asyncio.sleep(0.01)
+    await talk.end_stream()
+
+
+async def test_bytes_do_not_put_the_total_deadline_off() -> None:
+    async with scripted(drips) as server, way(server.port, total=0.2) as one:
+        assert type(await timed(one)) is TotalTimeout
+        await until(lambda: server.open == 0)
+
+
+async def test_a_pause_does_not_count_as_silence() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED + b"2\r\nok\r\n")
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose)
+            answer.flow_to(lambda _: None)
+            answer.pause()
+            answer.check(answer.last_byte + 1000)
+            assert answer.error is None
+            answer.resume()
+            answer.check(answer.last_byte + 99)
+            assert answer.error is None, "the time begins anew"
+            answer.check(answer.last_byte + 101)
+            with pytest.raises(IdleTimeout):
+                await answer.ended()
+
+
+# Answers
+
+
+async def test_leaving_the_block_closes_what_is_not_whole() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(CHUNKED + b"2\r\nok\r\n")
+        await talk.closed_by_peer()
+
+    async with scripted(script) as server, way(server.port) as one:
+        for leave in (None, ValueError):
+            try:
+                with one.attempt() as attempt:
+                    await attempt.answer(compose)
+                    assert one.servers[0].in_flight == 1
+                    if leave:
+                        raise leave
+            except ValueError:
+                pass
+            await until(lambda: server.open == 0)
+
+
+async def test_cancelling_gives_everything_back() -> None:
+    async with scripted(pause) as server, way(server.port) as one:
+        tasks = [asyncio.create_task(one.ask()) for _ in range(20)]
+        for number, task in enumerate(tasks):
+            if number % 4 == 0:
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        one.check()
+        await until(lambda: server.open == 0)
+
+
+async def test_an_error_in_composing_gives_everything_back() -> None:
+    def fails(_: Server) -> tuple[bytes, bytes]:
+        raise ZeroDivisionError
+
+    async with scripted(answers) as server, way(server.port) as one:
+        with one.attempt() as attempt, pytest.raises(ZeroDivisionError):
+            await attempt.answer(fails)
+        one.check()
+        await until(lambda: server.open == 0)
+
+
+async def test_collect_keeps_the_beginning() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.respond(b"0123456789" * 100_000)
+
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose)
+            assert await answer.collect(15) == b"012345678901234"
+        assert server.accepted == 1
+
+
+class Flood:
+    """A server that sends as much as it can; ``sent`` is what it got rid of."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    async def __call__(self, talk: Conversation) -> None:
+        talk.writer.transport.set_write_buffer_limits(0)
+        await talk.write(CHUNKED)
+        while True:
+            await talk.chunk(b"x" * 65536)
+            self.sent += 65536
+
+
+async def standing(flood: Flood) -> int:
+    """What was sent when it stands still."""
+    before = -1
+    async with asyncio.timeout(30):
+        while flood.sent != before:
+            before = flood.sent
+            await asyncio.sleep(0.2)
+    return before
+
+
+async def test_an_answer_that_nobody_takes_does_not_gather() -> None:
+    flood = Flood()
+    async with scripted(flood) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose)
+            assert await standing(flood) < 32 << 20, "what the sockets hold, and a little"
+            assert sum(map(len, answer.pending)) < 2 << 20
+            taken = 0
+
+            def take(data: bytes) -> None:
+                nonlocal taken
+                taken += len(data)
+
+            answer.flow_to(take)
+            await until(lambda: taken > 64 << 20)
+            answer.pause()
+            held = await standing(flood) - taken
+            assert held < 32 << 20
+
+
+async def test_a_whole_answer_leaves_its_connection_alone() -> None:
+    """Its client may be slow for long after: what it says then must not meet the next request on the connection."""
+    flood = Flood()
+
+    async def script(talk: Conversation) -> None:
+        await (answers(talk) if talk.number < 3 else flood(talk))
+
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as first:
+            answer = await first.answer(compose)
+            answer.flow_to(lambda _: answer.pause())
+            await answer.ended()
+            answer.pause()
+            async with asyncio.timeout(5):
+                assert (await one.ask())[0] == b"ok"
+            with one.attempt() as second:
+                streaming = await second.answer(compose)
+                streaming.flow_to(lambda _: streaming.pause())
+                answer.resume()
+                assert await standing(flood) < 32 << 20
+        assert server.accepted == 1
+
+
+# Uploads
+
+
+def upload_of(pieces: int, meanwhile: Callable[[], None] = lambda: None) -> Upload:
+    async def upload(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+        for _ in range(pieces):
+            send(b"x" * 65536, True)
+            if not await drained():
+                return
+            await asyncio.sleep(0)
+            meanwhile()
+        send(b"", False)
+
+    return upload
+
+
+def compose_upload(pieces: int) -> Callable[[Server], tuple[bytes, bytes]]:
+    return lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (pieces * 65536 + 1), b"?")
+
+
+async def test_an_upload_reaches_the_server() -> None:
+    async with scripted(answers) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose_upload(50), upload_of(50))
+            assert await answer.collect(10) == b"ok"
+        assert server.requests[0].body == b"?" + b"x" * 65536 * 50
+        assert len(one.servers[0]._idle) == 1
+
+
+async def test_an_upload_waits_for_a_server_that_does_not_read() -> None:
+    sent = 0
+
+    async def upload(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+        nonlocal sent
+        while await drained():
+            send(b"x" * 65536, True)
+            sent += 65536
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await release.wait()
+        writer.transport.abort()
+
+    release = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, way(server.sockets[0].getsockname()[1], first_byte=0.4) as one:
+        with one.attempt() as attempt:
+            async with asyncio.timeout(10):
+                with pytest.raises(FirstByteTimeout):
+                    await attempt.answer(compose_upload(1 << 20), upload)
+        assert 0 < sent < 32 << 20
+        release.set()
+
+
+async def test_a_slow_client_is_not_its_servers_fault() -> None:
+    async with scripted(answers) as server, way(server.port, tick=FOR_EVER, first_byte=100) as one:
+
+        def later() -> None:
+            for each in tuple(one.deadlines._watched):
+                each.check(monotonic() + 200)
+
+        with one.attempt() as attempt:
+            answer = await attempt.answer(compose_upload(3), upload_of(3, later))
+            assert await answer.collect(10) == b"ok"
+
+
+async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+        await reader.read(-1)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, way(server.sockets[0].getsockname()[1]) as one:
+        with one.attempt() as attempt:
+            async with asyncio.timeout(10):
+                answer: Answer = await attempt.answer(compose_upload(1 << 20), upload_of(1 << 20))
+            assert (answer.status, await answer.collect(10)) == (413, b"no")
+        assert len(one.servers[0]._idle) == 0, "half a request is still on it"
+
+
+async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, scripted(answers) as other, way(server.sockets[0].getsockname()[1], other.port) as one:
+        one.servers[1].record_failure(ConnectFailed("s1", "refused"))
+        with one.attempt() as attempt:
+            async with asyncio.timeout(10):
+                with pytest.raises(Disconnected):
+                    await attempt.answer(compose_upload(1 << 20), upload_of(1 << 20))
+        assert other.requests == []

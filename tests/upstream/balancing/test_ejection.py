@@ -1,0 +1,122 @@
+"""What counts against a server, for how long it is passed over, and what forgives it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upstream.balancing.ejection import ENOUGH, FIRST_PAUSE, LONGEST_PAUSE, WEIGHTS, EjectionState, weight
+from upstream.balancing.retry_budget import FLOOR, MOST, SHARE, RetryBudget
+from upstream.http import errors
+from upstream.http.errors import (
+    ConnectFailed,
+    ConnectTimeout,
+    Disconnected,
+    EngineDead,
+    LocalLimit,
+    ServerError,
+    StaleConnection,
+    TotalTimeout,
+    UpstreamError,
+)
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, UpstreamError) and kind is not UpstreamError]
+
+
+def an(kind: type[UpstreamError]) -> UpstreamError:
+    return kind("s", "words")
+
+
+def test_every_error_is_in_the_table() -> None:
+    assert all(any(base in WEIGHTS for base in kind.__mro__) for kind in KINDS)
+    assert len({kind.reason for kind in KINDS}) == len(KINDS), "each has a reason of its own"
+
+
+@pytest.mark.parametrize("kind", [LocalLimit, StaleConnection, ServerError, TotalTimeout])
+def test_what_is_no_fault_of_the_servers_never_counts(kind: type[UpstreamError]) -> None:
+    standing = EjectionState()
+    assert not any(standing.record_failure(an(kind), float(now)) for now in range(100))
+    assert not standing.has_failures
+
+
+@pytest.mark.parametrize("kind", [ConnectFailed, ConnectTimeout])
+def test_nobody_there_is_enough_at_once(kind: type[UpstreamError]) -> None:
+    assert EjectionState().record_failure(an(kind), 5.0)
+
+
+def test_others_must_come_together_with_no_success_between() -> None:
+    standing = EjectionState()
+    for _ in range(3):
+        assert [standing.record_failure(an(Disconnected), 1.0) for _ in range(ENOUGH - 1)] == [False] * (ENOUGH - 1)
+        assert standing.has_failures
+        standing.reset()
+    assert [standing.record_failure(an(EngineDead), 1.0) for _ in range(ENOUGH)] == [False] * (ENOUGH - 1) + [True]
+
+
+def test_each_pause_is_twice_the_one_before_until_a_success() -> None:
+    standing, now, pauses = EjectionState(), 10.0, []
+    for _ in range(8):
+        assert standing.record_failure(an(ConnectFailed), now)
+        pauses.append(standing.ejected_until - now)
+        assert not standing.expire(standing.ejected_until - 0.01)
+        now = standing.ejected_until
+        assert standing.expire(now) and not standing.expire(now), "told once"
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30] and (FIRST_PAUSE, LONGEST_PAUSE) == (1, 30)
+    standing.reset()
+    assert standing.record_failure(an(ConnectFailed), now) and standing.ejected_until - now == FIRST_PAUSE
+
+
+def test_a_crowd_that_dies_together_is_one_failure() -> None:
+    standing = EjectionState()
+    told = [standing.record_failure(an(Disconnected), 1.0) for _ in range(1000)]
+    assert told.count(True) == 1 and standing.ejected_until == 1.0 + FIRST_PAUSE
+
+
+def test_one_failure_is_enough_for_one_that_is_tried_again() -> None:
+    standing = EjectionState()
+    standing.record_failure(an(ConnectFailed), 0.0)
+    assert standing.expire(FIRST_PAUSE)
+    assert standing.record_failure(an(Disconnected), FIRST_PAUSE)
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0, 50)), max_size=60))
+def test_nothing_makes_a_pause_longer_than_the_longest(events: list[tuple[type[UpstreamError], float]]) -> None:
+    standing, now = EjectionState(), 0.0
+    for kind, later in events:
+        now += later
+        standing.record_failure(an(kind), now)
+        assert standing.ejected_until <= now + LONGEST_PAUSE
+        standing.expire(now)
+    assert weight(an(UpstreamError)) == 0
+
+
+# The budget
+
+
+def test_a_single_failure_without_traffic_may_be_tried_again() -> None:
+    assert RetryBudget().try_spend(1, 1000.0)
+
+
+def test_without_traffic_only_the_floor_is_there_and_it_comes_back() -> None:
+    budget = RetryBudget()
+    assert sum(budget.try_spend(0, 1000.0) for _ in range(100)) == FLOOR
+    assert not budget.try_spend(0, 1000.5)
+    assert budget.try_spend(0, 1001.5) and not budget.try_spend(0, 1001.6)
+    assert sum(budget.try_spend(0, 2000.0) for _ in range(100)) == FLOOR
+
+
+@given(st.integers(100, 5000), st.integers(1, 50))
+def test_no_more_than_a_share_of_the_traffic(requests: int, per_retry: int) -> None:
+    """All of it within one moment, each ``per_retry``-th request wanting a retry."""
+    budget = RetryBudget()
+    granted = sum(budget.try_spend(asked, 1000.0) for asked in range(1, requests + 1) if asked % per_retry == 0)
+    assert granted <= FLOOR + SHARE * requests
+    if per_retry >= 1 / SHARE:
+        assert granted == requests // per_retry, "within the share all are granted"
+
+
+def test_what_is_saved_up_is_bounded() -> None:
+    budget = RetryBudget()
+    assert budget.try_spend(1_000_000, 1000.0)
+    assert sum(budget.try_spend(1_000_000, 1000.0) for _ in range(10_000)) == MOST - 1

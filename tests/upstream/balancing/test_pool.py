@@ -1,0 +1,252 @@
+"""Which server a pool gives, and what a reload leaves as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.running import until
+from tests.support.scripted import Conversation, scripted
+from upstream.balancing.attempt import Attempt
+from upstream.balancing.pool import LiveServers, NoServerError, Pool, live_servers
+from upstream.balancing.server import Condition, Server, ServerSpec
+from upstream.http.address import Address
+from upstream.http.deadlines import Deadlines, Timeouts
+from upstream.http.errors import ConnectFailed
+
+
+def spec(name: str, port: int = 1, **more: Any) -> ServerSpec:
+    return ServerSpec(name, Address(port=port), "m", **more)
+
+
+def servers(*conditions: Condition) -> list[Server]:
+    return [Server(spec(f"s{n}"), condition) for n, condition in enumerate(conditions)]
+
+
+REFUSED = ConnectFailed("x", "refused")
+UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
+
+
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin"])
+async def test_only_those_that_are_up(balance: str) -> None:
+    each = servers(UP, DOWN, LOADING, UP)
+    pool = Pool(each, balance)
+    assert {pool.choose().spec.name for _ in range(10)} == {"s0", "s3"}
+
+
+@pytest.mark.parametrize(("conditions", "loading"), [((), False), ((DOWN,), False), ((LOADING,), True), ((DOWN, LOADING), True)])
+async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> None:
+    with pytest.raises(NoServerError) as caught:
+        Pool(servers(*conditions), "least_busy").choose()
+    assert caught.value.loading is loading
+
+
+async def test_one_that_refused_or_was_tried_is_taken_only_when_there_is_no_other() -> None:
+    a, b = servers(UP, UP)
+    pool = Pool([a, b], "least_busy")
+    a.record_failure(REFUSED)
+    assert {pool.choose() for _ in range(4)} == {b}
+    assert pool.choose([b]) is a, "it refused a moment ago, but the other was tried"
+    b.record_failure(REFUSED)
+    assert {pool.choose() for _ in range(4)} == {a, b}
+    assert pool.choose([a, b]) in (a, b)
+    assert Pool([a], "least_busy").choose([a]) is a
+
+
+async def test_busyness_goes_by_weight() -> None:
+    light, heavy = Server(spec("light"), UP), Server(spec("heavy", weight=3.0), UP)
+    pool = Pool([light, heavy], "least_busy")
+    for _ in range(40):
+        pool.choose().start_exchange()
+    assert (light.in_flight, heavy.in_flight) == (10, 30)
+
+
+async def test_the_mirror_follows_what_is_in_flight() -> None:
+    (one,) = servers(UP)
+    cells, others = [3.0], [0.0]  # three are in flight on a former server of this name
+    one.publish_in_flight(cells)
+    one.start_exchange()
+    one.start_exchange()
+    assert cells == [5.0]
+    one.publish_in_flight(others)
+    assert (cells, others) == ([3.0], [2.0])
+    one.retire()
+    one.finish_exchange()
+    assert others == [1.0], "what a retired one still does is counted"
+    one.finish_exchange()
+    assert (cells, others, one.in_flight) == ([3.0], [0.0], 0)
+
+
+async def test_a_reload_keeps_what_did_not_change() -> None:
+    servers = LiveServers()
+    before = dict(servers.reconcile([spec("a"), spec("b"), spec("c")]))
+    servers.set_condition("a", UP)
+    servers.set_condition("nobody", UP)
+    before["a"].start_exchange()
+    after = servers.reconcile([spec("d"), spec("a"), spec("b", port=2)])
+    assert list(after) == ["d", "a", "b"] == [server.spec.name for server in servers]
+    assert after["a"] is before["a"] and (after["a"].in_flight, after["a"].condition) == (1, UP)
+    assert after["b"] is not before["b"], "another address is another server"
+    assert after["b"].condition is LOADING
+
+
+async def test_a_server_that_is_gone_keeps_no_connection() -> None:
+    answering = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await answering.wait()
+        await talk.respond(b"{}")
+
+    async with scripted(script) as upstream:
+        with live_servers() as live:
+            one = live.reconcile([spec("a", upstream.port, keep_idle=60.0)])["a"]
+            one.condition = UP
+
+            async def ask() -> None:
+                with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
+                    answer = await attempt.answer(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
+                    await answer.ended()
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(ask())
+                await until(lambda: len(upstream.requests) == 2)
+                answering.set()
+            assert upstream.accepted == upstream.open == 2, "idle ones are kept"
+            answering.clear()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+                await until(lambda: len(upstream.requests) == 3)
+                live.reconcile([replace(one.spec, model="other")])
+                await until(lambda: upstream.open == 1)
+                answering.set()
+            await until(lambda: upstream.open == 0)
+
+
+async def test_a_key_is_not_shown() -> None:
+    assert "sesame" not in repr(ServerSpec("a", Address(), "m", api_key="sesame"))
+
+
+async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them() -> None:
+    each = servers(UP, UP, UP)
+    pool = Pool(each, "prefix")
+    assert pool.wants_hint and not Pool(each, "least_busy").wants_hint and not Pool(each[:1], "prefix").wants_hint
+    chosen = {hint: pool.choose(hint=hint) for hint in range(50)}
+    assert set(chosen.values()) == set(each)
+    assert all(pool.choose(hint=hint) is server for hint, server in chosen.items())
+    first = chosen[7]
+    second = pool.choose([first], hint=7)
+    assert second is not first
+    first.record_failure(REFUSED)
+    assert pool.choose(hint=7) is second
+    second.condition = DOWN
+    assert {pool.choose(hint=7)} == set(each) - {first, second}
+
+
+async def test_a_request_without_a_beginning_goes_where_there_is_least_to_do() -> None:
+    busy, idle = servers(UP, UP)
+    busy.start_exchange()
+    assert {Pool([busy, idle], "prefix").choose() for _ in range(10)} == {idle}
+
+
+async def test_a_hint_that_many_share_does_not_fill_one_server() -> None:
+    each = servers(UP, UP, UP, UP)
+    pool = Pool(each, "prefix")
+    for _ in range(100):
+        pool.choose(hint=7).start_exchange()
+    assert sorted(server.in_flight for server in each)[-1] <= 32
+
+
+# Servers that are given only so many requests at once
+
+
+def bounded(*limits: float) -> list[Server]:
+    each = servers(*([UP] * len(limits)))
+    for server, limit in zip(each, limits, strict=True):
+        server.limit = limit
+    return each
+
+
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+@pytest.mark.parametrize("limits", [(2,), (2, 3), (1, 2, 4)])
+async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str, limits: tuple[int, ...]) -> None:
+    each = bounded(*limits)
+    pool = Pool(each, balance)
+    for _ in range(sum(limits)):
+        assert pool.has_capacity()
+        pool.choose(hint=7).start_exchange()
+    assert [server.in_flight for server in each] == list(limits) and not pool.has_capacity()
+    with pytest.raises(NoServerError) as caught:
+        pool.choose(hint=7)
+    assert caught.value.full and not caught.value.loading
+    each[-1].finish_exchange()
+    assert pool.has_capacity() and pool.choose(hint=7) is each[-1]
+
+
+async def test_whoever_waits_is_told_of_room() -> None:
+    a, b = bounded(1, 1)
+    pool, told = Pool([a, b], "least_busy"), []
+    pool.on_capacity(lambda: told.append(pool.has_capacity()))
+    for server in (a, b):
+        server.start_exchange()
+    assert told == []
+    b.finish_exchange()
+    assert told == [True]
+    b.start_exchange()
+    a.condition = DOWN
+    a.finish_exchange()
+    assert not any(told[1:])
+    a.condition = UP
+    assert told[-1]
+    pool.retire()
+    del told[:]
+    b.finish_exchange()
+    assert told == [], "the next snapshot has another pool"
+
+
+async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_full() -> None:
+    a, b = bounded(2, 1)
+    pool = Pool([a, b], "least_busy")
+    b.start_exchange()
+    a.record_failure(REFUSED)
+    assert not pool.has_capacity()
+    for tried in ([], [a], [b]):
+        with pytest.raises(NoServerError):
+            pool.choose(tried)
+    b.finish_exchange()
+    assert pool.choose([a]) is b
+    b.record_failure(REFUSED)
+    assert pool.has_capacity() and pool.choose() in (a, b), "all have refused, and none is full"
+
+
+@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_full(balance: str) -> None:
+    each = bounded(1, 1, 1, 1)
+    pool = Pool(each, balance)
+    each[0].start_exchange()
+    for server in each:
+        server.record_failure(REFUSED)
+    assert pool.has_capacity()
+    for _ in range(3):
+        chosen = pool.choose(hint=7)
+        assert not chosen.full
+        chosen.start_exchange()
+    assert not pool.has_capacity()
+    with pytest.raises(NoServerError) as caught:
+        pool.choose(hint=7)
+    assert caught.value.full
+    each[2].finish_exchange()
+    assert pool.has_capacity() and pool.choose() is each[2]
+
+
+async def test_one_that_is_full_is_not_taken_for_a_second_attempt() -> None:
+    a, b, c = bounded(2, 1, 1)
+    pool = Pool([a, b, c], "round_robin")
+    b.start_exchange()
+    c.start_exchange()
+    assert {pool.choose([a]) for _ in range(3)} == {a}, "it was tried, and is the only one with room"
+    c.finish_exchange()
+    assert {pool.choose([a]) for _ in range(3)} == {c}

@@ -1,0 +1,463 @@
+"""A connection carries one exchange at a time and is never used again when anything about it is in doubt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+import struct
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.certificates import certificate
+from tests.support.ports import refusing, silent
+from tests.support.running import until
+from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
+from upstream.http.address import Address
+from upstream.http.connection import MAX_HEAD, Connection, Headers, IdleConnections, connect
+from upstream.http.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
+from upstream.http.write_batching import WriteBatch
+
+REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+
+
+class Taken:
+    """A receiver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = {}
+        self.pieces: list[bytes] = []
+        self.whole_chunks = 0
+        self.error: UpstreamError | None = None
+        self.ends = 0
+        self._over = asyncio.Event()
+
+    wants_read_events = False
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        assert framed == b"%x\r\n%b\r\n" % (len(data), data)
+        self.whole_chunks += 1
+        self.on_body(data)
+
+    def on_read(self) -> None:
+        raise AssertionError("it did not want to know")
+
+    def on_headers(self, status: int, headers: Headers) -> None:
+        assert not self.status, "an answer has one head"
+        self.status, self.headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        assert self.status and not self._over.is_set()
+        self.pieces.append(data)
+
+    def on_end(self) -> None:
+        self.ends += 1
+        self._over.set()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self.error = error
+        self.ends += 1
+        self._over.set()
+
+    def on_writable(self) -> None:
+        pass
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    async def over(self) -> Taken:
+        async with asyncio.timeout(10):
+            await self._over.wait()
+        assert self.ends == 1
+        return self
+
+
+@asynccontextmanager
+async def connected(server: Scripted) -> AsyncIterator[tuple[Connection, list[Connection]]]:
+    idle: list[Connection] = []
+    connection = await connect("one", Address(port=server.port), 5.0, None, idle.append, WriteBatch())
+    try:
+        yield connection, idle
+    finally:
+        connection.close()
+
+
+async def asked(connection: Connection) -> Taken:
+    taken = Taken()
+    connection.send(REQUEST, taken)
+    return await taken.over()
+
+
+def says(*segments: bytes, close: bool = False, pause: float = 0.0) -> Script:
+    async def script(talk: Conversation) -> None:
+        for segment in segments:
+            await talk.write(segment)
+            await asyncio.sleep(pause)
+        if close:
+            talk.writer.close()
+
+    return script
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+WHOLE = {
+    "a length": (OK, b"ok", True),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", b"ok", True),
+    "a trailer": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: y\r\n\r\n", b"ok", True),
+    "nothing": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+    "an interim answer": (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + OK, b"ok", True),
+    "its close announced": (OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"ok", False),
+    "HTTP/1.0": (OK.replace(b"1.1", b"1.0"), b"ok", False),
+    "HTTP/1.0 that stays": (OK.replace(b"1.1", b"1.0").replace(b"\r\n\r\n", b"\r\nconnection: keep-alive\r\n\r\n"), b"ok", True),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("piece", [1, 1000])
+async def test_a_whole_answer(name: str, piece: int) -> None:
+    wire, body, stays = WHOLE[name]
+    async with scripted(says(*(wire[at : at + piece] for at in range(0, len(wire), piece)))) as server, connected(server) as (one, idle):
+        for turn in range(1, 3 if stays else 2):
+            taken = await asked(one)
+            assert (taken.error, taken.status, taken.body) == (None, 204 if not body else 200, body)
+            assert all(key == key.lower() and key not in (b"link", b"x") for key in taken.headers)
+            assert len(idle) == (turn if stays else 0)
+            assert one.closed is not stays
+        assert server.accepted == 1
+
+
+async def test_a_body_without_length_ends_with_its_connection() -> None:
+    script = says(b"HTTP/1.1 200 OK\r\n\r\n", b"some", b"thing", close=True, pause=0.01)
+    async with scripted(script) as server, connected(server) as (one, idle):
+        taken = await asked(one)
+        assert (taken.error, taken.body, idle) == (None, b"something", [])
+
+
+async def test_a_body_without_length_that_is_reset_is_not_whole() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\n\r\nsome")
+        await asyncio.sleep(0.02)
+        talk.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        talk.writer.transport.abort()
+
+    async with scripted(script) as server, connected(server) as (one, _):
+        taken = await asked(one)
+        assert isinstance(taken.error, Disconnected) and taken.body == b"some"
+
+
+BROKEN = {
+    "no HTTP": (b"SSH-2.0-OpenSSH\r\n", BadAnswer),
+    "a bad chunk": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", BadAnswer),
+    "two framings": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n", BadAnswer),
+    "two lengths": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok", BadAnswer),
+    "a switch of protocols": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", BadAnswer),
+    "more than its length": (OK + b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil", BadAnswer),
+    "garbage behind it": (OK + b"garbage", BadAnswer),
+    "a long head": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEAD + 1), BadAnswer),
+    "a long head that ends": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEAD + 1) + b"\r\n\r\n", BadAnswer),
+    "many headers": (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000, BadAnswer),
+    "a long trailer": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: " + b"a" * 1_000_000, BadAnswer),
+    "many trailers": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n" + b"x: y\r\n" * 200_000, BadAnswer),
+    "a long chunk extension": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;" + b"a" * 1_000_000, BadAnswer),
+    "a line feed in a header": (b"HTTP/1.1 200 OK\r\ncontent-type: a\r\n b\r\n", BadAnswer),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_what_is_no_answer(name: str) -> None:
+    wire, kind = BROKEN[name]
+    async with scripted(says(wire)) as server, connected(server) as (one, idle):
+        taken = await asked(one)
+        assert isinstance(taken.error, kind)
+        assert one.closed and not idle
+        assert b"evil" not in taken.body
+
+
+@pytest.mark.parametrize("wire", [b"", b"HT", OK[:-1], b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"])
+async def test_a_connection_that_ends_too_early(wire: bytes) -> None:
+    async with scripted(says(wire, close=True)) as server, connected(server) as (one, idle):
+        taken = await asked(one)
+        assert type(taken.error) is Disconnected and not idle
+
+
+@pytest.mark.parametrize("wire", [b"", b"H"])
+async def test_the_close_of_a_kept_connection_is_told_apart(wire: bytes) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(OK if talk.number == 1 else wire)
+        if talk.number == 2:
+            talk.writer.close()
+
+    async with scripted(script) as server, connected(server) as (one, _):
+        await asked(one)
+        error = (await asked(one)).error
+        assert type(error) is (Disconnected if wire else StaleConnection)
+        assert error.untouched is not bool(wire)
+
+
+async def test_a_kept_connection_that_ends_long_after_the_request_is_not_stale() -> None:
+    async def script(talk: Conversation) -> None:
+        if talk.number == 1:
+            await talk.write(OK)
+        else:
+            await asyncio.sleep(1.1)
+            talk.writer.close()
+
+    async with scripted(script) as server, connected(server) as (one, _):
+        await asked(one)
+        assert type((await asked(one)).error) is Disconnected
+
+
+async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(OK)
+        await asyncio.sleep(0.05)
+        await talk.write(OK.replace(b"ok", b"ev"))
+
+    async with scripted(script) as server:
+        parking = IdleConnections(60.0)
+        one = await connect("one", Address(port=server.port), 5.0, None, parking.add, WriteBatch())
+        await asked(one)
+        assert len(parking) == 1
+        await until(lambda: one.closed)
+        assert parking.pop() is None
+
+
+async def test_an_unfinished_request_ends_its_connection() -> None:
+    async with scripted(says(OK)) as server, connected(server) as (one, idle):
+        taken = Taken()
+        one.send(REQUEST, taken, more=True)
+        await taken.over()
+        assert taken.body == b"ok" and taken.error is None
+        assert one.closed and not idle
+
+
+async def test_a_request_that_was_not_taken_ends_its_connection() -> None:
+    """The server has answered and does not read on: what would follow might never be read either."""
+    over = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(OK)
+        await over.wait()
+
+    async with scripted(script) as server, connected(server) as (one, idle):
+        taken = Taken()
+        one.send(REQUEST, taken, more=True)
+        one.send_more(b"x" * (64 << 20), more=False)
+        await taken.over()
+        assert taken.body == b"ok" and taken.error is None
+        assert one.closed and not idle
+        over.set()
+
+
+@pytest.mark.parametrize("refuse", ["port", "socket"])
+async def test_what_cannot_be_connected(refuse: str, tmp_path: Path) -> None:
+    with refusing() as port:
+        address = Address(port=port) if refuse == "port" else Address(uds=str(tmp_path / "none.sock"))
+    with pytest.raises(ConnectFailed) as caught:
+        await connect("one", address, 5.0, None, lambda _: None, WriteBatch())
+    assert caught.value.untouched and caught.value.server == "one"
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70, pytest.param("\u00e4" * 70, id="umlauts")])
+async def test_a_name_that_means_nothing(host: str) -> None:
+    with pytest.raises(ConnectFailed):
+        await connect("one", Address(host=host, port=80), 5.0, None, lambda _: None, WriteBatch())
+
+
+async def test_a_server_that_accepts_nothing() -> None:
+    with silent() as port, pytest.raises(ConnectTimeout):
+        await connect("one", Address(port=port), 0.2, None, lambda _: None, WriteBatch())
+
+
+async def test_a_process_that_stood_still_takes_the_connection_that_was_made_meanwhile() -> None:
+    async with scripted(says(OK)) as server:
+        connecting = asyncio.create_task(connect("one", Address(port=server.port), 0.05, None, lambda _: None, WriteBatch()))
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251  the whole loop
+        one = await connecting
+        assert (await asked(one)).body == b"ok"
+        one.close()
+
+
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    path, over = str(tmp_path / "server.sock"), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+        await reader.read()
+        writer.transport.abort()
+        over.set()
+
+    server = await asyncio.start_unix_server(serve, path)
+    async with server:
+        one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, WriteBatch())
+        assert (await asked(one)).body == b"ok"
+        one.close()
+        await over.wait()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
+    cert, key = pair
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    talks = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talks
+        talks += 1
+        try:
+            await read_request(reader)
+            writer.write(OK)
+            await reader.read()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.transport.abort()
+            talks -= 1
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
+        assert (await asked(one)).body == b"ok"
+        one.close()
+        with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # nobody vouches for it
+            await connect(
+                "one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, WriteBatch()
+            )
+        with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # it is another's
+            await connect("one", Address(host="127.0.0.1", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
+        await until(lambda: talks == 0)
+        await asyncio.sleep(0.02)
+
+
+async def test_no_tls_where_tls_is_expected() -> None:
+    async with scripted(says(OK)) as server:
+        with pytest.raises(ConnectFailed):
+            await connect("one", Address(port=server.port, tls=True), 0.3, ssl.create_default_context(), lambda _: None, WriteBatch())
+
+
+async def test_parked_connections_are_given_out_while_they_are_good() -> None:
+    async with scripted(says(OK)) as server:
+        parking = IdleConnections(60.0)
+        address = Address(port=server.port)
+        one = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        two = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        await asked(one)
+        await asked(two)
+        assert parking.pop() is two, "the one used last"
+        parking.add(two)
+        one.close()
+        assert parking.pop() is two
+        assert parking.pop() is None, "a closed one is not given out"
+        parking.add(two)
+        parking.max_idle = 0.01
+        await asyncio.sleep(0.02)
+        assert parking.pop() is None and two.closed, "one that waited too long is closed"
+        parking.max_idle = 60.0
+        three = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        await asked(three)
+        parking.close_expired()
+        assert len(parking) == 1
+        await until(lambda: server.open == 1)
+        parking.max_idle = 0.01
+        await asyncio.sleep(0.02)
+        parking.close_expired()
+        assert len(parking) == 0 and three.closed
+        await until(lambda: server.open == 0)
+
+
+# The property: each gets its own answer, whatever others do
+
+
+def _answer(number: bytes, dice: random.Random) -> list[bytes]:
+    """An answer to request ``number``, in a random framing and cut at random; sometimes a hostile one."""
+    body = number * dice.choice([1, 7, 400])
+    if dice.random() < 0.5:
+        wire = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    else:
+        half = dice.randrange(len(body) + 1)
+        chunks = [chunk for chunk in (body[:half], body[half:]) if chunk]
+        wire = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        wire += b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    at, pieces = 0, []
+    while at < len(wire):
+        size = dice.choice([1, 3, 50, 5000])
+        pieces.append(wire[at : at + size])
+        at += size
+    if len(pieces) > 60:
+        pieces = [wire]
+    if dice.random() < 0.1:
+        pieces[-1] += b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
+    return pieces
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_each_request_gets_its_own_answer(seed: int) -> None:
+    dice = random.Random(seed)
+
+    async def script(talk: Conversation) -> None:
+        for piece in _answer(talk.request.body, dice):
+            await talk.write(piece)
+            if dice.random() < 0.3:
+                await asyncio.sleep(0)
+
+    async def one(parking: IdleConnections, address: Address, number: int) -> int:
+        connection = parking.pop() or await connect("one", address, 10.0, None, parking.add, WriteBatch())
+        taken, body = Taken(), b"<%d>" % number
+        connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), taken)
+        try:
+            async with asyncio.timeout(dice.choice([0.001, 0.003, 10, 10, 10])):
+                await taken.over()
+        except TimeoutError:
+            connection.close()
+        assert taken.body == (body * 400)[: len(taken.body)], "another's bytes"
+        if taken.ends and taken.error is None:
+            assert len(taken.body) in (len(body), 7 * len(body), 400 * len(body))
+            return 1
+        return 0
+
+    async def run() -> None:
+        async with scripted(script) as server:
+            parking = IdleConnections(60.0)
+            address, whole = Address(port=server.port), 0
+            for turn in range(6):
+                whole += sum(await asyncio.gather(*(one(parking, address, 100 * turn + n) for n in range(8))))
+            assert whole > 0
+            parking.close_all()
+            await until(lambda: server.open == 0)
+
+    asyncio.run(run())
+
+
+async def test_a_cancelled_connect_leaves_no_connection() -> None:
+    async with scripted(says(OK)) as server:
+        dice = random.Random(1)
+        for _ in range(60):
+            task = asyncio.create_task(connect("one", Address(port=server.port), 5.0, None, lambda _: None, WriteBatch()))
+            for _ in range(dice.randrange(6)):
+                await asyncio.sleep(0)
+            task.cancel()
+            done = (await asyncio.gather(task, return_exceptions=True))[0]
+            if isinstance(done, Connection):
+                done.close()
+        await asyncio.sleep(0.02)
+        await until(lambda: server.open == 0)

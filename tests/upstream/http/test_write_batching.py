@@ -1,0 +1,146 @@
+"""Writes that wait for the end of the loop's turn: nothing is lost, reordered or kept."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upstream.http.write_batching import BatchingTransport, WriteBatch
+
+
+class Wire(asyncio.Transport):
+    """A transport that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def write(self, data: Any) -> None:
+        self.told.append(bytes(data))
+
+    def close(self) -> None:
+        self.told.append("close")
+
+    def abort(self) -> None:
+        self.told.append("abort")
+
+    def get_write_buffer_size(self) -> int:
+        return 1000
+
+
+def busy() -> WriteBatch:
+    """That of a loop whose turns have much to send."""
+    turn = WriteBatch()
+    turn.batching = True
+    return turn
+
+
+async def test_a_turns_writes_are_one() -> None:
+    turn, wires = busy(), [Wire(), Wire()]
+    one, other = (BatchingTransport(wire, turn) for wire in wires)
+    one.write(b"a")
+    other.writelines([b"x", b"y"])
+    one.write(b"b")
+    assert [wire.told for wire in wires] == [[], []] and one.get_write_buffer_size() == 1002
+    await asyncio.sleep(0)
+    assert [wire.told for wire in wires] == [[b"ab"], [b"xy"]] and one.get_write_buffer_size() == 1000
+    one.write(b"c")
+    await asyncio.sleep(0)
+    assert wires[0].told == [b"ab", b"c"], "the next turn is another one"
+
+
+async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
+    turn, wires = WriteBatch(), [Wire() for _ in range(3)]
+    outlets = [BatchingTransport(wire, turn) for wire in wires]
+    for number in range(100):
+        outlets[number % 3].write(b"%d" % number)
+        assert wires[number % 3].told[-1] == b"%d" % number
+        await asyncio.sleep(0)
+    assert not turn.batching
+
+
+async def test_a_loop_gathers_when_it_is_busy_and_no_longer() -> None:
+    turn, wires = WriteBatch(), [Wire() for _ in range(3)]
+    outlets = [BatchingTransport(wire, turn) for wire in wires]
+    for _ in range(10):
+        for outlet in outlets:
+            outlet.write(b"x")
+        await asyncio.sleep(0)
+    was_busy = turn.batching
+    for _ in range(10):
+        outlets[0].write(b"x")
+        await asyncio.sleep(0)
+    assert was_busy and not turn.batching
+    assert [len(b"".join(wire.told)) for wire in wires] == [20, 10, 10]
+
+
+async def test_what_is_large_is_not_copied() -> None:
+    turn, wire = busy(), Wire()
+    outlet = BatchingTransport(wire, turn)
+    outlet.write(b"head")
+    outlet.write(bytes(1 << 20))
+    assert [len(each) for each in wire.told] == [4, 1 << 20]
+    outlet.write(b"tail")
+    turn.flush()
+    assert wire.told[2:] == [b"tail"]
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_who_ends_sends_first_what_was_written(how: str) -> None:
+    turn, wire = busy(), Wire()
+    outlet = BatchingTransport(wire, turn)
+    outlet.write(b"last words")
+    getattr(outlet, how)()
+    turn.flush()
+    assert wire.told == [b"last words", how]
+
+
+async def test_a_lost_connection_takes_what_was_meant_for_it_and_the_others_get_theirs() -> None:
+    turn, gone, here = busy(), Wire(), Wire()
+    lost, outlet = BatchingTransport(gone, turn), BatchingTransport(here, turn)
+    lost.write(b"a")
+    outlet.write(b"b")
+    lost.mark_closed()
+    lost.write(b"c")
+    turn.flush()
+    turn.flush()
+    assert (gone.told, here.told) == ([], [b"b"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.binary(max_size=4) | st.just(b"z" * 70_000) | st.none()), max_size=30))
+def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
+    """``None``: the turn ends, or for outlet 0 it is flushed."""
+
+    async def written() -> list[bytes]:
+        turn, wires = busy(), [Wire() for _ in range(3)]
+        outlets = [BatchingTransport(wire, turn) for wire in wires]
+        for number, data in steps:
+            if data is not None:
+                outlets[number].write(data)
+            elif number:
+                turn.flush()
+            else:
+                outlets[0].flush()
+        await asyncio.sleep(0)
+        return [b"".join(wire.told) for wire in wires]
+
+    assert asyncio.run(written()) == [b"".join(data for each, data in steps if each == number and data) for number in range(3)]
+
+
+async def test_real_sockets_get_everything_before_the_end() -> None:
+    loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+    transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+    outlet = BatchingTransport(transport, turn := busy())
+    outlet.write(b"all ")
+    outlet.write(b"of it")
+    outlet.close()
+    turn.flush()
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    assert await reader.read() == b"all of it"
+    writer.close()
+    await writer.wait_closed()

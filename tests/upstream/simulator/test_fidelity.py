@@ -1,0 +1,356 @@
+"""The simulator beside the real vLLM: the same requests to both, the answers compared key by key and frame by frame.
+
+What a model says may differ, and how many frames it takes; which keys an answer has, of which types, which kinds
+of frames come in which order, and how a refusal is worded may not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import httpx2
+import pytest
+
+from tests.support.shared import Shared
+from tests.upstream.simulator import test_process as simulator
+from tests.vllm import server as vllm
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(vllm.installed() is None, reason=vllm.NOT_INSTALLED),
+    pytest.mark.timeout(600),
+]
+
+Body = dict[str, Any]
+
+FLAGS: Final = ["--max-model-len", "2048", "--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]
+
+# Members that are null or not by what a model has said or remembers.
+BY_MODEL: Final = frozenset({"content", "reasoning", "stop_reason"})
+
+
+@pytest.fixture(scope="module", params=["@direct"])
+def clients(shared: Shared, request: pytest.FixtureRequest) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
+    """The real server's and the simulator's."""
+    real = shared.once(request.param, lambda: vllm.running("qwen3"))
+    with simulator.running(*FLAGS) as simulated, httpx2.Client(base_url=real.url, timeout=120) as client:
+        yield client, simulated.client
+
+
+def user(text: str) -> list[Body]:
+    return [{"role": "user", "content": text}]
+
+
+PLAIN: Final = {"chat_template_kwargs": {"enable_thinking": False}, "temperature": 0}
+WHO: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens": 300, "temperature": 0}
+SAID: Final = {**WHO, **PLAIN}
+SCHEMA: Final = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "get_current_weather",
+        "description": "Get the current weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"location": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["location"],
+        },
+    },
+}
+TOOL: Final = {**WHO, "messages": user("What is the weather in Hangzhou?"), "tools": [WEATHER]}
+FLAT: Final = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]  # the one member that is no text
+MESSAGE: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens": 300, "temperature": 0}
+MESSAGE_TOOL: Final = {
+    **MESSAGE,
+    "messages": user("What is the weather in Hangzhou?"),
+    "tools": [{"name": "get_current_weather", "input_schema": {**WEATHER["function"]["parameters"], "required": ["location", "days"]}}],  # type: ignore[index]
+}
+RESPONSE: Final = {"model": "tiny", "input": "Who are you?", "max_output_tokens": 300, "temperature": 0}
+STORY: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
+USAGE: Final = {"stream": True, "stream_options": {"include_usage": True}}
+RUNNING: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+BATCH: Final = "/v1/chat/completions/batch"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+ANSWERS: Final[dict[str, tuple[str, Body]]] = {
+    "chat": (CHAT, SAID),
+    "chat with reasoning": (CHAT, WHO),
+    "chat without its reasoning": (CHAT, {**WHO, "include_reasoning": False}),
+    "chat cut short in its reasoning": (CHAT, {**WHO, "max_tokens": 2}),
+    "chat with effort none": (CHAT, {**WHO, "reasoning_effort": "none"}),
+    "chat cut short": (CHAT, {**SAID, "max_completion_tokens": 3}),
+    "chat, two choices": (CHAT, {**SAID, "temperature": 1, "n": 2}),
+    "chat with log probabilities": (CHAT, {**SAID, "logprobs": True, "top_logprobs": 2}),
+    "chat with log probabilities alone": (CHAT, {**SAID, "logprobs": True}),
+    "chat with token ids": (CHAT, {**SAID, "return_token_ids": True}),
+    "chat with tools": (CHAT, TOOL),
+    "chat with tools, required": (CHAT, {**TOOL, **PLAIN, "tool_choice": "required"}),
+    "chat with a named tool": (CHAT, {**TOOL, **PLAIN, "tool_choice": {"type": "function", "function": {"name": "get_current_weather"}}}),
+    "chat with a schema": (CHAT, {**SAID, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}),
+    "chat with a choice": (CHAT, {**SAID, "structured_outputs": {"choice": ["red", "blue"]}}),
+    "chat with a regular expression": (CHAT, {**SAID, "structured_outputs": {"regex": "[ab]{3}"}}),
+    "chat with unknown fields": (CHAT, {**SAID, "extra_body": {"n": 5}, "guided_json": {}, "functions": [], "store": True}),
+    "chat with an empty model": (CHAT, {**SAID, "model": ""}),
+    "batch": (BATCH, {**SAID, "messages": [user("Who are you?"), user("What is the capital of France?")]}),
+    "batch with reasoning": (BATCH, {**WHO, "messages": [user("Who are you?")]}),
+    "batch with log probabilities": (BATCH, {**SAID, "messages": [user("Who are you?")], "logprobs": True, "top_logprobs": 2}),
+    "completion": (COMPLETIONS, STORY),
+    "completion with echo": (COMPLETIONS, {**STORY, "echo": True}),
+    "completion with log probabilities": (COMPLETIONS, {**STORY, "logprobs": 2, "max_tokens": 3}),
+    "completions of two prompts": (COMPLETIONS, {**STORY, "prompt": ["Once", "upon"], "max_tokens": 3}),
+    "completion of token ids": (COMPLETIONS, {**STORY, "prompt": [100, 101], "max_tokens": 3, "return_token_ids": True}),
+    "response": (RESPONSES, {**RESPONSE, "chat_template_kwargs": {"enable_thinking": False}}),
+    "response with reasoning": (RESPONSES, RESPONSE),
+    "response cut short": (RESPONSES, {**RESPONSE, "max_output_tokens": 2}),
+    "response with tools": (RESPONSES, {**RESPONSE, "input": "What is the weather in Hangzhou?", "tools": [FLAT]}),
+    "message": (MESSAGES, {**MESSAGE, "chat_template_kwargs": {"enable_thinking": False}}),
+    "message with reasoning": (MESSAGES, MESSAGE),
+    "message with a tool": (MESSAGES, MESSAGE_TOOL),
+    "message cut short": (MESSAGES, {**MESSAGE, "max_tokens": 2}),
+    "tokens of a message": ("/v1/messages/count_tokens", {"model": "tiny", "messages": user("Who are you?")}),
+    "tokens of a prompt": ("/tokenize", {"model": "tiny", "prompt": "Once upon a time"}),
+    "tokens of a prompt with their texts": ("/tokenize", {"prompt": "Once upon a time", "return_token_strs": True}),
+    "tokens of messages": ("/tokenize", {"messages": user("Who are you?")}),
+    "text of tokens": ("/detokenize", {"tokens": [300, 301]}),
+}
+STREAMS: Final[dict[str, tuple[str, Body]]] = {
+    name: (path, {**body, **({"stream": True} if path in (RESPONSES, MESSAGES) else USAGE)})
+    for name, (path, body) in ANSWERS.items()
+    if path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+} | {
+    "chat without usage": (CHAT, {**SAID, "stream": True}),
+    "chat with running usage": (CHAT, {**WHO, **RUNNING}),
+    "completion without usage": (COMPLETIONS, {**STORY, "stream": True}),
+    "completion with running usage": (COMPLETIONS, {**STORY, **RUNNING}),
+    "chat that fails as a stream: too many log probabilities": (CHAT, {**SAID, **USAGE, "logprobs": True, "top_logprobs": 50}),
+    "chat that fails as a stream: unknown tokens": (CHAT, {**SAID, **USAGE, "logit_bias": {"999999": 1}}),
+    "completion that fails as a stream": (COMPLETIONS, {**STORY, **USAGE, "logprobs": 50}),
+    "message that fails as a stream": (
+        MESSAGES,
+        {**MESSAGE, "stream": True, "output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},
+    ),
+}
+REFUSALS: Final[dict[str, tuple[str, Body]]] = {
+    "an unknown model": (CHAT, {**SAID, "model": "other"}),
+    "an unknown model for completions": (COMPLETIONS, {**STORY, "model": "other"}),
+    "an unknown model for responses": (RESPONSES, {**RESPONSE, "model": "other"}),
+    "an unknown model for messages": (MESSAGES, {**MESSAGE, "model": "other"}),
+    "an unknown model for tokens": ("/tokenize", {"model": "other", "prompt": "a"}),
+    "no messages": (CHAT, {"model": "tiny"}),
+    "a prompt and no messages": (CHAT, {"model": "tiny", "prompt": "Hello"}),
+    "a type that is wrong": (CHAT, {**SAID, "max_tokens": "many"}),
+    "a stream that is no boolean": (CHAT, {**SAID, "stream": "perhaps"}),
+    "stream options without a stream": (CHAT, {**SAID, "stream_options": {"include_usage": True}}),
+    "stream options without a stream for completions": (COMPLETIONS, {**STORY, "stream_options": {"include_usage": True}}),
+    "too many log probabilities": (CHAT, {**SAID, "logprobs": True, "top_logprobs": 50}),
+    "top_logprobs without logprobs": (CHAT, {**SAID, "top_logprobs": 2}),
+    "top_logprobs that are negative": (CHAT, {**SAID, "logprobs": True, "top_logprobs": -2}),
+    "top_logprobs that are text": (CHAT, {**SAID, "logprobs": True, "top_logprobs": "two"}),
+    "unknown tokens in logit_bias": (CHAT, {**SAID, "logit_bias": {"999999": 1}}),
+    "two choices without chance": (CHAT, {**SAID, "n": 2}),
+    "no choices": (CHAT, {**SAID, "n": 0}),
+    "a temperature that is too high": (CHAT, {**SAID, "temperature": 5}),
+    "a temperature below zero": (CHAT, {**SAID, "temperature": -1}),
+    "a top_p of zero": (CHAT, {**SAID, "top_p": 0}),
+    "a penalty that is too high": (CHAT, {**SAID, "presence_penalty": 3}),
+    "no tokens at all": (CHAT, {**SAID, "max_tokens": 0}),
+    "more tokens than the context": (CHAT, {**SAID, "max_tokens": 80000}),
+    "more completion tokens than the context": (CHAT, {**SAID, "max_completion_tokens": 80000}),
+    "more tokens than the context for completions": (COMPLETIONS, {**STORY, "max_tokens": 80000}),
+    "more tokens than the context for responses": (RESPONSES, {**RESPONSE, "max_output_tokens": 80000}),
+    "a prompt that is too long": (CHAT, {**SAID, "messages": user("word " * 3000)}),
+    "a prompt that is too long, streamed": (CHAT, {**SAID, "stream": True, "messages": user("word " * 3000)}),
+    "a prompt that is far too long": (CHAT, {**SAID, "messages": user("word " * 200_000)}),
+    "a prompt that is too long for completions": (COMPLETIONS, {**STORY, "prompt": "word " * 3000}),
+    "a prompt that is too long for messages": (MESSAGES, {**MESSAGE, "messages": user("word " * 3000)}),
+    "no tools in a list": (CHAT, {**SAID, "tools": []}),
+    "a tool choice without tools": (CHAT, {**SAID, "tool_choice": "auto"}),
+    "a tool choice that is none of the tools": (CHAT, {**TOOL, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    "a tool choice that is unknown": (CHAT, {**TOOL, "tool_choice": "always"}),
+    "a schema that is missing": (CHAT, {**SAID, "response_format": {"type": "json_schema"}}),
+    "two constraints": (CHAT, {**SAID, "structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    "five stop strings": (CHAT, {**SAID, "stop": ["a", "b", "c", "d", "e"]}),
+    "an empty stop string": (CHAT, {**SAID, "stop": [""]}),
+    "a salt that may not be": (CHAT, {**SAID, "cache_salt": "a/b"}),
+    "a template": (CHAT, {**SAID, "chat_template": "x"}),
+    "an effort that is unknown": (CHAT, {**SAID, "reasoning_effort": "huge"}),
+    "no prompt": (COMPLETIONS, {"model": "tiny"}),
+    "no input": (RESPONSES, {"model": "tiny"}),
+    "a response before it that is unknown": (RESPONSES, {**RESPONSE, "previous_response_id": "resp_0"}),
+    "a response in the background": (RESPONSES, {**RESPONSE, "background": True}),
+    "no max_tokens for messages": (MESSAGES, {"model": "tiny", "messages": user("Hello")}),
+    "max_tokens below one for messages": (MESSAGES, {**MESSAGE, "max_tokens": 0}),
+    "an empty model for messages": (MESSAGES, {**MESSAGE, "model": ""}),
+    "a temperature that is too high for messages": (MESSAGES, {**MESSAGE, "temperature": 5}),
+    "tokens that are no numbers": ("/detokenize", {"tokens": ["a"]}),
+    "a batch without conversations": (BATCH, {**SAID, "messages": []}),
+    "a batch with an empty conversation": (BATCH, {**SAID, "messages": [[]]}),
+    "a batch that is one conversation": (BATCH, SAID),
+    "a batch with two choices": (BATCH, {**SAID, "messages": [user("Hello")], "n": 2}),
+    "an unknown route": ("/v1/nothing", {}),
+}
+RAW: Final[dict[str, tuple[bytes, str]]] = {
+    "no JSON": (b'{"model": tiny}', "application/json"),
+    "half of a JSON": (b'{"model": ', "application/json"),
+    "a list": (b"[]", "application/json"),
+    "nothing": (b"", "application/json"),
+    "no UTF-8": (b'{"model": "\xff"}', "application/json"),
+    "too deep": (b"[" * 100_000, "application/json"),
+    "an endless number": (b'{"model": "tiny", "n": ' + b"9" * 5000 + b"}", "application/json"),
+    "a form": (b"model=tiny", "application/x-www-form-urlencoded"),
+    "text": (json.dumps(SAID).encode(), "text/plain"),
+}
+ENCODED: Final[dict[str, bytes]] = {
+    "UTF-16": json.dumps(SAID).encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf" + json.dumps(SAID).encode(),
+    "the last of two models": json.dumps(SAID).encode()[:-1] + b', "model": "other", "mod\\u0065l": "tiny"}',
+    "NaN in an unknown field": json.dumps(SAID).encode()[:-1] + b', "other": NaN}',
+}
+
+
+def shape(value: Any, name: str = "") -> Any:
+    """Keys and types; a list has the shape of all its elements; what depends on the model alone is any text."""
+    if name in BY_MODEL and (value is None or isinstance(value, str)):
+        return "text or null"
+    if name == "top_logprobs" and isinstance(value, list) and value and "token" not in value[0]:
+        return [len(tokens) for tokens in value]
+    if isinstance(value, dict):
+        return {key: shape(member, key) for key, member in value.items()}
+    if isinstance(value, list):
+        shapes = [shape(member) for member in value]
+        return [element for at, element in enumerate(shapes) if element not in shapes[:at]]
+    return "number" if type(value) in (int, float) else type(value).__name__
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """Each event's name (none is empty) and data, JSON read."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def kind(name: str, data: Any) -> str:
+    """What an event is: its name, or what a chunk carries."""
+    if name or isinstance(data, str):
+        return name or data
+    if "error" in data or not data["choices"]:
+        return "error" if "error" in data else "usage"
+    choice = data["choices"][0]
+    if choice["finish_reason"] is not None:
+        return f"{choice['index']} finish {choice['finish_reason']}"
+    said = sorted(choice["delta"]) if "delta" in choice else ["text"]
+    return f"{choice['index']} {' '.join(said) or 'empty'}"
+
+
+def summary(text: str) -> list[str]:
+    """The kinds of a stream's events in their order, runs as one; the choices one after the other."""
+    kinds = [kind(*event) for event in events(text)]
+    kinds.sort(key=lambda each: each[0] if each[0].isdigit() else ("~" if each in ("usage", "[DONE]", "error") else ""))
+    return [each for at, each in enumerate(kinds) if at == 0 or each != kinds[at - 1]]
+
+
+def frames(text: str) -> dict[str, Any]:
+    """The shapes of a stream's events by kind; how a model ends a sentence with its finish is its own."""
+    found: dict[str, Any] = {}
+    for name, data in events(text):
+        if isinstance(data, dict) and data.get("choices") and "finish" in kind(name, data):
+            data["choices"][0].pop("delta", None)
+        found.setdefault(kind(name, data), shape(data))
+    return found
+
+
+def worded(text: str) -> str:
+    """A message with its numbers and ids left out."""
+    return re.sub(r"\d+", "0", re.sub(r"[0-9a-f]{16,}", "ID", text))
+
+
+def both(clients: tuple[httpx2.Client, httpx2.Client], path: str, **request: Any) -> tuple[httpx2.Response, httpx2.Response]:
+    real, simulated = (client.post(path, **request) for client in clients)
+    assert (simulated.status_code, simulated.headers["content-type"]) == (real.status_code, real.headers["content-type"]), simulated.text
+    return real, simulated
+
+
+@pytest.mark.parametrize(("path", "body"), ANSWERS.values(), ids=ANSWERS)
+def test_answers_have_the_same_members(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
+    real, simulated = both(clients, path, json=body)
+    assert real.status_code == 200
+    assert shape(simulated.json()) == shape(real.json())
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS.values(), ids=STREAMS)
+def test_streams_have_the_same_frames(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
+    for _ in range(5):  # an engine that is behind puts several tokens into one event
+        real, simulated = both(clients, path, json=body)
+        if summary(simulated.text) == summary(real.text) and frames(simulated.text) == frames(real.text):
+            break
+    assert summary(simulated.text) == summary(real.text)
+    assert frames(simulated.text) == frames(real.text)
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_are_worded_the_same(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
+    real, simulated = both(clients, path, json=body)
+    assert real.status_code >= 400
+    assert worded(simulated.text) == worded(real.text)
+
+
+@pytest.mark.parametrize(("content", "media_type"), RAW.values(), ids=RAW)
+def test_bodies_that_cannot_be_read_are_refused_the_same(
+    clients: tuple[httpx2.Client, httpx2.Client], content: bytes, media_type: str
+) -> None:
+    real, simulated = both(clients, CHAT, content=content, headers={"content-type": media_type})
+    assert simulated.json() == real.json()
+
+
+@pytest.mark.parametrize("content", ENCODED.values(), ids=ENCODED)
+def test_odd_bodies_are_read_the_same(clients: tuple[httpx2.Client, httpx2.Client], content: bytes) -> None:
+    real, simulated = both(clients, CHAT, content=content, headers={"content-type": "application/json"})
+    assert real.status_code == 200
+    assert shape(simulated.json()) == shape(real.json())
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/version", "/load", "/v1/models", "/v1/responses/resp_0", "/nothing", "/v1/chat/completions"]
+)
+def test_what_is_read_is_the_same(clients: tuple[httpx2.Client, httpx2.Client], path: str) -> None:
+    real, simulated = (client.get(path) for client in clients)
+    assert simulated.status_code == real.status_code
+    assert simulated.headers.get("content-type") == real.headers.get("content-type")
+    assert simulated.headers.get("allow") == real.headers.get("allow")
+    assert not real.content or shape(simulated.json()) == shape(real.json())
+
+
+def test_the_id_is_the_request_id(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    real, simulated = both(clients, CHAT, json=SAID, headers={"x-request-id": "mine"})
+    assert simulated.json()["id"] == real.json()["id"] == "chatcmpl-mine"
+
+
+def test_ids_have_the_same_form(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    for path, body in ((CHAT, SAID), (COMPLETIONS, STORY), (RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
+        ids = [re.sub("[0-9a-f]", "0", answer.json()["id"]) for answer in both(clients, path, json=body)]
+        assert ids[0] == ids[1]
+
+
+def test_metrics_have_the_same_names_types_and_labels(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    real, simulated = (client.get("/metrics") for client in clients)
+    assert simulated.headers["content-type"] == real.headers["content-type"]
+    theirs = _series(real.text)
+    for name, labels in _series(simulated.text).items():
+        assert theirs.get(name) == labels, name
+
+
+def _series(text: str) -> dict[str, Any]:
+    """Of each of vLLM's series its type and its labels' names."""
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    found: dict[str, Any] = {}
+    for name, labels in re.findall(r"^(vllm:\w+)\{(.*)\} \S+$", text, re.MULTILINE):
+        family = name if name in types else re.sub(r"_(bucket|count|sum|created)$", "", name)
+        found[name] = (types.get(family), sorted(re.findall(r"(\w+)=", labels)))
+    return found

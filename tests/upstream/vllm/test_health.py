@@ -1,0 +1,425 @@
+"""Probes: the hysteresis as a pure function, and the prober against small servers of its own."""
+
+import asyncio
+import json
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import refusing
+from tests.support.running import until
+from tests.support.scripted import Conversation, scripted
+from upstream.http.address import Address
+from upstream.vllm.capabilities import TASK_ROUTES
+from upstream.vllm.health import (
+    BODY_LIMIT,
+    FAILURES_UNTIL_LOST,
+    HealthCheck,
+    ModelCard,
+    ProbeHistory,
+    Prober,
+    ProbeResult,
+    ServerHealth,
+    Target,
+    apply_result,
+    needs_new_process,
+    read_models,
+)
+
+CARDS = (ModelCard("m", 2048),)
+LISTED = {"object": "list", "data": [{"id": "m", "max_model_len": 2048, "root": "/secret/path", "owned_by": "vllm"}]}
+UP = ProbeHistory(ServerHealth("s", True, "", CARDS))
+FAILED = ProbeResult(False, "GET /health: status 503")
+REFUSED = ProbeResult(False, "refused", conclusive=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "after"),
+    [
+        (None, ProbeResult(True), ProbeHistory(ServerHealth("s", True))),
+        (None, ProbeResult(True, models=CARDS), UP),
+        (None, FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason), 1)),
+        (UP, ProbeResult(True), UP),
+        (UP, FAILED, ProbeHistory(UP.health, 1)),
+        (ProbeHistory(UP.health, 1), ProbeResult(True), UP),
+        (ProbeHistory(UP.health, 1), FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason, CARDS), 2)),
+        (UP, REFUSED, ProbeHistory(ServerHealth("s", False, "refused", CARDS), 1)),
+        (ProbeHistory(ServerHealth("s", False, "x"), 7), FAILED, ProbeHistory(ServerHealth("s", False, FAILED.reason), 8)),
+        (ProbeHistory(ServerHealth("s", False, "x", CARDS), 7), ProbeResult(True), UP),
+        (UP, ProbeResult(True, models=()), ProbeHistory(ServerHealth("s", True))),
+        (UP, ProbeResult(True, "GET /v1/models: status 500"), ProbeHistory(ServerHealth("s", True, "GET /v1/models: status 500", CARDS))),
+        (UP, ProbeResult(False, "refused", refused=True), ProbeHistory(ServerHealth("s", False, "refused", CARDS), 1)),
+    ],
+)
+def test_the_hysteresis(before: ProbeHistory | None, seen: ProbeResult, after: ProbeHistory) -> None:
+    assert apply_result(before, "s", seen) == after
+
+
+BROKEN = ProbeResult(False, "GET /health: status 503", broken=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "seen", "expected"),
+    [
+        (1, BROKEN, False),
+        (2, BROKEN, True),
+        (3, BROKEN, True),
+        (2, REFUSED, False),
+        (4, FAILED, False),
+        (5, FAILED, True),
+        (6, REFUSED, True),
+    ],
+)
+def test_when_it_will_not_come_back_by_itself(failures: int, seen: ProbeResult, expected: bool) -> None:
+    assert needs_new_process(ProbeHistory(ServerHealth("s", False, "x"), failures), seen) is expected
+    assert not needs_new_process(UP, ProbeResult(True))
+
+
+def test_of_a_model_only_the_id_and_the_length_are_kept() -> None:
+    assert read_models(json.dumps(LISTED).encode()) == CARDS
+    assert read_models(b'{"data": [{"id": "x"}, {"id": "y", "max_model_len": "long"}]}') == (ModelCard("x"), ModelCard("y"))
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}', b"\xff", b"[" * 100_000])
+def test_what_is_no_list_of_models_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever the words
+        read_models(body)
+
+
+@dataclass
+class FakeServer:
+    """Answers by a table that the test changes. ``None`` as status: it takes the request and says nothing."""
+
+    routes: dict[str, tuple[int | None, bytes]] = field(
+        default_factory=lambda: {"/health": (200, b""), "/v1/models": (200, json.dumps(LISTED).encode())}
+    )
+    asked: list[str] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    address: Address = field(default_factory=Address)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = head.split()[1]
+            self.asked.append(path)
+            self.keys.update(line.split(": ", 1)[1] for line in head.split("\r\n") if line.lower().startswith("authorization"))
+            status, body = self.routes.get(path, (404, b'{"detail":"Not Found"}'))
+            if status is None:
+                await reader.read()
+            else:
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def listening(server: FakeServer, uds: Path | None = None, port: int = 0) -> AsyncIterator[FakeServer]:
+    if uds:
+        listener = await asyncio.start_unix_server(server.serve, uds)
+        server.address = Address(host="localhost", uds=str(uds))
+    else:
+        listener = await asyncio.start_server(server.serve, "127.0.0.1", port)
+        server.address = Address(port=listener.sockets[0].getsockname()[1])
+    try:
+        yield server
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+class Told(list[ServerHealth]):
+    async def up(self, up: bool) -> ServerHealth:
+        await until(lambda: bool(self) and self[-1].up is up)
+        return self[-1]
+
+
+@asynccontextmanager
+async def probing(
+    told: Told, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
+) -> AsyncIterator[Prober]:
+    async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
+        prober.set_targets(targets)
+        await until(lambda: {probe.name for probe in prober.servers()} == {target.name for target in targets})
+        yield prober
+
+
+async def test_a_server_that_answers_is_up_with_its_models() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address, "the-key")) as prober:
+            assert told == [ServerHealth("s", True, "", CARDS)]
+            assert prober.servers() == tuple(told)
+        assert server.keys == {"Bearer the-key"}
+    assert "the-key" not in repr(Target("s", server.address, "the-key"))
+
+
+async def test_a_unix_socket_is_probed_too(tmp_path: Path) -> None:
+    told = Told()
+    target = Target("s", Address(host="localhost", uds=str(tmp_path / "s")))
+    async with probing(told, target):
+        assert not (await told.up(False)).up
+        async with listening(FakeServer(), uds=tmp_path / "s"):
+            assert (await told.up(True)).models == CARDS
+        os.unlink(tmp_path / "s")
+        assert "No such file" in (await told.up(False)).reason
+
+
+async def test_only_changes_are_told() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            await until(lambda: len(server.asked) > 6)
+        assert len(told) == 1
+        assert server.asked.count("/v1/models") == 1, "models are looked at now and then, health each time"
+
+
+async def test_one_bad_answer_is_forgiven_two_are_not() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)) as prober:
+            before = len(server.asked)
+            server.routes["/health"] = (503, b"")
+            down = await told.up(False)
+            assert down == ServerHealth("s", False, "GET /health: status 503", CARDS)
+            assert server.asked[before:].count("/health") >= 2
+            server.routes["/health"] = (200, b"")
+            await told.up(True)
+            assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
+        assert server.asked.count("/v1/models") >= 2, "a server that comes back may have other models"
+
+
+async def test_a_server_that_goes_and_comes_back() -> None:
+    told = Told()
+    async with AsyncExitStack() as listener:
+        server = await listener.enter_async_context(listening(FakeServer()))
+        async with probing(told, Target("s", server.address)):
+            await listener.aclose()
+            assert (await told.up(False)).reason
+            async with listening(server, port=server.address.port):
+                await told.up(True)
+
+
+async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) -> None:
+    with refusing() as port:
+        nobody = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
+        unknown = Address(host="no-such-host.invalid", port=80)
+        async with listening(FakeServer({"/health": (503, b"")})) as server:
+            expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
+            for address, conclusive in expected.items():
+                seen = await HealthCheck(Target("s", address), 30).run()
+                assert seen is not None
+                assert (seen.up, seen.conclusive) == (False, conclusive), address
+
+
+async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    told, gone = Told(), Told()
+    async with (
+        listening(FakeServer()) as server,
+        Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
+    ):
+        prober.set_targets([Target("s", server.address)])
+        await until(lambda: len(told) == 1)
+        with no_descriptors():
+            await until(lambda: caplog.text.count("cannot be looked at") > 2 * FAILURES_UNTIL_LOST)
+            assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
+        server.routes["/health"] = (503, b"")
+        await told.up(False)
+    assert [probe.up for probe in told] == [True, False]
+    assert not gone or gone[0].reason == "GET /health: status 503", "what was never looked at is not counted"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+TASKS: dict[str, tuple[dict[str, int], str | None]] = {
+    "a chat model": ({"/v1/chat/completions": 405, "/v1/audio/transcriptions": 405}, "chat"),
+    "an embedding model, which has the routes for ranks too": ({"/v1/embeddings": 405, "/v1/rerank": 405}, "embedding"),
+    "a cross-encoder": ({"/v1/rerank": 405, "/classify": 405}, "rerank"),
+    "a classifier": ({"/classify": 405}, "classify"),
+    "a speech model": ({"/v1/audio/transcriptions": 405}, "transcription"),
+    "none of them": ({}, None),
+    "a proxy that refuses": ({"/v1/chat/completions": 403, "/v1/embeddings": 405}, None),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
+    statuses, task = TASKS[name]
+    fake = FakeServer()
+    fake.routes |= {path: (status, b"") for path, status in statuses.items()}
+    last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the one that decides
+    async with listening(fake) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            await until(lambda: last in fake.asked and told[-1].task == task)
+            assert told[-1] == ServerHealth("s", True, "", CARDS, task)
+
+
+async def test_silence_is_a_failure_at_the_deadline() -> None:
+    async with listening(FakeServer({"/health": (None, b"")})) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address), deadline=0.1):
+            assert told == [ServerHealth("s", False, "no answer within 0.1 s")]
+
+
+async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
+    told = Told()
+    async with probing(told, Target("s", Address(host="no-such-host.invalid", port=80))):
+        assert not told[0].up and told[0].reason
+
+
+async def test_a_server_without_health_is_judged_by_its_models() -> None:
+    routes: dict[str, tuple[int | None, bytes]] = {"/v1/models": (200, json.dumps(LISTED).encode())}
+    async with listening(FakeServer(routes)) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            assert told == [ServerHealth("s", True, "", CARDS)]
+            server.routes["/v1/models"] = (500, b"")
+            assert (await told.up(False)).reason == "GET /v1/models: status 500"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((403, b"not a path of this proxy"), "GET /v1/models: status 403"),
+        ((500, b""), "GET /v1/models: status 500"),
+        ((200, b"<html>"), "GET /v1/models: not a list of models"),
+        ((200, b'{"data": [' + b" " * 2 * BODY_LIMIT + b"]}"), "GET /v1/models: not a list of models"),
+    ],
+)
+async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tuple[int, bytes], reason: str) -> None:
+    async with listening(FakeServer({"/health": (200, b""), "/v1/models": answer})) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address)):
+            assert told == [ServerHealth("s", True, reason)]
+
+
+@pytest.mark.parametrize(
+    ("key", "status", "reason"),
+    [
+        ("stale", 401, "the server refused the gateway's key (GET /v1/models: status 401)"),
+        ("stale", 403, "the server refused the gateway's key (GET /v1/models: status 403)"),
+        (None, 401, "the server asks for a key, and the gateway has none for it (GET /v1/models: status 401)"),
+    ],
+)
+@pytest.mark.parametrize("health", [(200, b""), (404, b"")], ids=["with /health", "without /health"])
+async def test_a_server_that_refuses_the_gateways_key_is_down(
+    key: str | None, status: int, reason: str, health: tuple[int | None, bytes]
+) -> None:
+    """Every request to it would be refused too."""
+    routes = {"/health": health, "/v1/models": (status, b'{"error":"Unauthorized"}')}
+    async with listening(FakeServer(routes)) as server:
+        told, gone = Told(), Told()
+        async with Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
+            prober.set_targets([Target("s", server.address, key)])
+            assert await told.up(False) == ServerHealth("s", False, reason)
+            before = server.asked.count("/v1/models")
+            await until(lambda: server.asked.count("/v1/models") > before + FAILURES_UNTIL_LOST)
+            assert gone == [], "another process would refuse the key as well"
+            server.routes["/v1/models"] = (200, json.dumps(LISTED).encode())
+            assert (await told.up(True)).models == CARDS
+
+
+async def test_a_key_that_a_server_accepts_no_longer_takes_it_down_and_another_key_brings_it_back() -> None:
+    async with scripted(_asks_for_the_new_key) as server, Prober(on_change=(told := Told()).append, interval=0.02, deadline=30.0) as prober:
+        address = Address(port=server.port)
+        prober.set_targets([Target("s", address, "old")])
+        assert "refused the gateway's key" in (await told.up(False)).reason
+        prober.set_targets([Target("s", address, "new")])
+        assert (await told.up(True)).models == CARDS
+        prober.set_targets([Target("s", address, "old")])
+        await told.up(False)
+        assert [probe.up for probe in told] == [False, True, False], "one probe is enough to see it"
+
+
+async def _asks_for_the_new_key(talk: Conversation) -> None:
+    allowed = talk.request.head.split()[1] != b"/v1/models" or talk.request.header("authorization") == "Bearer new"
+    await talk.respond(json.dumps(LISTED).encode(), "200 OK" if allowed else "401 Unauthorized")
+
+
+async def test_models_are_looked_at_again_now_and_then() -> None:
+    async with listening(FakeServer()) as server:
+        told = Told()
+        async with probing(told, Target("s", server.address), every=0.05):
+            server.routes["/v1/models"] = (200, b'{"data": [{"id": "m"}, {"id": "lora"}]}')
+            await until(lambda: told[-1].models == (ModelCard("m"), ModelCard("lora")))
+        assert len(told) == 2
+
+
+async def test_bytes_that_are_not_http_are_a_failure() -> None:
+    async def rude(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(rude, "127.0.0.1", 0) as listener:
+        told = Told()
+        async with probing(told, Target("s", Address(port=listener.sockets[0].getsockname()[1]))):
+            assert not told[0].up and told[0].reason
+
+
+async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent() -> None:
+    async with listening(FakeServer()) as one, listening(FakeServer()) as two, listening(FakeServer()) as three:
+        told = Told()
+        first, second, third = (Target(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
+        async with probing(told, first, second) as prober:
+            prober.set_targets([second, third])
+            assert [probe.name for probe in prober.servers()] == ["two"]
+            await until(lambda: len(prober.servers()) == 2)
+            one.routes["/health"] = (503, b"")
+            two_asked = len(two.asked)
+            await until(lambda: len(two.asked) > two_asked + 4)
+            assert [probe.name for probe in prober.servers()] == ["two", "three"]
+        assert sorted(probe.name for probe in told) == ["one", "three", "two"]
+
+
+async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(probe: ServerHealth) -> None:
+        raise RuntimeError(probe.name)
+
+    async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
+        prober.set_targets([Target("s", server.address)])
+        await until(lambda: len(server.asked) > 4)
+    assert "probe of s" in caplog.text
+
+
+async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        async with listening(FakeServer()) as server:
+            told = Told()
+            async with probing(told, Target("s", server.address)):
+                assert told[0].up
+
+
+async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_looked_at() -> None:
+    told: list[ServerHealth] = []
+    async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0, deadline=30.0) as prober:
+        address = Address(port=server.port)
+        prober.set_targets([Target("a", address, "old")])
+        await until(lambda: bool(told))
+        assert [(probe.name, probe.up) for probe in told] == [("a", True)]
+        prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
+        assert [(probe.name, probe.up) for probe in prober.servers()] == [("a", True)], "and of another address nothing is known"
+        assert len(told) == 1, "that is no change"
+        await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})
+
+
+async def _healthy(talk: Conversation) -> None:
+    await talk.respond(b'{"object":"list","data":[]}')

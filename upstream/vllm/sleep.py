@@ -1,0 +1,54 @@
+"""Puts a launched vLLM to sleep and wakes it, by the routes that VLLM_SERVER_DEV_MODE opens on its private address.
+
+Level 1 moves the weights to the machine's memory and drops the KV cache; level 2 drops both, and the weights are read
+again on waking (vLLM's ``entrypoints/serve/dev/sleep`` and ``.../rpc``). The rule: nothing may be in flight, since
+vLLM aborts it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import httpx2
+
+from upstream.vllm.health import Target
+
+Level = Literal[1, 2]
+DEADLINE = 300.0
+"""Seconds for one step: tens of gigabytes are moved."""
+
+
+class SleepError(Exception):
+    """A server could not be put to sleep or woken; the text says why, for operators."""
+
+
+async def fall_asleep(target: Target, level: Level) -> None:
+    """Put a server to sleep. Raises SleepError."""
+    async with _client(target) as client:
+        await _post(client, "/sleep", params={"level": level})
+
+
+async def wake_up(target: Target, level: Level) -> None:
+    """Wake a server that sleeps at this level. Raises SleepError."""
+    async with _client(target) as client:
+        if level == 1:
+            await _post(client, "/wake_up")
+            return
+        await _post(client, "/wake_up", params={"tags": "weights"})
+        await _post(client, "/collective_rpc", json={"method": "reload_weights"})
+        await _post(client, "/wake_up", params={"tags": "kv_cache"})
+
+
+def _client(target: Target) -> httpx2.AsyncClient:
+    transport = httpx2.AsyncHTTPTransport(verify=False, uds=target.address.uds, trust_env=False)
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    return httpx2.AsyncClient(transport=transport, base_url=target.address.base_url, headers=headers, timeout=DEADLINE, trust_env=False)
+
+
+async def _post(client: httpx2.AsyncClient, path: str, **more: Any) -> None:
+    try:
+        answer = await client.post(path, **more)
+    except httpx2.HTTPError as error:
+        raise SleepError(f"POST {path}: {str(error) or type(error).__name__}") from error
+    if answer.status_code != 200:
+        raise SleepError(f"POST {path}: status {answer.status_code}")
