@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCKED = ("tests", "docs", "deploy", "fuzz")
+LOCKED = ("tests", "docs", "deploy")
 LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in LOCKED for file in (ROOT / folder).rglob("*.lock"))]
 _ENTRY = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")

@@ -172,13 +172,13 @@ def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
 
 
 def _documents() -> dict[str, Handler]:
-    async def openapi(_: Request) -> Response:
+    async def document(_: Request) -> Response:
         return JSONResponse(openapi.document())
 
     async def docs(_: Request) -> Response:
         return HTMLResponse(openapi.page(), headers=openapi.HEADERS)
 
-    return {"/openapi.json": openapi, "/docs": docs}
+    return {"/openapi.json": document, "/docs": docs}
 
 
 def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:

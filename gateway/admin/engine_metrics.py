@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gateway.admin.openapi import METRICS
+from upstream.vllm import metrics
 from upstream.vllm.health import Target
 from upstream.vllm.metrics import MetricsUnavailableError
 
@@ -34,7 +35,7 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
     async def targets(request: Request) -> Response:
         return JSONResponse(groups(request.url.netloc, known()))
 
-    async def metrics(request: Request) -> Response:
+    async def server_metrics(request: Request) -> Response:
         found = known().get(request.path_params["server"])
         if found is None:
             return PlainTextResponse("no such server, or it is not up\n", 404)
@@ -44,7 +45,7 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
             return PlainTextResponse(f"{error}\n", 502)
         return Response(text, headers={"content-type": METRICS, "x-content-type-options": "nosniff"})
 
-    return {"/metrics/targets": targets, "/metrics/servers/{server:path}": metrics}
+    return {"/metrics/targets": targets, "/metrics/servers/{server:path}": server_metrics}
 
 
 def groups(host: str, engines: Mapping[str, Engine]) -> list[dict[str, Any]]:

@@ -12,15 +12,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-_MOST = 10
-"""Priorities further from 0 than this count as this: a thousand times the others' share is as good as all of it."""
-
-
-def weight_of(priority: int | None) -> float:
-    """The weight of a key's requests by its priority: each step down doubles it, each step up halves it."""
-    return 2.0 ** -max(-_MOST, min(priority or 0, _MOST))
-
-
 T = TypeVar("T", bound=Hashable)
 
 

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 import jwt
 import orjson
 
-from gateway.admission.fair_queue import weight_of
 from gateway.api.errors import Refusal
 from gateway.auth.jwks import Checkers
-from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot
+from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes are those of a brace
 _SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")

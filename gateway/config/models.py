@@ -55,9 +55,9 @@ from gateway.config.values import (
     exists,
     installed,
 )
-from gateway.snapshot.snapshot import Tls as Files
 from gateway.system.logs import PARTS
 from gateway.system.tls import CertificateError, Pair
+from gateway.system.tls import Tls as Files
 from upstream.http.address import Address
 from upstream.vllm import path_options
 from upstream.vllm.command_line import takes_vllms_flags

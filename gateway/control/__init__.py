@@ -1,0 +1,5 @@
+"""The control process: start, stop, workers, reload, discovery, health.
+
+It never touches a client's bytes.
+Start with ``serve``, then ``control``.
+"""

@@ -21,7 +21,7 @@ from gateway.control.reload import Reloader
 from gateway.fleet.fleet import Fleet
 from gateway.worker.supervisor import WorkerEvents, running_workers
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
-from upstream.launcher import Launcher
+from upstream.launcher.launcher import Launcher
 from upstream.vllm.health import Prober
 
 if TYPE_CHECKING:

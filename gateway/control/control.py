@@ -19,11 +19,11 @@ from gateway.admin.status_view import counted
 from gateway.config import Config
 from gateway.control.discovery import Change, Discovery, changes, discovered
 from gateway.control.jwks_fetch import KeySets
-from gateway.control.reload import History, Reading, Reloader
+from gateway.control.reload import History, Reloader
 from gateway.control.startup_messages import Announcer
 from gateway.fleet import plan
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.operations import RefusedOperation
+from gateway.fleet.operations import Reading, RefusedOperation
 from gateway.fleet.transitions import STOP_GRACE
 from gateway.snapshot.link import Health
 from gateway.system import logs
@@ -34,7 +34,8 @@ from gateway.telemetry.token_rates import Rates
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
 from upstream.discovery import EndpointState
-from upstream.launcher import Launcher, LaunchState, LaunchStatus
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, ModelPhase
 from upstream.vllm.health import Prober, ServerHealth
 

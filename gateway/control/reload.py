@@ -16,13 +16,13 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config, ConfigurationError, diff, drafted, load
 from gateway.config.source import Source, read
+from gateway.fleet.operations import Reading
 from gateway.fleet.plan import relaunched
 from gateway.system.file_stat import Look, look
 
@@ -32,31 +32,6 @@ SETTLE = 0.1
 """Seconds without a change after which a file counts as written; waited for twice at most."""
 _log = logging.getLogger("vllm_gateway.control")
 Looks = Mapping[Path, Look]
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One reading of the files. ``when``: wall clock. All are sentences: ``problems`` is why it was not taken, ``changes`` what it
-    brought, ``waiting`` what of it needs a restart."""
-
-    when: float
-    problems: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
-
-    @property
-    def successful(self) -> bool:
-        return not self.problems
-
-    def shown(self) -> dict[str, Any]:
-        """As /status shows it."""
-        return {
-            "successful": self.successful,
-            "when": self.when,
-            "problems": list(self.problems),
-            "changes": list(self.changes),
-            "needs_restart": list(self.waiting),
-        }
 
 
 class History:

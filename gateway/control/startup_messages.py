@@ -20,9 +20,9 @@ from rich.text import Text
 
 from gateway.config import Config, Model, Problem
 from gateway.control.discovery import Change, source_of
-from gateway.control.reload import Reading
+from gateway.fleet.operations import Reading
 from gateway.system import logs
-from upstream.launcher import LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, ActionKind
 from upstream.vllm.failures import Cause
 from upstream.vllm.health import ServerHealth

@@ -27,7 +27,8 @@ from gateway.fleet.operations import RefusedOperation
 from gateway.fleet.transitions import CLOSE_LOOK, Handling, Host, until
 from gateway.telemetry.metrics import Tally
 from gateway.worker.supervisor import WorkerSupervisor
-from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.schedule import PARKED, ActionKind, ModelPhase, ModelView, compete, decide, forecast
 
 _LOOK = 0.25  # seconds between two looks at the picture where nothing calls for one

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from upstream.launcher import LaunchSpec
+from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm.command_line import LaunchSettings
 
 

@@ -15,7 +15,7 @@ from gateway import config as conf
 from gateway.config import Config
 from gateway.fleet import plan
 from gateway.fleet.launch_diff import shape
-from upstream.launcher import LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import ModelPhase, ModelView
 
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0

@@ -5,11 +5,35 @@ The words are the same everywhere: commands, routes of the admin API, methods.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from gateway.control.reload import Reading
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 OPERATIONS = ("start", "stop", "restart", "wake")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One reading of the files. ``when``: wall clock. All are sentences: ``problems`` is why it was not taken, ``changes`` what it
+    brought, ``waiting`` what of it needs a restart."""
+
+    when: float
+    problems: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+    @property
+    def successful(self) -> bool:
+        return not self.problems
+
+    def shown(self) -> dict[str, Any]:
+        """As /status shows it."""
+        return {
+            "successful": self.successful,
+            "when": self.when,
+            "problems": list(self.problems),
+            "changes": list(self.changes),
+            "needs_restart": list(self.waiting),
+        }
 
 
 class RefusedOperation(Exception):

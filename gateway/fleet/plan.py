@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gateway import config as conf
-from gateway.admission.fair_queue import weight_of
 from gateway.config import Config, plain_variables
 from gateway.config.redis_url import limits_store
 from gateway.fleet.launch_diff import shape
@@ -31,14 +30,15 @@ from gateway.snapshot.snapshot import (
     Model,
     Queue,
     Snapshot,
-    Tls,
     Tracing,
+    weight_of,
 )
 from gateway.system.logs import LogSettings
+from gateway.system.tls import Tls
 from upstream.balancing.server import Condition, ServerSpec
 from upstream.http import deadlines
 from upstream.http.address import Address
-from upstream.launcher import LaunchSpec, LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus
 from upstream.vllm.capabilities import capabilities_of, task_of
 from upstream.vllm.command_line import Adapter, LaunchSettings, flag_of
 from upstream.vllm.health import ServerHealth, Target

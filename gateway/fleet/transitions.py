@@ -19,7 +19,8 @@ from gateway.fleet.launched_model import Resident
 from gateway.fleet.operations import RefusedOperation
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
-from upstream.launcher import Launcher, LaunchSpec, LaunchStatus
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus
 from upstream.launcher.schedule import Action, ModelPhase
 from upstream.vllm.health import Target
 from upstream.vllm.sleep import SleepError, fall_asleep, wake_up

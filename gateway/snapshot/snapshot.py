@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gateway.system.logs import LogSettings
+from gateway.system.tls import Tls
 from upstream.balancing.server import ServerSpec
 from upstream.http.deadlines import Timeouts
 
@@ -62,6 +63,15 @@ class Allowance:
     holder: str
     limits: Limits
     models: tuple[str, ...] | None = None
+
+
+_MOST = 10
+"""Priorities further from 0 than this count as this: a thousand times the others' share is as good as all of it."""
+
+
+def weight_of(priority: int | None) -> float:
+    """The weight of a key's requests by its priority: each step down doubles it, each step up halves it."""
+    return 2.0 ** -max(-_MOST, min(priority or 0, _MOST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +242,6 @@ class Clients:
     body_memory: int = 256 * 1024 * 1024
     max_per_address: int | None = None
     trusted_proxies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """The files of the data port's certificate chain and its key, PEM."""
-
-    cert: str
-    key: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.snapshot.snapshot import Tls
 from gateway.system.file_stat import Look, look
 
 _log = logging.getLogger("vllm_gateway.certificate")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files of the data port's certificate chain and its key, PEM."""
+
+    cert: str
+    key: str
 
 
 class CertificateError(Exception):

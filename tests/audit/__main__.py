@@ -17,7 +17,7 @@ LOCK = Path(__file__).resolve().parent / "requirements.lock"
 LOCKS = (
     ROOT / "requirements.lock",
     LOCK,
-    *(lock for folder in ("deploy", "docs", "fuzz") for lock in sorted((ROOT / folder).rglob("*.lock"))),
+    *(lock for folder in ("deploy", "docs", "tests/fuzz") for lock in sorted((ROOT / folder).rglob("*.lock"))),
 )
 
 

@@ -28,7 +28,7 @@ from tests.benchmarks.peers import PROXIES, debian
 from tests.benchmarks.results import Section
 from tests.benchmarks.stage import Scale, Stage, say
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEPT = Path("performance/results.json")
 
 

@@ -15,7 +15,7 @@ from tests.benchmarks import wire
 from tests.benchmarks.accounting import LOAD_CORE
 from tests.benchmarks.process import accepts, free_ports, running
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _START = 20.0  # seconds
 
 _NGINX = """

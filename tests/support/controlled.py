@@ -19,10 +19,10 @@ from rich.console import Console
 from gateway.config import load
 from gateway.control.assembly import Surroundings, assembled
 from gateway.control.control import Control
-from gateway.control.reload import Reading
 from gateway.control.report import Report
 from gateway.control.serve import listen
 from gateway.control.startup_messages import Announcer
+from gateway.fleet.operations import Reading
 from gateway.telemetry.metrics import Series
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until

@@ -28,7 +28,7 @@ from tests.vllm.wrong_fields import CLASSIFY, COUNT, GENERATING, MESSAGES, WRONG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(900)]
 
-RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "vllm_errors.json"
+RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "api" / "vllm_errors.json"
 LEAST = 10
 """Mistakes for each route."""
 CLASSIFYING: dict[str, Flag] = {**POOLING, "convert": "classify"}

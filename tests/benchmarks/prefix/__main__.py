@@ -9,7 +9,7 @@ from tests.benchmarks.prefix.choosers import CHOOSERS
 from tests.benchmarks.prefix.traces import TRACES
 from tests.benchmarks.prefix.world import play
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "prefix-cache.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "prefix-cache.md"
 BEGIN, END = "<!-- begin: made by python -m tests.benchmarks.prefix -->", "<!-- end -->"
 SEED = 7
 SERVERS = (2, 8, 64)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import FairQueue, weight_of
+from gateway.admission.fair_queue import FairQueue
+from gateway.snapshot.snapshot import weight_of
 
 KEYS = "abcd"
 WEIGHTS = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 8.0]), min_size=2, max_size=4)

@@ -70,5 +70,5 @@ def test_any_string_has_a_hash() -> None:
 
 
 def test_the_data_path_gets_nothing_heavy_with_it() -> None:
-    code = "import sys, gateway.keys; print([name for name in ('pydantic', 'yaml', 'typer', 'rich') if name in sys.modules])"
+    code = "import sys, gateway.auth.keys; print([name for name in ('pydantic', 'yaml', 'typer', 'rich') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -247,7 +247,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 
 def test_the_version_needs_no_configuration_machinery() -> None:
     code = (
-        "import sys, gateway.cli; code = gateway.cli.run(['--version']);"
+        "import sys, gateway.cli.main; code = gateway.cli.main.run(['--version']);"
         "print(code, [name for name in ('pydantic', 'yaml', 'uvicorn', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

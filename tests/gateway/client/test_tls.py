@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.snapshot.snapshot import Clients, Tls
-from gateway.system.tls import Certificate, CertificateError
+from gateway.snapshot.snapshot import Clients
+from gateway.system.tls import Certificate, CertificateError, Tls
 from tests.support.certificates import certificate
 from tests.support.process import configuration, gateway, launched
 from tests.support.running import KEY, Served, model, serving, until

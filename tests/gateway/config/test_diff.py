@@ -11,7 +11,7 @@ import yaml
 from gateway.config import Config, diff, load
 from gateway.fleet.launch_diff import Reshape, can_roll, reshape
 from tests.support.certificates import certificate
-from upstream.launcher import LaunchSpec
+from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm.command_line import LaunchSettings
 
 SECRET = "hunter2-canary"

@@ -181,7 +181,7 @@ def test_what_check_says(tmp_path: Path) -> None:
 def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_bytes(Issuer().document)
     configured(tmp_path, provider("keys.json"))
-    program = "import sys; sys.modules['jwt'] = None; from gateway.cli import main; main()"
+    program = "import sys; sys.modules['jwt'] = None; from gateway.cli.main import main; main()"
     line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -18,7 +18,8 @@ import pytest
 
 from gateway.auth import keys
 from gateway.config import Config, load
-from gateway.control.reload import History, Reading, Reloader
+from gateway.control.reload import History, Reloader
+from gateway.fleet.operations import Reading
 from tests.support.certificates import certificate
 from tests.support.controlled import controlled
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write

@@ -17,7 +17,7 @@ from gateway.control.serve import StartError, listen
 from gateway.control.startup_messages import Announcer
 from tests.support.process import configuration, gateway, launched, wait_for, write
 from upstream.http.address import Address
-from upstream.launcher import LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.failures import Cause
 
 

@@ -15,7 +15,7 @@ from gateway.snapshot.snapshot import BodyRules, Queue
 from tests.gateway.config.test_models import HASH
 from upstream.balancing.server import Condition
 from upstream.http.address import Address
-from upstream.launcher import LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.command_line import Adapter
 from upstream.vllm.health import ModelCard, ServerHealth, Target
 

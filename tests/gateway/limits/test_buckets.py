@@ -19,9 +19,9 @@ LIMITS = Limits(tokens_per_day=1000, concurrent=10)
 WALL = 1_800_000_000.0
 TAKER = """
 import sys
-from gateway.limits.meters import Meters
+from gateway.limits.buckets import Meters
 from gateway.limits.rules import Ask, moment
-from gateway.state import Limits
+from gateway.snapshot.snapshot import Limits
 
 fd, worker = map(int, sys.argv[1:3])
 meters = Meters.inherited(fd, worker)

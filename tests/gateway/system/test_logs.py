@@ -19,7 +19,7 @@ from gateway.system.logs import BURST, PARTS, Handler, JsonFormatter, LogSetting
 from tests.gateway.config.test_problems import problems
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CANARY = "canary-77c0"
 TOUCHED = ("", "vllm_gateway", "upstream", "python_multipart", *PARTS.values())
 
@@ -163,7 +163,7 @@ def test_every_logger_belongs_to_a_part() -> None:
         for name in re.findall(r'getLogger\("?([\w.]+)"?\)', file.read_text())
         if name in ("__name__",) or name.startswith("vllm_gateway.")
     }
-    assert {part_of(name) for name in spoken_under} == set(PARTS), "gateway.logs.PARTS names the parts that can have a level"
+    assert {part_of(name) for name in spoken_under} == set(PARTS), "gateway.system.logs.PARTS names the parts that can have a level"
 
 
 def test_a_part_that_is_none_is_a_problem(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 FAULTS = """
 import resource, sys
-from gateway.heap import keep_what_is_freed
+from gateway.system.malloc import keep_what_is_freed
 if sys.argv[1] == "kept":
     keep_what_is_freed()
 def handle():

@@ -106,7 +106,7 @@ def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> No
             wait_for(lambda: of(one, "limits_store").get("state") == "up")
             redis.stop()
             wait_for(lambda: of(one, "limits_store")["state"] == "down")
-            one.named("worker_process")[0].kill()
+            one.named("gateway.worker.process")[0].kill()
             wait_for(lambda: one.get("/status").json()["workers"][0]["restarts"] == 1)
             wait_for(lambda: of(one, "limits_store").get("state") == "down")
 
@@ -127,5 +127,5 @@ def test_an_identity_provider_that_goes_away_is_shown(tmp_path: Path) -> None:
 
 
 def test_the_names_are_those_of_the_document() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text()
     assert all(f"`{name}`" in page for name in NAMES)

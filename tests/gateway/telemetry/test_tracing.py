@@ -263,7 +263,7 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(yaml.safe_dump(configuration(launched()) | {"tracing": {"endpoint": "http://collector:4318"}}))
     assert load(file).tracing is not None
-    program = "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http'] = None; from gateway.cli import main; main()"
+    program = "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http'] = None; from gateway.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", program, "check", str(file)], env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert (

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.faults.invariants import nothing_left
-from upstream.launcher import Backoff, Launcher, LaunchSpec, LaunchState, LaunchStatus
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.shim import processes
 from upstream.vllm.command_line import ArgumentValue, LaunchSettings
 

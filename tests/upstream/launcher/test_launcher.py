@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from tests.upstream.launcher.launching import QUICK, SERVER, Case, alive, until
-from upstream.launcher import Launcher, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.kept import ServerCommand, shim_process
-from upstream.launcher.lifecycle import SHIM_LOST
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import SHIM_LOST, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.shim import read
 from upstream.vllm.command_line import LaunchSettings
 from upstream.vllm.health import HealthCheck, Target
@@ -260,7 +260,8 @@ async def test_who_is_cancelled_while_a_process_starts_leaves_none(case: Case, t
 CONTROL = """
 import asyncio, json, os, sys
 from pathlib import Path
-from upstream.launcher import Launcher, LaunchSpec
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm import LaunchSettings
 
 async def main(folder, command, args):

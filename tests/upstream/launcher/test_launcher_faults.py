@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.launcher.launching import QUICK, Case, alive, until
-from upstream.launcher import Backoff, Launcher, LaunchState, memory
+from upstream.launcher import memory
+from upstream.launcher.launcher import Launcher
+from upstream.launcher.lifecycle import Backoff, LaunchState
 from upstream.launcher.logfile import KEPT, LIMIT
 from upstream.vllm.health import Prober, ServerHealth, Target
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream.launcher import Backoff, LaunchState
-from upstream.launcher.lifecycle import TRANSITIONS, describe_exit
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchState, describe_exit
 from upstream.launcher.logfile import LATELY, TAIL_BYTES, TAIL_LINES, LogFile
 
 
