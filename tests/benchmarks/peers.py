@@ -288,7 +288,7 @@ def _pypi(name: str, does: str, command: Callable[[Setting, Path, int], Command]
 
 GATEWAY = Proxy(
     "vllm-gateway",
-    "1,000 keys, usage of every answer, metrics, an access log written to a file; the body parsed, checked and written anew",
+    "1,000 keys, token usage of every response, metrics, an access log written to a file; the body parsed, checked and serialized",
     lambda: importlib.metadata.version("vllm-gateway"),
     lambda: None,
     _gateway,

@@ -59,7 +59,7 @@ EVENT = Column("cpu", "CPU per event, µs", 1e6, 1)
 RATE = Column("rate", "requests/s")
 P50, P99 = Column("p50", "p50, ms", 1e3, 2), Column("p99", "p99, ms", 1e3, 2)
 DELAYS = (Column("p50", "delay p50, ms", 1e3, 2), Column("p99", "delay p99, ms", 1e3, 2))
-RSS, IDLE = Column("rss", "memory at rest, MB", 1e-6, 1), Column("idle", "CPU at rest, % of a core", 100, 1)
+RSS, IDLE = Column("rss", "idle memory, MB", 1e-6, 1), Column("idle", "idle CPU, % of a core", 100, 1)
 READY = Column("ready", "ready after, s", 1, 1)
 PER_STREAM = Column("rss", "memory per stream, KB", 1e-3, 1)
 CLIENTS = Column("load", "CPU of the clients, % of a core", 100)
@@ -67,13 +67,13 @@ ANSWERED = (REQUEST, RATE, P50, P99)
 
 LAYOUTS: Mapping[str, Layout] = {
     "json": Layout(ANSWERED, picture=Picture(REQUEST, "A chat completion, 64 connections", "64 connections")),
-    "books": Layout((REQUEST, Column("control", "of it in control, µs", 1e6, 1), RATE, P50, P99)),
+    "books": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
     "books_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
     "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Picture(EVENT, "Streams of 50 events a second")),
     "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Picture(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
     "prompts": Layout(ANSWERED, picture=Picture(REQUEST, "A prompt of 100 KB", "100 KB")),
-    "ttfb": Layout((P50, P99, Column("rate", "JSON requests/s beside")), ratio="p50"),
+    "ttfb": Layout((P50, P99, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
     "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
     "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
     "models": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
@@ -150,7 +150,7 @@ def _remarks(section: Section) -> Iterator[str]:
 
 def stamp(section: Section) -> str:
     """When, how often, beside what, and on what."""
-    others = f"others took {section.others:.0%} of the machine meanwhile"
+    others = f"other processes used {section.others:.0%} of the machine"
     proxies = ", ".join(f"{name} {version}" for name, version in section.proxies.items())
     on = f"{section.machine['CPU']}, {section.machine['cores']} cores, {section.machine['kernel']}, Python {section.machine['Python']}"
     return f"<sub>{section.finished[:10]}; {_times(section)} in {section.seconds:.0f} s, {others}; {on}; {proxies}.</sub>"
@@ -172,4 +172,4 @@ def chart(section: Section, picture: Picture | None) -> str | None:
         for name, spread in spreads
         if spread
     ]
-    return bars(picture.title, f"{picture.column.title}; the line is the least and the most", drawn) if drawn else None
+    return bars(picture.title, f"{picture.column.title}; the line is the minimum and the maximum", drawn) if drawn else None

@@ -47,7 +47,7 @@ def test_errors_and_the_absent_are_told() -> None:
 
 def test_the_stamp_says_on_what() -> None:
     assert report.stamp(section()) == (
-        "<sub>2027-01-02; 3 rounds in 61 s, others took 12% of the machine meanwhile; "
+        "<sub>2027-01-02; 3 rounds in 61 s, other processes used 12% of the machine; "
         "A CPU, 2 cores, Linux 6, Python 3.11.2; vllm-gateway 1.0, nginx 1.2.</sub>"
     )
 
