@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,8 +47,9 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -58,6 +62,11 @@ def package(module: str) -> str | None:
     return name if name in ORDER else None
 
 
+def target(name: str, files: Container[str]) -> str:
+    """Return the module that an imported name is or belongs to."""
+    return name if name in files else name.rpartition(".")[0]
+
+
 def test_every_package_has_its_place_in_the_order() -> None:
     folders = {
         f"{path.parent.parent.name}.{path.parent.name}" for root in ("gateway", "upstream") for path in ROOT.glob(f"{root}/*/__init__.py")
@@ -67,13 +76,26 @@ def test_every_package_has_its_place_in_the_order() -> None:
 
 def test_a_package_imports_only_packages_before_it() -> None:
     wrong = [
-        f"{module} imports {name}"
+        f"{module} imports {name}, and {theirs} comes after {mine}"
         for module, path in modules()
         if (mine := package(module)) is not None
         for name in imported(path)
         if (theirs := package(name)) is not None and ORDER.index(theirs) > ORDER.index(mine)
     ]
-    assert wrong == [], "move the constant or the type down, or the module up"
+    hint = "Move the constant or the type to an earlier package, or the importing module to a later one (see ORDER)."
+    assert not wrong, "\n".join([*wrong, hint])
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports at the top of a module count: those inside functions run when all modules are loaded."""
+    files = {module.removesuffix(".__init__"): path for module, path in modules()}
+    graph = {
+        module: {target(name, files) for name in imported(path, top_level=True)} & {*files} - {module} for module, path in files.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("a cycle of imports: " + " is imported by ".join(error.args[1]))
 
 
 def test_the_product_does_not_import_the_tests() -> None:

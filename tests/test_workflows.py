@@ -52,7 +52,7 @@ def test_every_supported_python_is_tested() -> None:
 
 
 def test_the_workflows_run_every_check_of_a_change() -> None:
-    assert {".ci/run", "make check", "make test"} <= {command for file in WORKFLOWS for command in commands(file)}
+    assert {".ci/run", "make check", "make test", "make test-deep"} <= {command for file in WORKFLOWS for command in commands(file)}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda file: file.name)
