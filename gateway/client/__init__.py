@@ -1,5 +1,5 @@
-"""One client connection: parsing, timeouts, addresses, CORS, decoding of bodies, keep-alive comments.
+"""One client connection of the data port: HTTP parsing, timeouts, addresses, TLS, CORS, keep-alive comments.
 
-It does not decide about requests; it hands them to ``proxy`` or to the ASGI application.
-Start with ``connection``, then read ``request``.
+The package turns bytes into requests and responses into bytes. It decides nothing about keys, models or servers. Start with
+``connection``, then ``http_parser``.
 """

@@ -6,7 +6,7 @@ and swaps to the next by assignment; live servers, tickets and counts stay.
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import logging
 import math
 import time
@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,9 +31,10 @@ from gateway.api.unserved import unserved
 from gateway.auth.catalog import Catalog, Entry
 from gateway.auth.keyring import Keyring
 from gateway.client.addresses import Connections, Proxies, shown
-from gateway.client.connection import FORWARDED, ClientConnection
+from gateway.client.connection import ClientConnection
 from gateway.client.cors import Cors
 from gateway.client.eviction import Unauthenticated
+from gateway.client.http_parser import FORWARDED
 from gateway.client.request import ClientRequest, request_ids
 from gateway.ledger.recorder import Books
 from gateway.limits import Admission, Limiter
@@ -53,6 +53,7 @@ from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
 from upstream.balancing.pool import LiveServers
 from upstream.http.deadlines import Deadlines
+from upstream.http.inline_task import InlineTask
 
 if TYPE_CHECKING:
     from gateway.auth.jwt import Tokens
@@ -98,7 +99,8 @@ class Worker:
         self.lobby = Lobby(self.deadlines, metrics.queued, ask)
         self.leaving = False
         self.draining = False
-        self.connections: set[Any] = set()  # uvicorn's own, once it serves
+        self.connections: set[ClientConnection] = set()
+        self.handlers: set[InlineTask | asyncio.Task[None]] = set()
         self.memory = BodyMemory(snapshot.clients.body_memory)
         self.steps = Steps()
         self.addresses = Connections()
@@ -110,6 +112,7 @@ class Worker:
         self._max_model_len: dict[str, int] = {}
         self._tasks: dict[str, str] = {}
         self._manual = api_reference.Manual()
+        self.other_routes = self.application()
         self.catalog = Catalog((), {})
         self.take(snapshot)
         self._tell_time()
@@ -204,26 +207,9 @@ class Worker:
 
     # The data port
 
-    def protocol(self) -> Callable[..., ClientConnection]:
-        """The protocol class of the data port's connections, bound to this worker."""
-        return functools.partial(ClientConnection, door=self)
-
-    def server(self) -> uvicorn.Server:
-        """The data port's server; its sockets are given to it when it is served."""
-        config = uvicorn.Config(
-            self.application(),
-            http=self.protocol(),  # type: ignore[arg-type]  # a class is called to make one, and so is this
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # it would believe whoever connects from this machine
-            timeout_keep_alive=3600,  # the edge watches idleness itself
-        )
-        server = uvicorn.Server(config)
-        self.connections = server.server_state.connections
-        return server
+    def connection(self) -> ClientConnection:
+        """Return the protocol of a connection that has been accepted on the data port."""
+        return ClientConnection(self)
 
     def cors_lines(self, origin: bytes) -> bytes:
         """The headers for a page of an origin, as lines."""

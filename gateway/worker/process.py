@@ -18,12 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-import uvicorn
 import uvloop
 
-from gateway.client.connection import LINGER, ClientConnection
+from gateway.client.connection import LINGER
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Books
 from gateway.limits.buckets import Meters
@@ -63,6 +62,7 @@ _TELL_EVERY = 4  # ticks
 _UNSENT = 128 * 1024
 """Bytes of answers that the kernel takes for a client beyond what is on its way. More would hide from the gateway that a
 client has stopped reading, and would be memory that nobody counts."""
+_BACKLOG = 2048  # connections that may wait to be accepted
 _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT of linux/tcp.h, for which the socket module has no name
 _SWITCH_INTERVAL = 0.0005
 """Seconds for which the access log's thread may hold up requests; the interpreter's own 5 ms would be seen in the 99th percentile."""
@@ -140,8 +140,7 @@ class _Process:
         self.link = link
         self.metrics = metrics
         self._number = number
-        self._server: uvicorn.Server | None = None
-        self._listener: socket.socket | None = None
+        self._acceptor: Closable | None = None
 
     def speak_by(self, snapshot: Snapshot) -> None:
         """Say what is to be said in the way that this snapshot wants."""
@@ -166,17 +165,15 @@ class _Process:
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control is gone or has had this worker drained."""
-        self._listener = listener
-        self._server = await started(self.worker, listener, seats)
+        self._acceptor = await started(self.worker, listener, seats)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not look at it again
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(self._server.main_loop()), group.create_task(self._tick())]
-            await self._listen(messages)
-            for task in beside:
-                task.cancel()
+            ticking = group.create_task(self._tick())
+            await self._listen(messages, listener)
+            ticking.cancel()
 
-    async def _listen(self, messages: AsyncIterator[Message]) -> None:
+    async def _listen(self, messages: AsyncIterator[Message], listener: socket.socket) -> None:
         """What control says; returns when it is gone or the drain is over."""
         self.link.send(SnapshotApplied(self.worker.snapshot.version))
         async for message in messages:
@@ -193,7 +190,7 @@ class _Process:
                 case Ping():
                     self.link.send(message)
                 case Drain(seconds=seconds):
-                    await self._drain(seconds)
+                    await self._drain(seconds, listener)
                     return
 
     async def _tick(self) -> None:
@@ -203,42 +200,35 @@ class _Process:
             await asyncio.sleep(TICK)
             observe(lag, FAMILIES["worker_event_loop_lag_seconds"].buckets, max(monotonic() - due, 0.0))
             self.worker.tick()
-            for listener in self._server.servers if self._server is not None else ():
-                if isinstance(listener, Acceptor):
-                    listener.note()
+            if isinstance(self._acceptor, Acceptor):
+                self._acceptor.note()
             count += 1
             if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
 
-    def _connections(self) -> list[ClientConnection]:
-        assert self._server is not None
-        return [connection for connection in self._server.server_state.connections if isinstance(connection, ClientConnection)]
-
-    async def _drain(self, seconds: float) -> None:
-        """No new connections; what runs may finish; the rest is told that it was cut."""
-        assert self._server is not None
+    async def _drain(self, seconds: float, listener: socket.socket) -> None:
+        """Accept no new connections, let requests finish, and cut those that have not finished in time."""
         self.worker.lobby.close()
-        await self._close_the_door()
-        tasks = self._server.server_state.tasks
-        await _settled(lambda: not tasks, seconds)
+        await self._close_the_door(listener)
+        connections, handlers = self.worker.connections, self.worker.handlers
+        await _settled(lambda: not handlers, seconds)
         self.worker.draining = True
-        for task in tuple(tasks):
-            task.cancel()
-        await _settled(lambda: not tasks, _BREAK_OFF)
-        await _settled(lambda: not self._connections(), _BREAK_OFF)
+        for handler in tuple(handlers):
+            handler.cancel()
+        await _settled(lambda: not handlers, _BREAK_OFF)
+        await _settled(lambda: not connections, _BREAK_OFF)
 
-    async def _close_the_door(self) -> None:
-        """Control lets nobody in any more: serve who was let in and has not asked yet, each once; the others' connections end."""
-        assert self._server is not None and self._listener is not None
-        listener, is_tls = self._listener, self.worker.certificate is not None
+    async def _close_the_door(self, listener: socket.socket) -> None:
+        """Serve one request on each connection that was accepted and has sent none yet; close the idle ones."""
+        connections, is_tls = self.worker.connections, self.worker.certificate is not None
         self.worker.leaving = True
         await asyncio.sleep(HANDSHAKE)
         await _settled(lambda: not is_awaited(listener), _FIRST_REQUEST)
-        for each in self._server.servers:
-            each.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         # a TLS handshake is not seen here
-        await _settled(lambda: not is_tls and not any(each.is_awaited for each in self._connections()), _FIRST_REQUEST)
-        for connection in self._connections():
+        await _settled(lambda: not is_tls and not any(each.is_awaited for each in connections), _FIRST_REQUEST)
+        for connection in tuple(connections):
             connection.shutdown()
 
 
@@ -246,34 +236,29 @@ async def _settled(done: Callable[[], bool], seconds: float) -> None:
     """Wait until something is done, or for so long."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not done():  # noqa: ASYNC110  # the sets are uvicorn's: nothing there tells
+            while not done():  # noqa: ASYNC110  nothing reports the end of a connection or a request
                 await asyncio.sleep(0.02)
 
 
-async def started(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> uvicorn.Server:
-    """The data port's server, accepting connections. ``seats``: where several workers share the listener.
+class Closable(Protocol):
+    """Something that accepts connections until it is closed."""
 
-    These are the first steps of uvicorn's own ``serve``, with deadlines for TLS that it does not pass on; its signal handlers
-    and its way of shutting down are left out, because this process ignores the signals and drains when control says so.
-    """
-    server = worker.server()
-    server.config.load()
-    listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # what is accepted takes it over
+    def close(self) -> None:
+        """Accept no more."""
+
+
+async def started(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> Closable:
+    """Accept the data port's connections from now on. ``seats``: if several workers share the listener."""
+    listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # accepted connections inherit it
     loop = asyncio.get_running_loop()
-    accept = functools.partial(worker.protocol(), server.config, server.server_state, {})
     if seats is None:
-        server.servers = [await loop.create_server(accept, sock=listener, backlog=server.config.backlog, **_tls(worker))]
-    else:
-        begin = functools.partial(loop.connect_accepted_socket, accept, **_tls(worker))
-        acceptor = Acceptor(listener, begin, seats, lambda: len(server.server_state.connections))
-        server.servers = [acceptor]  # type: ignore[list-item]  # it can be closed, which is all that is done to what is in there
-    server.started = True
-    await server.on_tick(0)
-    return server
+        return await loop.create_server(worker.connection, sock=listener, backlog=_BACKLOG, **_tls(worker))
+    begin = functools.partial(loop.connect_accepted_socket, worker.connection, **_tls(worker))
+    return Acceptor(listener, begin, seats, lambda: len(worker.connections))
 
 
 def _tls(worker: Worker) -> dict[str, Any]:
-    """What the loop is told where the data port speaks TLS. A handshake is a part of the head; it is not seen by the edge."""
+    """What the loop is told where the data port speaks TLS. A handshake is a part of the head; it is not seen by the connection."""
     if worker.certificate is None:
         return {}
     return {

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
-from gateway.client.connection import MAX_HEAD, ClientConnection
+from gateway.client.http_parser import MAX_HEAD
 from gateway.client.request import ClientRequest
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.access_log import AccessLog
@@ -380,9 +380,7 @@ def taking() -> Iterator[Taking]:
 
 async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -> list[bytes]:
     worker.taken = []
-    uvicorn = worker.server()
-    uvicorn.config.load()
-    connection: ClientConnection = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
+    connection = worker.connection()
     connection.connection_made(Wire())
     at = 0
     for size in [*pieces, len(data)]:

@@ -135,9 +135,7 @@ async def exchange() -> AsyncIterator[Exchange]:
     with live_servers(batch) as servers, access_log(nowhere) as log:
         worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
         worker.learn(Health({spec.name: Condition.UP}, {}, {}))
-        uvicorn = worker.server()
-        uvicorn.config.load()
-        client = worker.protocol()(uvicorn.config, uvicorn.server_state, {})
+        client = worker.connection()
         (server,) = servers
         connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
         made = Exchange(client, Wire(), connection, Wire(), log, worker)

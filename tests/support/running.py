@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.client.connection import ClientConnection
 from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Books
 from gateway.snapshot.link import Health
@@ -68,11 +69,14 @@ class Served:
     port: int
     board: Board
     log: AccessLog
-    connections: set[Any] = field(default_factory=set)
-    inline_tasks: set[Any] = field(default_factory=set)
-    """Those that are not over."""
+    connections: set[ClientConnection]
     asked: list[tuple[str, float | None]] = field(default_factory=list)
     """What control would have been told of waiting requests."""
+
+    @property
+    def inline_tasks(self) -> set[Any]:
+        """The running handlers of requests."""
+        return self.worker.handlers
 
     @property
     def url(self) -> str:
@@ -133,19 +137,17 @@ async def serving(
         if up:
             worker.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
-        server = await started(worker, listener)
+        port, acceptor = listener.getsockname()[1], await started(worker, listener)
         ticking = asyncio.create_task(_ticking(worker))
         try:
-            state = server.server_state
-            yield Served(worker, listener.getsockname()[1], counts, log, state.connections, state.tasks, asked)
+            yield Served(worker, port, counts, log, worker.connections, asked)
         finally:
-            for each in server.servers:
-                each.close()
-            for connection in tuple(server.server_state.connections):
+            acceptor.close()
+            for connection in tuple(worker.connections):
                 connection.transport.abort()
             ticking.cancel()
             worker.limits.close()
-            await asyncio.gather(ticking, *server.server_state.tasks, return_exceptions=True)
+            await asyncio.gather(ticking, *(each for each in worker.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)
 
 
 async def _ticking(worker: Worker) -> None:

@@ -76,10 +76,9 @@ class Way:
     """A client's connection and a server's, with stand-ins for their transports."""
 
     def __init__(self, worker: Watched) -> None:
-        self.worker, self.write_batch, uvicorn = worker, worker.write_batch, worker.server()
-        uvicorn.config.load()
+        self.worker, self.write_batch = worker, worker.write_batch
         (server,) = worker.fleet
-        self.client, self.client_wire = worker.protocol()(uvicorn.config, uvicorn.server_state, {}), Wire()
+        self.client, self.client_wire = worker.connection(), Wire()
         self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, worker.write_batch), Wire()
         self.client.connection_made(self.client_wire)
         self.server.connection_made(self.server_wire)

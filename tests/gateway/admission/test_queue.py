@@ -13,6 +13,7 @@ import openai
 import orjson
 import pytest
 
+from gateway.client.request import ClientRequest
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model, Queue
 from tests.support.running import KEY, Served, model, serving, until
@@ -33,6 +34,10 @@ async def streams(talk: Conversation) -> None:
     await talk.begin_stream()
     await talk.chunk(b"".join(SHOWN))
     await talk.end_stream()
+
+
+def _current(served: Served) -> list[ClientRequest]:
+    return [each.current for each in served.connections if isinstance(each.current, ClientRequest)]
 
 
 def waiting_model(*ports: int, **more: Any) -> Model:
@@ -310,7 +315,7 @@ async def test_an_error_after_a_comment_is_told_in_the_stream(answer: str) -> No
     ):
         comes_in(served)
         await enter(served, one, stream=True)
-        await until(lambda: any(call.started for each in served.connections if (call := each.cycle) is not None))
+        await until(lambda: any(each.is_event_stream for each in _current(served)))
         is_down(served) if answer == "none" else is_up(served)
         reply = await one.reply()
         events = [event for event in reply.body.split(b"\n\n") if event and event != COMMENT.strip()]
@@ -404,7 +409,9 @@ async def test_openais_client_understands_both() -> None:
             for word, fails in ((is_up, False), (is_down, True)):
                 comes_in(served)
                 task = asyncio.create_task(_text(sdk))
-                await until(lambda: any(call.started for each in served.connections if (call := each.cycle) is not None and call.events))
+                await until(
+                    lambda: any(isinstance(each.current, ClientRequest) and each.current.is_event_stream for each in served.connections)
+                )
                 word(served)
                 if fails:
                     with pytest.raises(openai.APIError, match="No server of this model is healthy"):

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from gateway.api.errors import Refusal
-from gateway.client import connection
-from gateway.client.connection import MAX_PIPELINED, ClientConnection, is_host
+from gateway.client.connection import MAX_PIPELINED, ClientConnection
+from gateway.client.http_parser import MAX_HEAD, is_host
 from gateway.client.timeouts import KEEP_ALIVE
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -112,7 +112,7 @@ async def test_too_many_sent_ahead(ahead: bytes, more: int) -> None:
         one.send(request() + ahead * (MAX_PIPELINED + more))
         await until(lambda: len(server.requests) == 1)
         await asyncio.sleep(0.05)
-        waiting = [each for each, _ in only(served).pipeline if not isinstance(each, Refusal)]
+        waiting = [each for each in only(served).pipeline if not isinstance(each, Refusal)]
         assert len(waiting) == MAX_PIPELINED
         release.set()
         assert [(await one.reply()).status for _ in range(1 + MAX_PIPELINED)] == [200] * (1 + MAX_PIPELINED)
@@ -169,7 +169,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
             async with client(served.port) as one:
                 await until(lambda: len(served.connections) == 1)
                 connection = only(served)
-                later = connection.loop.time() + KEEP_ALIVE + 1
+                later = asyncio.get_running_loop().time() + KEEP_ALIVE + 1
                 one.send(ahead + request())
                 if ahead:
                     await one.reply()
@@ -177,7 +177,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
                 connection.check(later)
                 release.set()
                 assert (await one.reply()).body == COMPLETION, "a request in progress was cut"
-                now = connection.loop.time()
+                now = asyncio.get_running_loop().time()
                 connection.check(now)  # seen idle for the first time
                 connection.check(now + KEEP_ALIVE / 2)
                 assert not connection.transport.is_closing()
@@ -341,7 +341,7 @@ async def test_a_refused_request_has_one_answer_and_its_end_however_it_goes_on()
         assert server.requests == []
 
 
-@pytest.mark.parametrize("size", [connection.MAX_HEAD + 1, 200_000])
+@pytest.mark.parametrize("size", [MAX_HEAD + 1, 200_000])
 @pytest.mark.parametrize("pieces", [1, 5])
 async def test_a_head_that_is_too_large(size: int, pieces: int) -> None:
     wire = request(extra=("x-long: " + "a" * size,))

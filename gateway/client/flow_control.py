@@ -1,0 +1,50 @@
+"""Flow control of one connection, in both directions.
+
+Reading pauses while a streamed body arrives faster than its server takes it. Writing pauses, from the transport's point of view, while
+the client reads more slowly than responses are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class FlowControl:
+    """Whether a transport reads, and whether it takes more to write."""
+
+    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._writable: asyncio.Future[None] | None = None
+        self.read_paused = False
+        self.write_paused = False
+
+    def pause_reading(self) -> None:
+        """Stop reading, if that has not been done."""
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again, if reading is paused."""
+        if self.read_paused:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """Note that the transport's buffer is full."""
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        """Note that the transport's buffer has room, or that the connection is lost: nothing waits any more."""
+        self.write_paused = False
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
+
+    async def drain(self) -> None:
+        """Wait until the transport's buffer has room, or the connection is lost. One coroutine waits at a time."""
+        while self.write_paused:
+            self._writable = asyncio.get_running_loop().create_future()
+            await self._writable
