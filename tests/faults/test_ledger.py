@@ -27,7 +27,7 @@ from tests.support.running import until
 from tests.support.wire import chat, client, request
 
 MODEL = "sim/one"
-OUTAGE = 30.0  # seconds
+OUTAGE = 30.0 if FULL else 5.0  # seconds
 CLIENTS = 8 if FULL else 4
 STREAMS = 20 if FULL else 5
 TOKENS = 7

@@ -18,14 +18,17 @@ import pytest
 
 from gateway.auth import keys
 from gateway.limits.redis_store import LEASE
+from tests.faults.conftest import FULL
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import KEY, MODEL, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, HELLO, ROLE, USAGE, Client, chat, client, request
 
-SECONDS = 20.0
+SECONDS = 20.0 if FULL else 8.0
 CONNECTIONS = 6
+PAUSE = 0.02
+"""Seconds for which a client waits after a refusal."""
 REFUSING = {"on_store_failure": "refuse"}
 USED = 20
 """Tokens that an answer has used, by its usage: about what is reserved for it, since what is still reserved when the load ends was not
@@ -90,17 +93,18 @@ class Load:
         assert 0.98 * limit * (1 + self.refused / 60) <= self.seen[200] * each <= 1.02 * limit * (1 + self.elapsed / 60)
 
 
-async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object]) -> Load:
-    """Ask over and over."""
+async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object], *, until_refused: bool = False) -> Load:
+    """Send requests one after the other for so long; ``until_refused``: longer, until one has been refused for its rate."""
     data, load, began = request(body), Load(), monotonic()
 
     async def one(port: int) -> None:
         async with client(port) as visitor:
-            while (asked := monotonic() - began) < seconds:
+            while (asked := monotonic() - began) < seconds or (until_refused and not load.seen[429]):
                 status = (await visitor.ask(data)).status
                 load.seen[status] += 1
                 if status == 429:
                     load.refused = max(load.refused, asked)
+                    await asyncio.sleep(PAUSE)
 
     await asyncio.gather(*(one(port) for port in ports for _ in range(CONNECTIONS)))
     load.elapsed = monotonic() - began
@@ -120,14 +124,14 @@ async def test_three_gateways_on_one_redis_admit_what_the_limit_says(
     limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
     with redis_server() as redis:
         async with gateways(tmp_path, 3, limits, limits_store=redis.url, limits=REFUSING) as three:
-            load = await hammer([one.data for one in three], SECONDS, chat(max_tokens=1))
+            load = await hammer([one.data for one in three], SECONDS, chat(max_tokens=1), until_refused=True)
     assert {200, 429} <= set(load.seen) <= {200, 429, 503}
     load.assert_admitted(limit, each)
 
 
 async def test_the_workers_of_one_gateway_need_no_store(tmp_path: Path) -> None:
     async with gateways(tmp_path, 1, {"requests_per_minute": 600}, server={"workers": 3}) as (one,):
-        load = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1))
+        load = await hammer([one.data] * 3, SECONDS, chat(max_tokens=1), until_refused=True)
         assert set(load.seen) == {200, 429}
         load.assert_admitted(600)
 
