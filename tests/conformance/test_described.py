@@ -17,6 +17,7 @@ from gateway.api.routes import ROUTES, Body
 from tests.conformance.asked import LLAMA, Json
 from tests.conformance.stage import Stage, on
 from tests.support.described import answer_problems, described, request_problems
+from tests.support.examples import examples
 
 JSON = [path for path, route in ROUTES.items() if route.body is Body.JSON]
 DISTINCT = [path for path in JSON if ROUTES[path].endpoint == path]
@@ -52,7 +53,14 @@ def test_what_is_only_read(stage: Stage) -> None:
 
 @on("simulator")
 @pytest.mark.parametrize("path", DISTINCT)
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=examples(20),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_any_body_that_it_admits_is_answered_as_it_says(stage: Stage, path: str, data: st.DataObject) -> None:
     (kind,) = described()["paths"][path]["post"]["requestBody"]["content"].values()

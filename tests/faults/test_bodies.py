@@ -20,6 +20,7 @@ from gateway.snapshot.snapshot import BodyRules
 from tests.faults.conftest import FULL
 from tests.faults.invariants import longest_iteration, unharmed
 from tests.gateway.proxy.test_form import BOUNDARY, FILE, MODEL, form
+from tests.support.examples import examples
 from tests.support.running import Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request
@@ -151,7 +152,11 @@ async def test_what_is_authorized_is_what_is_dispatched(measured: Callable[[str]
         cases: list[tuple[bytes, str]] = []
 
         @settings(
-            deadline=None, max_examples=2000 if FULL else 200, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+            deadline=None,
+            max_examples=2000 if FULL else examples(200),
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            derandomize=True,
         )
         @given(_BODY, st.sampled_from(["", "?model=secret", "?model=tiny", "?model=tiny&model=secret", "?", "?%6dodel=secret"]))
         def gather(body: tuple[list[tuple[bytes, Any]], Any], query: str) -> None:

@@ -25,6 +25,7 @@ from gateway.telemetry.metrics import WorkerMetrics
 from gateway.worker.app import Worker
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
+from tests.support.examples import examples
 from tests.support.running import KEY, board, key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import Wire
@@ -442,7 +443,7 @@ PIECES = st.lists(st.integers(1, 400), max_size=6)
 
 
 @pytest.mark.row(13)
-@settings(max_examples=20_000 if FULL else 400, deadline=None)
+@settings(max_examples=20_000 if FULL else examples(400), deadline=None)
 @given(requests=st.lists(parts(), min_size=1, max_size=3), changes=CHANGES, pieces=PIECES)
 @example(
     requests=[

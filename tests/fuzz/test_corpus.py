@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import CORPUS, TARGETS
+from tests.support.examples import examples
 
 INPUTS = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
@@ -23,7 +24,7 @@ def test_every_target_has_inputs_and_they_are_few() -> None:
     assert sum(path.stat().st_size for path in INPUTS) < 100_000
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_that_are_changed_a_little(name: str, data: st.DataObject) -> None:

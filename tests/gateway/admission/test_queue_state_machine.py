@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.admission.queue import Lobby
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
+from tests.support.examples import examples
 from upstream.balancing.ejection import LONGEST_PAUSE
 from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.server import Condition, Server, ServerSpec
@@ -177,4 +178,4 @@ class World(RuleBasedStateMachine):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

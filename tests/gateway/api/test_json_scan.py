@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
+from tests.support.examples import examples
 
 WANTED: Wanted = {
     "usage": None,
@@ -72,14 +73,14 @@ def scanned(parts: list[bytes], wanted: Wanted = WANTED) -> list[tuple[tuple[str
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(document=DOCUMENTS, form=st.sampled_from(FORMS), places=CUTS, before=st.sampled_from([b"", b" \r\n\t"]))
 def test_it_finds_what_a_parser_finds(document: dict[str, Any], form: dict[str, Any], places: list[int], before: bytes) -> None:
     wire = before + json.dumps(document, **form).encode("utf-8", "replace")
     assert scanned(pieces(wire, places)) == list(wanted_values(json.loads(wire), WANTED))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(unit=values(10), count=st.integers(50, 400), form=st.sampled_from(FORMS), places=CUTS)
 def test_it_skips_long_values_as_a_parser_does(unit: Any, count: int, form: dict[str, Any], places: list[int]) -> None:
     """Long enough that whole blocks are skipped."""

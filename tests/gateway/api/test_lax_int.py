@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.api.lax_int import MOST, whole
+from tests.support.examples import examples
 
 PYDANTIC = TypeAdapter(int)
 TEXTS = st.text(alphabet="0123456789_+-. \t\u00a0ex\u0663", max_size=12)
@@ -20,7 +21,7 @@ def by_pydantic(value: object) -> int | None:
         return None
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=examples(1000))
 @given(st.one_of(TEXTS, st.floats(), st.integers(-(2**63), 2**64 - 1), st.booleans(), st.integers(-(10**30), 10**30).map(str)))
 @example("50000")
 @example(50000.0)

@@ -13,6 +13,7 @@ from gateway.api.response_fields import HELD, MARKS, Fields, Observer, of_body, 
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from tests.gateway.api.test_json_scan import CUTS, FORMS, pieces
+from tests.support.examples import examples
 from tests.support.wire import COMPLETION
 
 FORGED: dict[str, Any] = {
@@ -75,7 +76,7 @@ def observed(parts: list[bytes], dialect: Dialect) -> Fields:
     return observer.fields
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     echo=ECHO,
     dialect=st.sampled_from(Dialect),

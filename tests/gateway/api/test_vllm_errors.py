@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gateway.api.errors import ROWS, Refusal, openai_error, render
 from gateway.api.routes import ROUTES
 from gateway.api.vllm_errors import from_event, from_server
+from tests.support.examples import examples
 
 
 def own(message: str, kind: str = "BadRequestError", param: str | None = None, code: int = 400) -> dict[str, object]:
@@ -355,7 +356,7 @@ def test_findings_about_the_whole_body_in_several_shapes() -> None:
     assert from_server(400, orjson.dumps(error), "m", "messages", None, {}).message == "type: Field required"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_no_report_is_too_strange_for_any_request(data: st.DataObject) -> None:
     names = st.sampled_from(

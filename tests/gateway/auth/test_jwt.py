@@ -23,6 +23,7 @@ from gateway.auth.jwt import Tokens
 from gateway.auth.keyring import Keyring
 from gateway.snapshot.snapshot import Allowance, Claims, Key, Limits, Model, Snapshot
 from gateway.snapshot.snapshot import Issuer as Trusted
+from tests.support.examples import examples
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, part
 from tests.support.running import KEY, key
 
@@ -293,14 +294,14 @@ def test_nothing_that_strangers_send_piles_up(door: Door) -> None:
     assert door.key(good).id == "staff/alice"
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.binary(max_size=200))
 def test_no_bytes_are_a_token(data: bytes) -> None:
     _refused(data)
     _refused(part(data).encode())
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(st.sampled_from([ES, RS, ED]), st.integers(0, 2), st.data())
 def test_no_part_can_be_another(signing: SigningKey, number: int, data: st.DataObject) -> None:
     """One character of a good token is another one."""

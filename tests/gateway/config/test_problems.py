@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.config import ConfigurationError, Model, load, schema
 from tests.support.certificates import certificate
+from tests.support.examples import examples
 
 HASH = "sha256:" + "9f" * 32
 CANARY = "canary-9f2c41"
@@ -485,7 +486,7 @@ def test_whatever_is_in_the_file_it_loads_or_is_refused(tmp_path: Path, kind: st
     path = tmp_path / "g.yaml"
     contents = st.binary(max_size=200) if kind == "bytes" else _TEXTS.map(lambda text: text.encode("utf-8", "replace"))
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(contents)
     def check(content: bytes) -> None:
         path.write_bytes(content)
@@ -499,7 +500,7 @@ def test_whatever_is_in_the_file_it_loads_or_is_refused(tmp_path: Path, kind: st
 def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -> None:
     pydantics = ("Input ", "Value ", "String ", "Tuple ", "Dictionary ")
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(_DOCUMENTS)
     def check(document: object) -> None:
         said = problems(tmp_path, yaml.safe_dump(document))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.ledger.journal import SLOT, Journal
 from gateway.ledger.row import HEAD, frames
+from tests.support.examples import examples
 
 RING = 256
 
@@ -52,7 +53,7 @@ def test_what_waits_is_counted(journal: Journal) -> None:
     assert taken(journal) == [b"four"] and (journal.waiting_rows, journal.waiting_bytes) == (0, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.one_of(st.binary(min_size=1, max_size=120), st.none()), max_size=60))
 def test_rows_come_in_order_around_the_ring(steps: list[bytes | None]) -> None:
     """A None is a look of the reader."""

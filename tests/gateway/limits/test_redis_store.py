@@ -24,6 +24,7 @@ from gateway.limits.rules import Ask, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
+from tests.support.examples import examples
 from tests.support.ports import refusing
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
@@ -80,7 +81,7 @@ _STEPS = st.lists(
 def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
     """Two holders, over and over: the same is admitted, and the same limit refuses with the same wait."""
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(_STEPS)
     def check(steps: list[Any]) -> None:
         with server.client() as each:

@@ -16,6 +16,7 @@ from gateway.limits import rules
 from gateway.limits.buckets import Holder, Meters
 from gateway.limits.rules import DAY, QUOTAS, REQUESTS, SIZE, TOKENS, USED, Ask, Moment, Refused, Standing, moment, month_of, standing
 from gateway.snapshot.snapshot import Limits
+from tests.support.examples import examples
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)
@@ -403,5 +404,5 @@ class Limiting(RuleBasedStateMachine):
             meters.close()
 
 
-Limiting.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Limiting.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestLimiting = Limiting.TestCase

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.proxy.prefix import HEAD, hint
+from tests.support.examples import examples
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -84,7 +85,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(["messages", "system", "instructions", "input", "prompt", "cache_salt"]), JSON, max_size=4))
 def test_whatever_a_body_holds_it_has_a_number_or_none(document: dict[str, Any]) -> None:
     """What makes no sense is the server's to refuse."""

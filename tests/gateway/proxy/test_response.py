@@ -12,6 +12,7 @@ from gateway.auth.catalog import Catalog, Entry
 from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.snapshot import Allowance, Key, Limits
 from tests.gateway.proxy.test_response_bytes import chunked, cut
+from tests.support.examples import examples
 from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
 from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
@@ -214,7 +215,7 @@ async def test_a_body_without_length_is_whole_when_its_connection_ends() -> None
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 3
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunks=st.lists(st.integers(0, 2000), max_size=10), kind=st.sampled_from(["/v1/messages", "/v1/responses"]))
 async def test_named_events_however_they_are_cut(chunks: list[int], kind: str) -> None:
     events = MESSAGES if kind == "/v1/messages" else RESPONSES

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.routes import ROUTES, Dialect
+from tests.support.examples import examples
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, ask, chat, client, request
@@ -44,7 +45,7 @@ class _Plan:
             await asyncio.sleep(0)
 
 
-def examples(run: Callable[[_Plan, int, asyncio.Runner], None]) -> None:
+def try_all(run: Callable[[_Plan, int, asyncio.Runner], None]) -> None:
     """Run many examples against one gateway and one server."""
     with asyncio.Runner() as runner:
         plan = _Plan()
@@ -62,7 +63,7 @@ def examples(run: Callable[[_Plan, int, asyncio.Runner], None]) -> None:
 
 def test_streams_are_equal_however_they_are_cut() -> None:
     def run(plan: _Plan, port: int, runner: asyncio.Runner) -> None:
-        @settings(max_examples=150, deadline=None)
+        @settings(max_examples=examples(150), deadline=None)
         @given(chunks=CUTS, segments=CUTS, asks=st.booleans(), comment=st.booleans())
         def one(chunks: list[int], segments: list[int], asks: bool, comment: bool) -> None:
             events = (b": keep-alive\n\n", *EVENTS) if comment else EVENTS
@@ -76,12 +77,12 @@ def test_streams_are_equal_however_they_are_cut() -> None:
 
         one()
 
-    examples(run)
+    try_all(run)
 
 
 def test_plain_answers_are_equal_however_they_are_cut() -> None:
     def run(plan: _Plan, port: int, runner: asyncio.Runner) -> None:
-        @settings(max_examples=80, deadline=None)
+        @settings(max_examples=examples(80), deadline=None)
         @given(chunks=CUTS, segments=CUTS, sized=st.booleans())
         def one(chunks: list[int], segments: list[int], sized: bool) -> None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -95,7 +96,7 @@ def test_plain_answers_are_equal_however_they_are_cut() -> None:
 
         one()
 
-    examples(run)
+    try_all(run)
 
 
 @pytest.mark.parametrize("path", [path for path, route in ROUTES.items() if route.body == "json"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.system.steps import MEDIUM, SLICE, SMALL, Steps, finished
 from tests.support.bodies import LIMIT, PLACES, TEXTS, UNITS, filled, processed, text
+from tests.support.examples import examples
 from tests.support.running import until
 from upstream.http.inline_task import InlineTask
 
@@ -175,7 +176,7 @@ _UNITS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(unit=_UNITS, place=st.sampled_from(sorted(PLACES)))
 def test_twice_the_body_costs_about_twice(unit: bytes, place: str) -> None:
     for _ in range(4):

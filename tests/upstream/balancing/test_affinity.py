@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from upstream.balancing.affinity import CHOICES, FACTOR, FREE, SLOTS, Affinity
 
 
@@ -32,8 +33,8 @@ def owners(servers: Sequence[Member]) -> list[str]:
 
 NAMES = st.lists(st.text("abc/:.0123456789", min_size=1, max_size=12), min_size=2, max_size=10, unique=True)
 HINTS = st.integers(0, 2**32 - 1)
-COMMON = settings(deadline=None, max_examples=60)
-FEW = settings(deadline=None, max_examples=10)
+COMMON = settings(deadline=None, max_examples=examples(60))
+FEW = settings(deadline=None, max_examples=examples(10))
 
 
 @COMMON

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.certificates import certificate
+from tests.support.examples import examples
 from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
@@ -409,7 +410,7 @@ def _answer(number: bytes, dice: random.Random) -> list[bytes]:
     return pieces
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_each_request_gets_its_own_answer(seed: int) -> None:
     dice = random.Random(seed)

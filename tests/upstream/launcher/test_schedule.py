@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from upstream.launcher.schedule import PARKED, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast, linger, time_slice
 
 STEP = 0.25
@@ -255,7 +256,7 @@ def longest_wait(made: Iterable[ModelView], requests: Sequence[Request]) -> floa
     return sum(each.start_seconds + time_slice(each) + lasts + each.stop_seconds + 6 * STEP for each in made)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(worlds())
 def test_everybody_is_served_in_bounded_time_and_nobody_is_cut(world: World) -> None:
     bound = longest_wait(world.models.values(), world.requests)
@@ -265,7 +266,7 @@ def test_everybody_is_served_in_bounded_time_and_nobody_is_cut(world: World) -> 
         assert request.begun - request.arrives <= bound, (request, world.log)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(worlds())
 def test_nothing_happens_where_nobody_asks(world: World) -> None:
     bound = longest_wait(world.models.values(), world.requests)
@@ -275,7 +276,7 @@ def test_nothing_happens_where_nobody_asks(world: World) -> None:
     assert world.log[stirred:] == []
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(SECONDS, min_size=2, max_size=4), SECONDS)
 def test_hot_models_take_turns(paces: list[float], lasts: float) -> None:
     """Each is asked for all the time: each is served again and again, and most of the time goes into turns."""
