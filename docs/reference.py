@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.api.reference import document, words
-from gateway.api.reference.words import Operation, Ref, Row
+from gateway.api.reference.words import Operation, Ref, TableRow
 from gateway.config import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,7 +192,7 @@ def _shape(name: str, schema: Mapping[str, Any]) -> str:
     return f"### {name}\n\n{about + chr(10) * 2 if about else ''}{table}"
 
 
-def _member(row: Row) -> str:
+def _member(row: TableRow) -> str:
     needed = ["**required**"] if row.required else []
     return f"| `{row.name}` | {_pieces(row.kind)} | {'; '.join([*needed, *filter(None, [row.about])])} |"
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from gateway import __version__
-from gateway.api.errors import ROWS, Refusal, anthropic_error
+from gateway.api.errors import ERRORS, Refusal, anthropic_error
 from gateway.api.routes import REFUSED, ROUTES
 from gateway.cli.main import application
 from gateway.telemetry.metrics import FAMILIES, PREFIX
@@ -36,19 +36,19 @@ def rows(page: Path) -> list[list[str]]:
 
 def test_the_table_of_errors_is_the_codes() -> None:
     told = {cells[2]: (int(cells[0]), cells[1]) for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit()}
-    assert told == {code: (row.status, row.type) for code, row in ROWS.items()}
+    assert told == {code: (row.status, row.type) for code, row in ERRORS.items()}
     assert all(len(cell) > 3 for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit() for cell in cells[3:])
 
 
 def test_operators_are_told_of_every_code() -> None:
-    told = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ROWS}
-    assert set(told) == set(ROWS)
+    told = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ERRORS}
+    assert set(told) == set(ERRORS)
     assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in told.values())
 
 
 def test_the_table_of_anthropics_types_is_the_codes() -> None:
     told = {cells[0]: cells[1] for cells in rows(DOCS / "errors.md") if len(cells) == 2}
-    for code, row in ROWS.items():
+    for code, row in ERRORS.items():
         expected = told.get(str(row.status)) or told[f"other {row.status // 100}xx"]
         assert anthropic_error(Refusal(code, "-"))["error"]["type"] == expected, code
 

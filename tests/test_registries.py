@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from docs.reference import groups
-from gateway.api.errors import ROWS
+from gateway.api.errors import ERRORS
 from gateway.api.reference.shapes import read
 from gateway.api.routes import ROUTES
 from gateway.config import schema
 from gateway.limits.messages import _WORDS
-from gateway.limits.redis_store import REASONS
+from gateway.limits.redis_store import COUNTED_LIMITS
 from gateway.snapshot.snapshot import Limits
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, ROOT
@@ -72,7 +72,7 @@ SETTINGS = {setting.name for group in groups() for setting in group.settings}
 KINDS = {
     "error code": Kind(
         "gateway/api/errors.py, ROWS",
-        ROWS,
+        ERRORS,
         (
             Place("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
             Place("docs/operators/troubleshooting.md", described("docs/operators/troubleshooting.md"), "add a row for operators"),
@@ -104,7 +104,7 @@ KINDS = {
     ),
     "limit": Kind(
         "gateway/limits/redis_store.py, REASONS",
-        REASONS,
+        COUNTED_LIMITS,
         (
             Place("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
             Place("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),

@@ -27,7 +27,7 @@ from gateway.admin.status_view import picture
 from gateway.api.accept import prefers_html
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, Operations, RefusedOperation
-from gateway.ledger.errors import AwayError, QuestionError
+from gateway.ledger.errors import DatabaseUnavailableError, QueryError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 
 _log = logging.getLogger("vllm_gateway.control")
@@ -54,7 +54,7 @@ class Overview(Protocol):
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         """What the ledger answers to a question in words; None: there is no ledger.
 
-        Raises QuestionError, and AwayError where its database does not answer.
+        Raises QueryError, and DatabaseUnavailableError where its database does not answer.
         """
 
     async def keys(self) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def usage(request: Request) -> Response:
         try:
             known = await overview.usage(dict(request.query_params))
-        except QuestionError as error:
+        except QueryError as error:
             return _error(str(error), 400)
-        except AwayError as error:
+        except DatabaseUnavailableError as error:
             return _error(f"the ledger's database does not answer: {error}", 503)
         return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
 

@@ -15,7 +15,7 @@ _TIMES_FREE = 4
 
 
 @dataclass(slots=True)
-class _Share:
+class _HeldBodies:
     """What one holder has."""
 
     size: int = 0
@@ -28,11 +28,11 @@ class BodyMemory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _HeldBodies] = {}
 
-    def take(self, size: int, holder: str, *, more: bool = False) -> bool:
+    def reserve(self, size: int, holder: str, *, more: bool = False) -> bool:
         """Take so many bytes for a body of a holder, or ``more`` for one that has some; False, and nothing is taken, where it may not."""
-        share, left = self._shares.get(holder) or _Share(), self.limit - self.held - size
+        share, left = self._shares.get(holder) or _HeldBodies(), self.limit - self.held - size
         if left < 0 or (share.bodies > more and share.size + size > _TIMES_FREE * left):
             return False
         self.held += size
@@ -41,7 +41,7 @@ class BodyMemory:
         self._shares[holder] = share
         return True
 
-    def give(self, size: int, holder: str) -> None:
+    def release(self, size: int, holder: str) -> None:
         """Give back what was taken for a body."""
         share = self._shares[holder]
         self.held -= size

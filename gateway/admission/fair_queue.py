@@ -74,14 +74,14 @@ class FairQueue(Generic[T]):
         item = next(iter(flow.waiting))
         self._now = flow.start
         flow.start += 1 / flow.weight
-        self._take(flow, item)
+        self._remove_from(flow, item)
         return item
 
     def remove(self, item: T, key: str) -> None:
         """One leaves without having had his turn. Raises KeyError for one who does not wait."""
-        self._take(self._flows[key], item)
+        self._remove_from(self._flows[key], item)
 
-    def to_yield(self, key: str, weight: float) -> T | None:
+    def displaced_by(self, key: str, weight: float) -> T | None:
         """Who would have to leave for one more of this flow, when there is no place: None when that one has to.
 
         It is the latest of the flow that has most for its weight; a flow in which nobody waits gets its first place from any
@@ -93,7 +93,7 @@ class FairQueue(Generic[T]):
             return None
         return next(reversed(largest.waiting))
 
-    def _take(self, flow: _Flow[T], item: T) -> None:
+    def _remove_from(self, flow: _Flow[T], item: T) -> None:
         del flow.waiting[item]
         self._size -= 1
         if not flow.waiting:

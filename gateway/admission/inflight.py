@@ -17,13 +17,13 @@ _REMEMBERED = 60.0
 """Seconds for which room is left after the last request of such a key."""
 
 
-def part(whole: int, number: int, of: int) -> int:
+def worker_share(whole: int, number: int, of: int) -> int:
     """How much of a bound is worker ``number``'s, of so many workers; the first ones get what cannot be divided. It is never nothing:
     a bound for fewer workers may be read while those before serve on, until the restart that their number needs."""
     return max(whole // of + (number % of < whole % of), 1)
 
 
-class House:
+class ConcurrencyLimit:
     """The bound on all requests of a worker.
 
     A key that is alone may have all of it. When it is full and somebody is turned away who has little, what is free is shared out by

@@ -8,23 +8,23 @@ from __future__ import annotations
 from gateway.snapshot.snapshot import Key
 
 
-class Admission:
+class InflightCounts:
     """Requests in flight by key. A key has its ticket from its first request on, for as long as the worker lives."""
 
     def __init__(self) -> None:
-        self._tickets: dict[str, Ticket] = {}
+        self._slots: dict[str, InflightSlot] = {}
 
     @property
     def in_flight(self) -> int:
         """How many requests are admitted."""
-        return sum(ticket.in_flight for ticket in self._tickets.values())
+        return sum(ticket.in_flight for ticket in self._slots.values())
 
-    def ticket(self, key: Key) -> Ticket:
+    def slot(self, key: Key) -> InflightSlot:
         """Admit a request of a key for the length of a ``with``."""
-        return self._tickets.get(key.id) or self._tickets.setdefault(key.id, Ticket())
+        return self._slots.get(key.id) or self._slots.setdefault(key.id, InflightSlot())
 
 
-class Ticket:
+class InflightSlot:
     """A key's requests in flight. Any number of ``with`` may be in it at a time: it holds no more than their number."""
 
     __slots__ = ("in_flight",)

@@ -24,59 +24,59 @@ from upstream.balancing.pool import Pool
 from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import Signal
 
-Ask = Callable[[str, float | None], None]
+ReportDemand = Callable[[str, float | None], None]
 """Tells control since when a model is asked for; None: nobody asks for it any more."""
 
 NO_QUEUE = Queue(size=0, wait=0.0)
-RETURN = 2.0
+RETURN_GRACE = 2.0
 """Seconds for which a client may be late that comes back after its Retry-After."""
 
 
-def nobody(_model: str, _since: float | None) -> None:
+def report_nothing(_model: str, _since: float | None) -> None:
     """Asks in vain: for a worker without a control process."""
 
 
-class Lobby:
+class ModelQueues:
     """The rooms of a worker. ``cells`` gives a model's gauge of waiting requests."""
 
-    def __init__(self, deadlines: Deadlines, cells: Callable[[str], Cells], ask: Ask) -> None:
+    def __init__(self, deadlines: Deadlines, cells: Callable[[str], Cells], ask: ReportDemand) -> None:
         self._deadlines = deadlines
         self._cells = cells
-        self._ask = ask
-        self._rooms: dict[str, Room] = {}
+        self._report = ask
+        self._queues: dict[str, ModelQueue] = {}
 
-    def expect(self, models: Iterable[tuple[Model, Pool]]) -> None:
+    def set_models(self, models: Iterable[tuple[Model, Pool]]) -> None:
         """Have a room for each model of a new snapshot; those who wait stay where they are."""
-        before, self._rooms = self._rooms, {}
+        before, self._queues = self._queues, {}
         for model, pool in models:
-            room = before.pop(model.id, None) or Room(model.id, self._deadlines, self._cells(model.id), self._ask)
-            self._rooms[model.id] = room
-            room.serve(pool, model.queue or NO_QUEUE)
+            room = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._cells(model.id), self._report)
+            self._queues[model.id] = room
+            room.set_pool(pool, model.queue or NO_QUEUE)
         for room in before.values():
-            room.send_all(none_healthy)
+            room.refuse_all(none_healthy)
 
-    def learn(self, expected: Mapping[str, float]) -> None:
+    def set_expected(self, expected: Mapping[str, float]) -> None:
         """Take over when each model is expected that is not up; who need not wait any longer goes on."""
-        for model, room in self._rooms.items():
+        for model, room in self._queues.items():
             room.eta = expected.get(model)
-            room.reconsider()
+            room.update()
 
-    def place(self, model: str, key: Key, since: float) -> Place:
+    def slot(self, model: str, key: Key, since: float) -> QueueSlot:
         """A place in a model's room, for a request that waits since then. Raises Refusal no_healthy_server for a model that is gone."""
-        room = self._rooms.get(model)
+        room = self._queues.get(model)
         if room is None:
             raise none_healthy()
-        return Place(room, key, since)
+        return QueueSlot(room, key, since)
 
     def is_expected(self, model: str) -> bool:
         """Whether a model is on its way, as control sees it."""
-        room = self._rooms.get(model)
+        room = self._queues.get(model)
         return room is not None and room.eta is not None
 
     def tick(self) -> None:
         """Give up clients that have not come back."""
         now = monotonic()
-        for room in self._rooms.values():
+        for room in self._queues.values():
             room.tick(now)
 
     def close(self) -> None:
@@ -84,113 +84,113 @@ class Lobby:
 
         The others may get their turn yet.
         """
-        for room in self._rooms.values():
+        for room in self._queues.values():
             room.close()
 
 
-class Room:
+class ModelQueue:
     """Those who wait for one model. ``eta``: when it should be up, None while nobody expects it."""
 
-    def __init__(self, model: str, deadlines: Deadlines, gauge: Cells, ask: Ask) -> None:
+    def __init__(self, model: str, deadlines: Deadlines, gauge: Cells, ask: ReportDemand) -> None:
         self.deadlines = deadlines
-        self.queue = NO_QUEUE
+        self.bounds = NO_QUEUE
         self.eta: float | None = None
         self._pool = Pool((), "least_busy")
         self._closing = False
         self._model = model
         self._gauge = gauge
-        self._ask = ask
-        self._line = FairQueue[Place]()
-        self._pace = Pace()
-        self._calling = False
-        self._asked: float | None = None
+        self._report = ask
+        self._waiting = FairQueue[QueueSlot]()
+        self._rate = DispatchRate()
+        self._dispatching = False
+        self._reported: float | None = None
         self._returning: tuple[float, float] | None = None
         """Since when those who were sent away have asked, and until when they are expected back."""
 
-    def serve(self, pool: Pool, queue: Queue) -> None:
+    def set_pool(self, pool: Pool, queue: Queue) -> None:
         """From now on it is these servers that are waited for, within these bounds; who is here already stays."""
-        self._pool, self.queue = pool, queue
-        pool.on_capacity(self.call)
+        self._pool, self.bounds = pool, queue
+        pool.on_capacity(self.dispatch)
         if pool.is_up:
-            self.reconsider()
+            self.update()
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: QueueSlot) -> None:
         """Take a place. Raises Refusal."""
         if not self._pool.is_up:
             if self._closing:
                 raise draining()
             if self.eta is None:
                 raise none_healthy()
-        if len(self._line) >= self.queue.size:
-            self._make_room(place)
-        if not self._line:
-            self._pace.begin(monotonic())
-        self._line.put(place, place.key.id, place.key.weight, place.since)
-        self._note()
+        if len(self._waiting) >= self.bounds.size:
+            self._displace_for(place)
+        if not self._waiting:
+            self._rate.start(monotonic())
+        self._waiting.put(place, place.key.id, place.key.weight, place.since)
+        self._publish()
 
-    def _make_room(self, place: Place) -> None:
-        latest = self._line.to_yield(place.key.id, place.key.weight)
+    def _displace_for(self, place: QueueSlot) -> None:
+        latest = self._waiting.displaced_by(place.key.id, place.key.weight)
         if latest is None:
-            raise self.send_away(place.since)
-        self.end(latest, self.send_away(latest.since))
+            raise self.retry_later(place.since)
+        self.refuse(latest, self.retry_later(latest.since))
 
-    def leave(self, place: Place) -> None:
+    def remove(self, place: QueueSlot) -> None:
         """Give a place back that was not called."""
-        self._line.remove(place, place.key.id)
-        self._note()
+        self._waiting.remove(place, place.key.id)
+        self._publish()
 
-    def end(self, place: Place, refusal: Refusal) -> None:
+    def refuse(self, place: QueueSlot, refusal: Refusal) -> None:
         """Let one wait no longer."""
-        self.leave(place)
-        place.call(refusal)
+        self.remove(place)
+        place.resume(refusal)
 
-    def call(self) -> None:
+    def dispatch(self) -> None:
         """Let as many go on as there is room for, in their order."""
-        if self._calling or not self._line:
+        if self._dispatching or not self._waiting:
             return  # who goes on takes a server, or leaves one: it is seen below
-        self._calling = True
+        self._dispatching = True
         try:
-            for _ in range(len(self._line)):
-                if not (self._line and self._pool.has_capacity()):
+            for _ in range(len(self._waiting)):
+                if not (self._waiting and self._pool.has_capacity()):
                     break
-                self._pace.mark(monotonic())
-                self._line.pop().call()
+                self._rate.record_dispatch(monotonic())
+                self._waiting.pop().resume()
         finally:
-            self._calling = False
-        self._note()
+            self._dispatching = False
+        self._publish()
 
-    def reconsider(self) -> None:
+    def update(self) -> None:
         """Something has changed that is waited for."""
         up = self._pool.is_up
         if up or self.eta is None:
             self._returning = None
         if up:
-            self.call()
+            self.dispatch()
         elif self.eta is None:
-            self.send_all(none_healthy)
-        self._note()
+            self.refuse_all(none_healthy)
+        self._publish()
 
-    def send_all(self, reason: Callable[[], Refusal]) -> None:
+    def refuse_all(self, reason: Callable[[], Refusal]) -> None:
         """Let nobody wait any longer."""
-        for place in tuple(self._line):
+        for place in tuple(self._waiting):
             if place.waits:
-                self.end(place, reason())
+                self.refuse(place, reason())
 
     def close(self) -> None:
         """The gateway is stopping."""
         self._closing = True
         if not self._pool.is_up:
-            self.send_all(draining)
+            self.refuse_all(draining)
 
-    def send_away(self, since: float) -> Refusal:
+    def retry_later(self, since: float) -> Refusal:
         """What one is told who cannot wait, or has waited too long: when to come back."""
         now = monotonic()
         if self._pool.is_up:
-            return _overloaded(self._pace.time_for(len(self._line), now))
+            return _overloaded(self._rate.seconds_for(len(self._waiting), now))
         seconds = max(math.ceil((self.eta or now) - now), 1)
         first, until = self._returning or (since, 0.0)
-        self._returning = min(first, since), max(until, now + seconds + RETURN)
-        self._note()
+        self._returning = min(first, since), max(until, now + seconds + RETURN_GRACE)
+        self._publish()
         return Refusal(
             "model_loading", f"The model is being loaded. Try again in {duration(seconds)}.", headers={"retry-after": str(seconds)}
         )
@@ -198,65 +198,65 @@ class Room:
     def tick(self, now: float) -> None:
         if self._returning is not None and now > self._returning[1]:
             self._returning = None
-            self._note()
+            self._publish()
 
-    def _note(self) -> None:
+    def _publish(self) -> None:
         """Leave the number for others to read, and tell control when it has changed since when the model is asked for."""
-        self._gauge[0] = len(self._line)
-        asked = None if self._pool.is_up else self._oldest()
-        if asked != self._asked:
-            self._asked = asked
-            self._ask(self._model, asked)
+        self._gauge[0] = len(self._waiting)
+        asked = None if self._pool.is_up else self._oldest_demand()
+        if asked != self._reported:
+            self._reported = asked
+            self._report(self._model, asked)
 
-    def _oldest(self) -> float | None:
+    def _oldest_demand(self) -> float | None:
         """Since when somebody wants the model who is here or is expected back."""
-        return min((since for since in (self._line.oldest, self._returning and self._returning[0]) if since is not None), default=None)
+        return min((since for since in (self._waiting.oldest, self._returning and self._returning[0]) if since is not None), default=None)
 
 
-class Place:
+class QueueSlot:
     """One request's place in a room. Watched by the worker's clock."""
 
-    __slots__ = ("_called", "_refusal", "_room", "key", "since", "waits")
+    __slots__ = ("_queue", "_refusal", "_signal", "key", "since", "waits")
 
-    def __init__(self, room: Room, key: Key, since: float) -> None:
+    def __init__(self, room: ModelQueue, key: Key, since: float) -> None:
         self.key = key
         self.since = since
         self.waits = False
-        self._room = room
-        self._called = Signal()
+        self._queue = room
+        self._signal = Signal()
         self._refusal: Refusal | None = None
 
-    def __enter__(self) -> Place:
-        self._room.enter(self)
+    def __enter__(self) -> QueueSlot:
+        self._queue.enter(self)
         self.waits = True
-        self._room.deadlines.watch(self)
-        self._room.call()  # it may come from servers of a snapshot before, which are full where those of now are not
+        self._queue.deadlines.watch(self)
+        self._queue.dispatch()  # it may come from servers of a snapshot before, which are full where those of now are not
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._room.deadlines.forget(self)
+        self._queue.deadlines.forget(self)
         if self.waits:
             self.waits = False
-            self._room.leave(self)
+            self._queue.remove(self)
 
-    async def called(self) -> None:
+    async def wait(self) -> None:
         """Wait until a server may be had. Raises Refusal model_loading or overloaded when the wait is over before."""
-        await self._called
+        await self._signal
         if self._refusal is not None:
             raise self._refusal
 
-    def call(self, refusal: Refusal | None = None) -> None:
+    def resume(self, refusal: Refusal | None = None) -> None:
         """Its wait is over, and it is in the room no longer."""
         self.waits = False
         self._refusal = refusal
-        self._called.set()
+        self._signal.set()
 
     def check(self, now: float) -> None:
-        if self.waits and now - self.since > self._room.queue.wait:
-            self._room.end(self, self._room.send_away(self.since))
+        if self.waits and now - self.since > self._queue.bounds.wait:
+            self._queue.refuse(self, self._queue.retry_later(self.since))
 
 
-class Pace:
+class DispatchRate:
     """How long it takes from one turn to the next: the mean of the latest times between two, in seconds."""
 
     _MEMORY = 16
@@ -266,17 +266,17 @@ class Pace:
         self._seen = 0
         self._last = 0.0
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Somebody waits again."""
         self._last = now
 
-    def mark(self, now: float) -> None:
+    def record_dispatch(self, now: float) -> None:
         """One of those who wait has his turn."""
         self._seen = min(self._seen + 1, self._MEMORY)
         self._mean += (now - self._last - self._mean) / self._seen
         self._last = now
 
-    def time_for(self, turns: int, now: float) -> int:
+    def seconds_for(self, turns: int, now: float) -> int:
         """Whole seconds, at least one, that so many turns will take."""
         return max(math.ceil(max(self._mean, now - self._last) * turns), 1)
 

@@ -1,6 +1,6 @@
 """Every refusal a client can meet: one table, one renderer.
 
-The rule: whatever goes wrong, in whatever layer, becomes a ``Refusal`` with a row of ``ROWS``, and
+The rule: whatever goes wrong, in whatever layer, becomes a ``Refusal`` with a row of ``ERRORS``, and
 ``render`` alone turns it into bytes. A server's own errors become refusals in ``vllm_errors``.
 """
 
@@ -30,42 +30,42 @@ INVALID_REQUEST, AUTHENTICATION, RATE_LIMIT, SERVER = "invalid_request_error", "
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ErrorSpec:
     """What a code means on the wire: the HTTP status and OpenAI's error type."""
 
     status: int
     type: str
 
 
-ROWS: Mapping[str, Row] = MappingProxyType(
+ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
     {
-        "invalid_json": Row(400, INVALID_REQUEST),
-        "invalid_value": Row(400, INVALID_REQUEST),
-        "invalid_request": Row(400, INVALID_REQUEST),
-        "feature_not_enabled": Row(400, INVALID_REQUEST),
-        "missing_required_parameter": Row(400, INVALID_REQUEST),
-        "context_length_exceeded": Row(400, INVALID_REQUEST),
-        "missing_api_key": Row(401, AUTHENTICATION),
-        "invalid_api_key": Row(401, AUTHENTICATION),
-        "expired_api_key": Row(401, AUTHENTICATION),
-        "model_not_found": Row(404, INVALID_REQUEST),
-        "not_found": Row(404, INVALID_REQUEST),
-        "method_not_allowed": Row(405, INVALID_REQUEST),
-        "request_timeout": Row(408, INVALID_REQUEST),
-        "request_too_large": Row(413, INVALID_REQUEST),
-        "unsupported_media_type": Row(415, INVALID_REQUEST),
-        "headers_too_large": Row(431, INVALID_REQUEST),
-        "rate_limit_exceeded": Row(429, RATE_LIMIT),
-        "insufficient_quota": Row(429, RATE_LIMIT),
-        "server_error": Row(500, SERVER),
-        "internal_error": Row(500, SERVER),
-        "upstream_unreachable": Row(502, SERVER),
-        "upstream_disconnected": Row(502, SERVER),
-        "upstream_timeout": Row(504, SERVER),
-        "model_loading": Row(503, SERVER),
-        "overloaded": Row(503, SERVER),
-        "draining": Row(503, SERVER),
-        "no_healthy_server": Row(503, SERVER),
+        "invalid_json": ErrorSpec(400, INVALID_REQUEST),
+        "invalid_value": ErrorSpec(400, INVALID_REQUEST),
+        "invalid_request": ErrorSpec(400, INVALID_REQUEST),
+        "feature_not_enabled": ErrorSpec(400, INVALID_REQUEST),
+        "missing_required_parameter": ErrorSpec(400, INVALID_REQUEST),
+        "context_length_exceeded": ErrorSpec(400, INVALID_REQUEST),
+        "missing_api_key": ErrorSpec(401, AUTHENTICATION),
+        "invalid_api_key": ErrorSpec(401, AUTHENTICATION),
+        "expired_api_key": ErrorSpec(401, AUTHENTICATION),
+        "model_not_found": ErrorSpec(404, INVALID_REQUEST),
+        "not_found": ErrorSpec(404, INVALID_REQUEST),
+        "method_not_allowed": ErrorSpec(405, INVALID_REQUEST),
+        "request_timeout": ErrorSpec(408, INVALID_REQUEST),
+        "request_too_large": ErrorSpec(413, INVALID_REQUEST),
+        "unsupported_media_type": ErrorSpec(415, INVALID_REQUEST),
+        "headers_too_large": ErrorSpec(431, INVALID_REQUEST),
+        "rate_limit_exceeded": ErrorSpec(429, RATE_LIMIT),
+        "insufficient_quota": ErrorSpec(429, RATE_LIMIT),
+        "server_error": ErrorSpec(500, SERVER),
+        "internal_error": ErrorSpec(500, SERVER),
+        "upstream_unreachable": ErrorSpec(502, SERVER),
+        "upstream_disconnected": ErrorSpec(502, SERVER),
+        "upstream_timeout": ErrorSpec(504, SERVER),
+        "model_loading": ErrorSpec(503, SERVER),
+        "overloaded": ErrorSpec(503, SERVER),
+        "draining": ErrorSpec(503, SERVER),
+        "no_healthy_server": ErrorSpec(503, SERVER),
     }
 )
 
@@ -85,14 +85,14 @@ _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 
 
 class Refusal(Exception):
-    """A request ends with this error. ``code`` is a key of ``ROWS``; ``param`` names the field at fault."""
+    """A request ends with this error. ``code`` is a key of ``ERRORS``; ``param`` names the field at fault."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
-        self.row = ROWS[code]
+        self.spec = ERRORS[code]
         self._headers = headers or {}
 
     @property
@@ -100,9 +100,9 @@ class Refusal(Exception):
         """The headers that belong to the error: ``WWW-Authenticate`` with 401, ``Retry-After`` where the same request may succeed
         later, and ``x-should-retry: false`` where it can't (the SDKs of OpenAI and Anthropic obey it)."""
         headers = dict(self._headers)
-        if self.row.status == 401:
+        if self.spec.status == 401:
             headers.setdefault("www-authenticate", "Bearer")
-        if self.row.status < 500 and self.code not in _RETRIED:
+        if self.spec.status < 500 and self.code not in _RETRIED:
             headers.setdefault("x-should-retry", "false")
         if self.code in RETRY_AFTER and headers.get("x-should-retry") != "false":
             headers.setdefault("retry-after", str(RETRY_AFTER[self.code]))
@@ -164,16 +164,16 @@ _ANTHROPIC_TYPES = {
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
-    return {"error": {"message": refusal.message, "type": refusal.row.type, "param": refusal.param, "code": refusal.code}}
+    return {"error": {"message": refusal.message, "type": refusal.spec.type, "param": refusal.param, "code": refusal.code}}
 
 
 def anthropic_error(refusal: Refusal) -> dict[str, Any]:
     """``{"type": "error", "error": {"type", "message"}}``, as Anthropic's API documents it."""
-    fallback = "invalid_request_error" if refusal.row.status < 500 else "api_error"
+    fallback = "invalid_request_error" if refusal.spec.status < 500 else "api_error"
     message, param = refusal.message, refusal.param
     if param is not None and param not in message:  # there is no member for it, so it is said as Anthropic says it
         message = f"{param}: {message}"
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.row.status, fallback), "message": message}}
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.spec.status, fallback), "message": message}}
 
 
 def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:

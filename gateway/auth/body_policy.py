@@ -102,15 +102,15 @@ NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_o
 """Where what looks like a message's part is none: schemas and such."""
 
 
-class Policy:
+class BodyPolicy:
     """The table as it holds for one model, with the operator's own fields."""
 
     __slots__ = (
         "_allowed",
         "_forbidden",
         "_in_template",
+        "_maxima",
         "_media",
-        "_most",
         "_refused",
         "_sizes",
         "_watched",
@@ -130,17 +130,17 @@ class Policy:
             most |= dict.fromkeys(("n", "best_of"), rules.max_n)
         if rules.max_tokens is not None:
             most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
-        self._most = {name: value for name, value in most.items() if name not in refused}
+        self._maxima = {name: value for name, value in most.items() if name not in refused}
         stripped = STRIPPED - allowed
         self._forbidden = stripped | self._refused
-        self._watched = self._forbidden | self._most.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
+        self._watched = self._forbidden | self._maxima.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
         self._in_template = (IN_TEMPLATE - allowed) | self._forbidden
         self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
         self._allowed = allowed
         self._media = MediaHosts(rules.media_hosts)
 
     @classmethod
-    def of(cls, model: Model) -> Policy:
+    def for_model(cls, model: Model) -> BodyPolicy:
         """That of a model of the state."""
         return cls(model.body, model.defaults, model.overrides)
 
@@ -150,9 +150,9 @@ class Policy:
             finished(self.apply_in_steps(document, size))
             return
         if not self._watched.isdisjoint(document):
-            self._named(document)
+            self._check_fields(document)
         if "chat_template_kwargs" in document:
-            self._template(document["chat_template_kwargs"])
+            self._check_template(document["chat_template_kwargs"])
         for name, value in document.items():
             if type(value) in CONTAINERS and name not in NO_MEDIA:
                 if name in BATCHES or len(value) > MAX_BATCH:
@@ -163,14 +163,14 @@ class Policy:
     def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
         """The same for a large body, in steps."""
         if not self._watched.isdisjoint(document):
-            self._named(document)
+            self._check_fields(document)
         yield
         if size > _LEAST_SIZE:
             for name in self._sizes.keys() & document.keys():
                 self._check_size(name, document[name])
                 yield
         if "chat_template_kwargs" in document:
-            self._template(document["chat_template_kwargs"])
+            self._check_template(document["chat_template_kwargs"])
         yield
         for name, value in document.items():
             if type(value) in CONTAINERS and name not in NO_MEDIA:
@@ -182,7 +182,7 @@ class Policy:
                         raise self._refused_url(name, value, *found)
                     yield
 
-    def refused_of(self, names: Set[str]) -> str | None:
+    def forbidden_field(self, names: Set[str]) -> str | None:
         """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
         return min(self._forbidden & names, default=None)
 
@@ -198,14 +198,14 @@ class Policy:
     def _not_allowed(self, path: str) -> Refusal:
         return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
 
-    def most(self, name: str) -> int | None:
+    def maximum(self, name: str) -> int | None:
         """The largest number that a field may hold, where there is a bound."""
-        return self._most.get(name)
+        return self._maxima.get(name)
 
-    def _named(self, document: Document) -> None:
+    def _check_fields(self, document: Document) -> None:
         for name in self._watched & document.keys():
             value = document[name]
-            if name in self._most:
+            if name in self._maxima:
                 if value is not None:
                     self._check_number(name, value, document)
                 continue
@@ -217,7 +217,7 @@ class Policy:
             del document[name]
 
     def _check_number(self, name: str, value: Any, document: Document) -> None:
-        check_number(name, value, self._most[name])
+        check_number(name, value, self._maxima[name])
         if name in _CHOICES and value * _batch(document.get("prompt")) > MAX_BATCH:
             raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
 
@@ -230,7 +230,7 @@ class Policy:
         if many and name not in self._allowed:
             raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
 
-    def _template(self, kwargs: Any) -> None:
+    def _check_template(self, kwargs: Any) -> None:
         if isinstance(kwargs, dict):
             for name in sorted(self._in_template & kwargs.keys()):
                 raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")

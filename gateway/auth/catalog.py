@@ -12,20 +12,20 @@ from typing import Any
 
 from gateway.api.errors import Refusal, unknown_model
 from gateway.api.routes import ROUTES, Route
-from gateway.auth.body_policy import Policy
+from gateway.auth.body_policy import BodyPolicy
 from gateway.snapshot.snapshot import Key, Model
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Server
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A model with its live servers, and what a request's body may hold. ``name``: what its answers are to call it; None: as its
     servers do."""
 
     model: Model
     pool: Pool
-    policy: Policy
+    policy: BodyPolicy
     name: str | None = None
 
 
@@ -34,7 +34,7 @@ class Target:
     """What a path means: the route, and the model it is bound to when the path is an instance's."""
 
     route: Route
-    mounted: Entry | None = None
+    mounted: CatalogEntry | None = None
 
 
 class Catalog:
@@ -43,7 +43,8 @@ class Catalog:
     def __init__(self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None) -> None:
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
         self.entries = tuple(
-            Entry(model, self._pool(model, servers), Policy.of(model), model.id if model.rewrite else None) for model in models
+            CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
+            for model in models
         )
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
@@ -51,12 +52,12 @@ class Catalog:
         self._default = default
         self.targets: dict[bytes, Target] = {}
         for path, route in ROUTES.items():
-            self._serve(path, Target(route))
+            self._add_target(path, Target(route))
             for mount, entry in self._mounts.items():
-                self._serve(mount + path, Target(route, entry))
+                self._add_target(mount + path, Target(route, entry))
         self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
 
-    def _serve(self, path: str, target: Target) -> None:
+    def _add_target(self, path: str, target: Target) -> None:
         """Serve a path, with and without a slash at its end. vLLM redirects from the one to the other, which not every client follows."""
         self.targets[path.encode()] = self.targets[path.encode() + b"/"] = target
 
@@ -71,18 +72,18 @@ class Catalog:
         for pool in self._pools.values():
             pool.retire()
 
-    def mounted(self, path: str, suffix: str) -> Entry | None:
+    def mounted(self, path: str, suffix: str) -> CatalogEntry | None:
         """The model whose instance URL, followed by ``suffix``, is this path."""
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
-    def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
+    def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         """The model that a name means for a key. ``mounted`` may be of the snapshot before. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
 
-    def unnamed(self, key: Key, mounted: Entry | None = None) -> Entry:
+    def resolve_unnamed(self, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         """The model of a request that names none: that of the instance URL, the default, or the only one that the key may use.
 
         LoRA adapters are not counted where their base may be used, as vLLM serves the base. Raises Refusal model_not_found where the
@@ -102,7 +103,7 @@ class Catalog:
             raise Refusal("missing_required_parameter", "The field 'model' is missing. GET /v1/models lists the models.", param="model")
         return found[0]
 
-    def fallbacks(self, entry: Entry, key: Key) -> list[Entry]:
+    def fallbacks(self, entry: CatalogEntry, key: Key) -> list[CatalogEntry]:
         """Where a model's requests may go when its own servers cannot take them, as far as the key may use it."""
         others = (self._by_name[name] for name in entry.model.fallbacks)
         return [other for other in others if self._allows(key, other.model)]
@@ -112,7 +113,7 @@ class Catalog:
         entry = self._by_id.get(model)
         return entry.pool if entry is not None else None
 
-    def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
+    def visible(self, key: Key, mounted: CatalogEntry | None = None) -> list[CatalogEntry]:
         """The models that a key may use, in the order of the configuration."""
         return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]
 

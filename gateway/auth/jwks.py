@@ -26,7 +26,7 @@ class KeySetError(Exception):
     """A document that is no key set to be used; the text says why, behind the document's name."""
 
 
-def usable(document: bytes) -> bytes:
+def verification_keys(document: bytes) -> bytes:
     """What of a JWKS can check tokens, as a JSON list of JWKs. Raises KeySetError."""
     found = [key for key in _keys(document) if _checks(key)]
     if not found:
@@ -71,11 +71,11 @@ def _made(key: Mapping[str, Any], algorithm: str) -> jwt.PyJWK | None:
     return made if _LEAST_RSA <= size <= _MOST_RSA else None
 
 
-class Checkers:
+class VerificationKeys:
     """The keys of a set, by their id and an algorithm."""
 
     def __init__(self, keys: bytes, algorithms: Iterable[str]) -> None:
-        """``keys`` is as ``usable`` gives it."""
+        """``keys`` is as ``verification_keys`` gives it."""
         self._by_id: dict[tuple[str | None, str], jwt.PyJWK] = {}
         self._by_algorithm: dict[str, list[jwt.PyJWK]] = {}
         for identity, algorithm, made in _all(orjson.loads(keys), frozenset(algorithms)):

@@ -21,7 +21,7 @@ import jwt
 import orjson
 
 from gateway.api.errors import Refusal
-from gateway.auth.jwks import Checkers
+from gateway.auth.jwks import VerificationKeys
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes are those of a brace
@@ -36,7 +36,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifiedToken:
     """What is known of a good token. ``expires`` is in seconds since the epoch, the leeway included."""
 
     entry: str
@@ -47,66 +47,66 @@ class Verdict:
     priority: int | None = None
 
 
-class Tokens:
+class TokenVerifier:
     """The tokens that a worker has met. ``want`` is told of an issuer of which a key is not known."""
 
     def __init__(self, want: Callable[[str], None]) -> None:
-        self._want = want
+        self._on_unknown_key = want
         self._issuers: tuple[Issuer, ...] = ()
         self._by_name: dict[str, _Issuer] = {}
-        self._verdicts: dict[bytes, Verdict] = {}
+        self._verified_tokens: dict[bytes, VerifiedToken] = {}
         self._refused: dict[bytes, tuple[str, str, float]] = {}
-        self._keys: dict[bytes, Key] = {}  # those of this snapshot
-        self._asked: dict[str, float] = {}
+        self._principals: dict[bytes, Key] = {}  # those of this snapshot
+        self._next_request: dict[str, float] = {}
         self._subjects: dict[str, set[str]] = {}  # by entry
         self._entries: dict[str, Key] = {}
         self._teams: Mapping[str, tuple[Allowance, ...]] = {}
         self._limit = 0
 
-    def take(self, snapshot: Snapshot) -> None:
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Serve by this snapshot from now on. Verdicts stay, unless an issuer or its keys are others."""
-        self._keys.clear()
+        self._principals.clear()
         self._entries = {key.id: key for key in snapshot.keys}
         self._teams = snapshot.teams
         if snapshot.issuers != self._issuers:
             self._issuers = snapshot.issuers
             self._by_name = {issuer.name: _Issuer(issuer) for issuer in snapshot.issuers}
             self._limit = max(issuer.limit for issuer in snapshot.issuers)
-            self._verdicts.clear()
+            self._verified_tokens.clear()
             self._refused.clear()
 
-    def key(self, token: bytes, digest: bytes) -> Key | None:
+    def principal(self, token: bytes, digest: bytes) -> Key | None:
         """The principal that a token shows; None where this is no token. ``digest`` is its SHA-256. Raises Refusal."""
-        key = self._keys.get(digest)
+        key = self._principals.get(digest)
         if key is None:
             if not _FORM.match(token):
                 return None
-            key = self._made(token, digest)
+            key = self._verified_principal(token, digest)
         if key.expires is not None and time.time() >= key.expires:
             raise _refusal("expired_api_key")
         return key
 
-    def _made(self, token: bytes, digest: bytes) -> Key:
-        verdict = self._verdicts.get(digest)
+    def _verified_principal(self, token: bytes, digest: bytes) -> Key:
+        verdict = self._verified_tokens.get(digest)
         if verdict is None:
-            verdict = self._judged(token, digest)
-            _keep(self._verdicts, digest, verdict, _VERDICTS)
-        key = self._principal(verdict)
-        _keep(self._keys, digest, key, _VERDICTS)
+            verdict = self._verified(token, digest)
+            _keep(self._verified_tokens, digest, verdict, _VERDICTS)
+        key = self._principal_for(verdict)
+        _keep(self._principals, digest, key, _VERDICTS)
         return key
 
-    def _judged(self, token: bytes, digest: bytes) -> Verdict:
+    def _verified(self, token: bytes, digest: bytes) -> VerifiedToken:
         before = self._refused.get(digest)
         if before is not None and time.monotonic() < before[2]:
             raise Refusal(before[0], before[1])
         try:
-            return self._verdict(token)
+            return self._verify(token)
         except Refusal as refusal:
-            if refusal.row.status == 401:
+            if refusal.spec.status == 401:
                 _keep(self._refused, digest, (refusal.code, refusal.message, time.monotonic() + _REFUSED_FOR), _REFUSED)
             raise
 
-    def _verdict(self, token: bytes) -> Verdict:
+    def _verify(self, token: bytes) -> VerifiedToken:
         if len(token) > self._limit:
             raise Refusal("invalid_api_key", f"The token is larger than {self._limit} bytes.")
         head, claims, _ = token.split(b".")
@@ -115,16 +115,16 @@ class Tokens:
         issuer = self._by_name.get(name) if isinstance(name, str) else None
         if issuer is None:
             raise Refusal("invalid_api_key", "The token is of an issuer that is not known here.")
-        return issuer.verdict(token, header, told, self._ask)
+        return issuer.verify(token, header, told, self._request_keys)
 
-    def _ask(self, issuer: str) -> None:
+    def _request_keys(self, issuer: str) -> None:
         """Tell control that there may be new keys, but not with every token that somebody makes up."""
         now = time.monotonic()
-        if now >= self._asked.get(issuer, 0.0):
-            self._asked[issuer] = now + _ASK_EVERY
-            self._want(issuer)
+        if now >= self._next_request.get(issuer, 0.0):
+            self._next_request[issuer] = now + _ASK_EVERY
+            self._on_unknown_key(issuer)
 
-    def _principal(self, verdict: Verdict) -> Key:
+    def _principal_for(self, verdict: VerifiedToken) -> Key:
         """The configured entry as this subject has it: with limits, a salt and a name of its own."""
         entry = self._entries.get(verdict.entry)
         if entry is None or entry.revoked:
@@ -150,7 +150,7 @@ class Tokens:
             within=verdict.models,
         )
 
-    def _identity(self, entry: str, verdict: Verdict) -> str:
+    def _identity(self, entry: str, verdict: VerifiedToken) -> str:
         """The subject's own name, as long as there is room for one more."""
         known = self._subjects.setdefault(entry, set())
         most = max(issuer.subjects for issuer in self._issuers)
@@ -180,9 +180,9 @@ class _Issuer:
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
-        self._checkers = None if issuer.key_set is None else Checkers(issuer.key_set, issuer.algorithms)
+        self._checkers = None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
 
-    def verdict(self, token: bytes, header: Mapping[str, Any], told: Mapping[str, Any], ask: Callable[[str], None]) -> Verdict:
+    def verify(self, token: bytes, header: Mapping[str, Any], told: Mapping[str, Any], ask: Callable[[str], None]) -> VerifiedToken:
         """Judge a token, what costs least first. ``told`` is what it claims, which nobody has checked. Raises Refusal."""
         issuer, algorithm, expires = self._issuer, header.get("alg"), told.get("exp")
         if len(token) > issuer.limit:
@@ -251,13 +251,13 @@ def _object(part: bytes) -> dict[str, Any]:
 # What claims say
 
 
-def _read(claims: Mapping[str, Any], issuer: Issuer) -> Verdict:
+def _read(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
     """A checked token's claims. Raises Refusal for one that cannot be a principal here."""
     names, subject = issuer.claims, _claim(claims, issuer.claims.subject)
     if not isinstance(subject, str) or not _SUBJECT.fullmatch(subject):
         raise Refusal("invalid_api_key", f"The token's claim {names.subject} is no name.")
     models, priority = _claim(claims, names.models), _claim(claims, names.priority)
-    return Verdict(
+    return VerifiedToken(
         _entry(claims, issuer),
         subject,
         float(claims["exp"]) + issuer.leeway,

@@ -18,7 +18,7 @@ from gateway.auth import keys
 from gateway.snapshot.snapshot import Key
 
 if TYPE_CHECKING:
-    from gateway.auth.jwt import Tokens
+    from gateway.auth.jwt import TokenVerifier
 
 _ONE_WORD = re.compile(rb"[\x21-\x7e]+\Z")  # of visible ASCII (RFC 6750's b64token and every key in use)
 _LONGEST = 512  # bytes of a key
@@ -42,12 +42,12 @@ _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
 class Keyring:
     """The keys of one snapshot, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
 
-    def __init__(self, keys: Iterable[Key], tokens: Tokens | None = None) -> None:
+    def __init__(self, keys: Iterable[Key], tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
-            self._by_digest.update((digest, _shown_by(key, digest)) for digest in key.digests)
+            self._by_digest.update((digest, _with_expiry(key, digest)) for digest in key.digests)
             if key.anonymous and not key.revoked:
                 self._anonymous = key
 
@@ -65,8 +65,8 @@ class Keyring:
         digest = sha256(token).digest()
         key = self._by_digest.get(digest)
         if key is None:
-            return (self._tokens.key(token, digest) if self._tokens is not None else None) or self._stranger(token)
-        if _has_ended(key):
+            return (self._tokens.principal(token, digest) if self._tokens is not None else None) or self._unknown_key(token)
+        if _is_expired(key):
             if key.revoked:
                 raise Refusal("invalid_api_key", "This API key has been revoked.")
             raise Refusal("expired_api_key", "This API key has expired.")
@@ -83,28 +83,28 @@ class Keyring:
                     "invalid_api_key", f"The header '{name.decode()}' is not read here. Send the key as 'Authorization: Bearer <key>'."
                 )
         anonymous = self._anonymous
-        if anonymous is None or _has_ended(anonymous):
+        if anonymous is None or _is_expired(anonymous):
             raise Refusal("missing_api_key", "No API key was sent. Send it as 'Authorization: Bearer <key>'.")
         return anonymous
 
-    def _stranger(self, token: bytes) -> Key:
+    def _unknown_key(self, token: bytes) -> Key:
         if token[:1] in _MARKS:
             raise Refusal("invalid_api_key", _MARKS[token[:1]])
         if _ONE_WORD.match(token) is None:
             raise Refusal("invalid_api_key", "The API key has a space or another character that no key has.")
         anonymous = self._anonymous
-        if anonymous is not None and not token.startswith(b"sk-") and not _has_ended(anonymous):
+        if anonymous is not None and not token.startswith(b"sk-") and not _is_expired(anonymous):
             return anonymous
         if len(token) > _LONGEST:
             raise Refusal("invalid_api_key", f"The API key is longer than {_LONGEST} bytes.")
         raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
 
 
-def _has_ended(key: Key) -> bool:
+def _is_expired(key: Key) -> bool:
     return key.expires is not None and time.time() >= key.expires
 
 
-def _shown_by(key: Key, digest: bytes) -> Key:
+def _with_expiry(key: Key, digest: bytes) -> Key:
     """The principal as one of its keys shows it: it ends with that key, and a revoked one has ended always."""
     ends = [0.0] if key.revoked else [end for end in (key.expires, key.ends.get(digest)) if end is not None]
     return key if ends in ([], [key.expires]) else replace(key, expires=min(ends))
@@ -115,7 +115,7 @@ _MISTYPED = "The API key is mistyped: its checksum is wrong."
 
 def _mistyped(token: bytes) -> bool:
     text = token.decode("ascii")
-    return keys.in_our_form(text) and not keys.well_formed(text)
+    return keys.has_key_format(text) and not keys.has_valid_checksum(text)
 
 
 def _bearer(value: bytes) -> bytes:

@@ -35,22 +35,22 @@ def visible_id(key_id: str) -> str:
     return _base62(number % 62**_ID_LENGTH, _ID_LENGTH)
 
 
-def in_our_form(token: str) -> bool:
+def has_key_format(token: str) -> bool:
     """Whether ``token`` has the grammar of a minted key, whatever its checksum says."""
     return _FORM.fullmatch(token) is not None
 
 
-def well_formed(token: str) -> bool:
+def has_valid_checksum(token: str) -> bool:
     """Whether ``token`` has the grammar of a minted key and its checksum is right.
 
     The checksum is a CRC-32, which finds every change of a single character. A token that is
-    ``in_our_form`` but not ``well_formed`` was mistyped or made up.
+    ``has_key_format`` but not ``has_valid_checksum`` was mistyped or made up.
     """
     found = _FORM.fullmatch(token)
     return found is not None and _checksum(found[1]) == found[2]
 
 
-def usable(token: str) -> bool:
+def is_usable(token: str) -> bool:
     """Whether a client can send ``token`` as a key: one word of visible ASCII, not too long (see ``auth``)."""
     return 0 < len(token) <= 512 and all("!" <= character <= "~" for character in token)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from gateway.config import Config, Key
-    from gateway.key_management.key_file import Keybook
+    from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.key_list import LastUse
-    from gateway.key_management.keys_import import Found
+    from gateway.key_management.keys_import import ImportedKey
 
 _ONCE = "This key is not stored and not shown again: keep it now."
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
@@ -142,7 +142,7 @@ def show(
     Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere.
     """
     from gateway.config import ConfigurationError, load
-    from gateway.key_management.key_list import shown_keys
+    from gateway.key_management.key_list import list_keys
 
     configured = config_file(file, config)
     if admin is not None or token_file is not None:
@@ -151,7 +151,7 @@ def show(
         known = load(configured)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
-    _print_listed(shown_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
+    _print_listed(list_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
     return 0
 
 
@@ -190,7 +190,7 @@ def take_over(
 
     configured = config_file(file, config)
     try:
-        found = keys_import.found(source.read_bytes().decode("utf-8-sig"))
+        found = keys_import.read_keys(source.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         return say_error(f"{source} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
     except keys_import.BadLineError as error:
@@ -199,7 +199,7 @@ def take_over(
     def act() -> None:
         book = _keybook(configured)
         try:
-            listed = keys_import.sorted_out(keys_import.in_teams(found, book.teams), book.hashes, book.ids)
+            listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, book.teams), book.hashes, book.ids)
         except keys_import.BadLineError as error:
             raise _refusal(f"{source}: {error}") from error
         place = _add_all(book, listed.fresh, source) if listed.fresh else configured
@@ -211,18 +211,18 @@ def take_over(
     return _written(act)
 
 
-def _add_all(book: Keybook, fresh: Sequence[Found], file: Path) -> Path:
+def _add_all(book: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
     """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
-    from gateway.key_management.key_file import SpoiledError
+    from gateway.key_management.key_file import InvalidResultError
 
     for one in fresh:
         if wrong := _wrong(one.entry):
             raise _refusal(f"{file}: {one.place}, {wrong}")
     try:
         return book.add([one.entry for one in fresh])
-    except SpoiledError as error:
+    except InvalidResultError as error:
         for problem in error.problems:
-            if of_one := book.added(problem):
+            if of_one := book.added_entry(problem):
                 number, path = of_one
                 raise _refusal(f"{file}: {fresh[number].place}, {path}: {problem.message}") from error
         raise
@@ -255,7 +255,7 @@ def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     token = _read_key()
     found = _holder(known, keys.hash_of(token))
     if found is None:
-        mistyped = keys.in_our_form(token) and not keys.well_formed(token)
+        mistyped = keys.has_key_format(token) and not keys.has_valid_checksum(token)
         return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {configured}", FAILED)
     key, end = found
     if key.revoked:
@@ -298,27 +298,27 @@ def _refuse(message: str) -> NoReturn:
 # What is written
 
 
-def _keybook(config: Path) -> Keybook:
-    from gateway.key_management.key_file import Keybook
+def _keybook(config: Path) -> KeyFiles:
+    from gateway.key_management.key_file import KeyFiles
 
-    return Keybook(config)
+    return KeyFiles(config)
 
 
 def _refusal(message: str) -> Exception:
-    from gateway.key_management.key_file import KeybookError
+    from gateway.key_management.key_file import KeyFileError
 
-    return KeybookError(message)
+    return KeyFileError(message)
 
 
 def _written(act: Callable[[], None]) -> int:
     """Change the configuration's files; returns the exit code."""
-    from gateway.key_management.key_file import KeybookError, SpoiledError
+    from gateway.key_management.key_file import InvalidResultError, KeyFileError
 
     try:
         act()
-    except SpoiledError as error:
+    except InvalidResultError as error:
         return print_problems(error.problems, err=True)
-    except KeybookError as error:
+    except KeyFileError as error:
         return say_error(str(error), FAILED)
     return 0
 

@@ -236,11 +236,11 @@ def usage(
     from rich.console import Console
 
     from gateway.config import ConfigurationError, load
-    from gateway.ledger.errors import AwayError, QuestionError
+    from gateway.ledger.errors import DatabaseUnavailableError, QueryError
     from gateway.ledger.output import FORMATS
-    from gateway.ledger.queries import Answer, ask, question, told
+    from gateway.ledger.queries import UsageReport, parse_query, parse_report, query_ledger
 
-    def shown(answer: Answer) -> None:
+    def shown(answer: UsageReport) -> None:
         FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
@@ -248,19 +248,19 @@ def usage(
     if form not in FORMATS:
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
-        question(words, datetime.now(UTC))
+        parse_query(words, datetime.now(UTC))
         configured = config_file(file, config)
         if admin is not None or token_file is not None:
-            return asked(Where(configured, admin, token_file), lambda gateway: shown(told(gateway.usage(words))))
+            return asked(Where(configured, admin, token_file), lambda gateway: shown(parse_report(gateway.usage(words))))
         settings = load(configured).ledger
         if settings is None:
             return say_error(f"{configured} has no ledger", FAILED)
-        shown(ask(settings, Path(os.path.abspath(configured)).parent, words))
+        shown(query_ledger(settings, Path(os.path.abspath(configured)).parent, words))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
-    except QuestionError as error:
+    except QueryError as error:
         return say_error(str(error), BAD_USAGE)
-    except AwayError as error:
+    except DatabaseUnavailableError as error:
         return say_error(f"the ledger's database does not answer: {error}", FAILED)
     return 0
 

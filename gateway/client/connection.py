@@ -155,7 +155,7 @@ class ClientConnection(asyncio.Protocol):
             if door.addresses.enter(client, most):
                 self._counted_as = client
             else:
-                door.metrics.client_fault("too_many")
+                door.metrics.count_client_fault("too_many")
                 self._turn_away()
 
     def data_received(self, data: bytes) -> None:
@@ -164,7 +164,7 @@ class ClientConnection(asyncio.Protocol):
             self.parser.feed(data)
         except Refusal as refusal:
             if not self._lingering:  # else it was refused already
-                self.door.metrics.client_fault("malformed")
+                self.door.metrics.count_client_fault("malformed")
             self._end_with(refusal)
         if self.deferred is not None:
             self._run_deferred()
@@ -307,7 +307,7 @@ class ClientConnection(asyncio.Protocol):
 
     def evict(self) -> None:
         """Close at once, to free the descriptor."""
-        self.door.metrics.client_fault("evicted")
+        self.door.metrics.count_client_fault("evicted")
         self.transport.abort()
 
     @property
@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._timeouts.is_over(wait, message, moved, now, self.door.clients):
             return
         if wait in _FAULTS:
-            self.door.metrics.client_fault(_FAULTS[wait])
+            self.door.metrics.count_client_fault(_FAULTS[wait])
         if wait is Wait.READER:
             self.cut()
         elif wait in (Wait.HEAD, Wait.BODY):
@@ -401,7 +401,7 @@ def _response(refusal: Refusal, identity: str, date_line: bytes, *, with_body: b
         len(body),
     )
     own = "".join(f"{name}: {value}\r\n" for name, value in refusal.headers.items()).encode()
-    return b"%b%b%b%b\r\n%b" % (STATUS_LINES[refusal.row.status], lines, date_line, own, body if with_body else b"")
+    return b"%b%b%b%b\r\n%b" % (STATUS_LINES[refusal.spec.status], lines, date_line, own, body if with_body else b"")
 
 
 def _remote_address(sock: socket.socket) -> tuple[str, int] | None:

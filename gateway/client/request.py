@@ -23,7 +23,7 @@ from upstream.http.inline_task import InlineTask
 
 if TYPE_CHECKING:
     from gateway.client.connection import ClientConnection
-    from gateway.limits import Permit
+    from gateway.limits import Reservation
 
 _SENT_WITHOUT_COPY = 256 * 1024  # bytes of a response from which its body is not appended to its headers
 
@@ -52,7 +52,7 @@ class ClientRequest(msgspec.Struct, eq=False):
     received_at: float = field(default_factory=monotonic)
     trace: Trace | None = None
     """The position of the request in its trace, if it is traced."""
-    permit: Permit | None = None
+    permit: Reservation | None = None
     """The request's share of its key's limits, if the key has any."""
     handler: InlineTask | None = None
     disconnected: bool = False
@@ -152,7 +152,7 @@ class ClientRequest(msgspec.Struct, eq=False):
         if self.extra_headers:
             framing += self.extra_headers
         if self.permit is not None:
-            framing += self.permit.lines()
+            framing += self.permit.header_lines()
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read

@@ -202,10 +202,10 @@ def _key_set_place(value: object, info: ValidationInfo) -> KeySetPlace:
     text = read_file(str(path), surroundings(info))
     if not installed("jwt", "cryptography"):
         return KeySetPlace()  # `issuer` says what is missing
-    from gateway.auth.jwks import KeySetError, usable  # loaded by those who take tokens
+    from gateway.auth.jwks import KeySetError, verification_keys  # loaded by those who take tokens
 
     try:
-        return KeySetPlace(keys=usable(text.encode()))
+        return KeySetPlace(keys=verification_keys(text.encode()))
     except KeySetError as error:
         raise ValueError(f"the file {path} {error}") from None
 

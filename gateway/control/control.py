@@ -30,7 +30,7 @@ from gateway.system import logs
 from gateway.system.service_manager import ServiceManager
 from gateway.telemetry.dependencies import Dependencies, Observation
 from gateway.telemetry.metrics import tokens_by_model
-from gateway.telemetry.token_rates import Rates
+from gateway.telemetry.token_rates import TokenRates
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
 from upstream.discovery import EndpointState
@@ -92,7 +92,7 @@ class Control:
         self._conditions: Mapping[str, Condition] = {}
         self.changed_at: Mapping[str, float] = {}
         """Since when each server is in its condition, in seconds since the epoch."""
-        self.rates = Rates()
+        self.rates = TokenRates()
         self.dependencies = Dependencies()
 
     # Starting and stopping
@@ -140,7 +140,7 @@ class Control:
     async def watch_tokens(self) -> None:
         """Look at the counts of tokens and at dependencies, again and again."""
         while True:
-            self.rates.look(time.monotonic(), tokens_by_model(self.workers.boards))
+            self.rates.observe(time.monotonic(), tokens_by_model(self.workers.boards))
             self.observe_dependencies()
             logs.tell(time.monotonic())
             await asyncio.sleep(_LOOK_EVERY)

@@ -176,8 +176,8 @@ class _Followed:
             self._on_change()
 
     async def _fetched(self) -> bytes | None:
-        """The set as ``usable`` gives it; None where it is what it was. Raises TroubleError, OSError."""
-        from gateway.auth.jwks import KeySetError, usable  # with PyJWT, which is an extra
+        """The set as ``verification_keys`` gives it; None where it is what it was. Raises TroubleError, OSError."""
+        from gateway.auth.jwks import KeySetError, verification_keys  # with PyJWT, which is an extra
 
         trust = True if self._place.ca is None else ssl.create_default_context(cafile=self._place.ca)
         headers = {"accept": "application/json"} | self._known
@@ -194,7 +194,7 @@ class _Followed:
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, ImportError) as error:  # the last two: a proxy of an unknown kind
             raise TroubleError(str(error) or type(error).__name__) from error
         try:
-            keys = usable(document)
+            keys = verification_keys(document)
         except KeySetError as error:
             raise TroubleError(f"what it answered {error}") from None
         self._known = _validators(answer.headers)

@@ -20,8 +20,8 @@ from gateway.control.control import Control
 from gateway.control.discovery import discovered
 from gateway.control.worker_processes import process_series
 from gateway.fleet import plan
-from gateway.key_management.key_list import LastUse, end, shown_keys
-from gateway.telemetry.metrics import Series, summed
+from gateway.key_management.key_list import LastUse, expiry, list_keys
+from gateway.telemetry.metrics import Series, sum_series
 from upstream.balancing.server import Condition
 
 _HEARD = 0.5  # seconds a status waits for a worker that has not heard yet of what is shown
@@ -42,7 +42,7 @@ class Report:
 
     def series(self) -> Mapping[Series, Sequence[float]]:
         control = self._control
-        series: dict[Series, Sequence[float]] = self._without_gone_ones(summed(control.workers.boards))
+        series: dict[Series, Sequence[float]] = self._without_gone_ones(sum_series(control.workers.boards))
         for one, value in (*self._of_servers(), *self._of_control()):
             series[one] = (value,)
         for place in plan.places(control.config):
@@ -71,7 +71,7 @@ class Report:
         yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
-        ends = ((key.id, end(key)) for key in control.config.keys)
+        ends = ((key.id, expiry(key)) for key in control.config.keys)
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in ends if last is not None)
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
@@ -95,7 +95,7 @@ class Report:
     async def keys(self) -> dict[str, Any]:
         control = self._control
         use = LastUse({}, "no ledger is configured") if control.ledger is None else await control.ledger.last_use(control.config)
-        return shown_keys(control.config, use, datetime.now(UTC))
+        return list_keys(control.config, use, datetime.now(UTC))
 
     def engines(self) -> dict[str, Engine]:
         control = self._control
@@ -105,7 +105,7 @@ class Report:
 
     def status(self) -> dict[str, Any]:
         control = self._control
-        known, series, reason = control.known, summed(control.workers.boards), control.not_ready()
+        known, series, reason = control.known, sum_series(control.workers.boards), control.not_ready()
         places: dict[str, list[plan.Place]] = defaultdict(list)
         for place in plan.places(control.config):
             places[place.model.id].append(place)
@@ -164,7 +164,7 @@ class Report:
 
     def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
-        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.rates.of(model))}
+        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.rates.rate(model))}
 
     def _server_status(
         self, place: plan.Place, model_since: float, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]

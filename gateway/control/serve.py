@@ -173,13 +173,13 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
     """The ledger, if there is to be one, running until the stack ends. Raises StartError where its spool can't be had."""
     if config.ledger is None:
         return None
-    from gateway.ledger.errors import SpoolTakenError  # SQLAlchemy and alembic are loaded by those who need them
+    from gateway.ledger.errors import SpoolLockedError  # SQLAlchemy and alembic are loaded by those who need them
     from gateway.ledger.writer import running, spool_folder
 
     folder = spool_folder(state_folder(), path)
     try:
         return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.workers))
-    except (SpoolTakenError, OSError) as error:
+    except (SpoolLockedError, OSError) as error:
         raise StartError(f"the ledger has no place for its spool: {error}") from error
 
 

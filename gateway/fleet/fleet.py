@@ -25,7 +25,7 @@ from gateway.fleet.launch_diff import Reshape, can_roll, reshape, shape
 from gateway.fleet.launched_model import Resident
 from gateway.fleet.operations import RefusedOperation
 from gateway.fleet.transitions import CLOSE_LOOK, Handling, Host, until
-from gateway.telemetry.metrics import Tally
+from gateway.telemetry.metrics import CounterSums
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus
@@ -56,7 +56,7 @@ class Fleet:
         self._launcher = launcher
         self._workers = workers
         self._host = host
-        self._tally = Tally(workers.boards, _COUNTED)
+        self._tally = CounterSums(workers.boards, _COUNTED)
         self._handling = Handling(launcher, workers, host, self._in_flight)
         now = time.monotonic()
         self._residents = {model.id: Resident(config, model, model.launch, now) for model in config.models if model.launch is not None}

@@ -20,16 +20,16 @@ from typing import Any
 
 from gateway.config import ConfigurationError, Problem, load
 from gateway.config.source import Source, parse, reason
-from gateway.key_management.yaml_edit import UneditableError, appended, with_member
+from gateway.key_management.yaml_edit import UneditableError, append_entries, set_member
 
 _IN_ENTRY = re.compile(r"keys\[(\d+)\]\.?")
 
 
-class KeybookError(Exception):
+class KeyFileError(Exception):
     """It is not done; the text tells the operator why."""
 
 
-class SpoiledError(KeybookError):
+class InvalidResultError(KeyFileError):
     """The configuration would not be good any more: ``problems`` says why."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -38,7 +38,7 @@ class SpoiledError(KeybookError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeyEntry:
     """An entry as it is written. ``path`` is its place in the document."""
 
     path: tuple[str | int, ...]
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _KeyFile:
     """A file with entries. ``path``: where the list of them is in the document."""
 
     file: Path
@@ -55,30 +55,30 @@ class _Page:
     path: tuple[str, ...]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[KeyEntry]:
         listed = self.source.at(self.path)
         members = enumerate(listed if isinstance(listed, list) else [])
-        return [Entry((*self.path, number), value) for number, value in members if isinstance(value, dict)]
+        return [KeyEntry((*self.path, number), value) for number, value in members if isinstance(value, dict)]
 
 
-class Keybook:
+class KeyFiles:
     """The keys of the configuration ``file``: those in it, and those of its keys_file. Raises KeybookError where one can't be read."""
 
     def __init__(self, file: Path, environ: Mapping[str, str] | None = None) -> None:
         self._file = file
         self._environ = environ
-        main = _page(file)
+        main = _read_file(file)
         named = main.source.at(("keys_file",))
-        self._pages = [main, *([_page(file.parent / named)] if isinstance(named, str) and named else [])]
+        self._files = [main, *([_read_file(file.parent / named)] if isinstance(named, str) and named else [])]
 
-    def entry(self, identity: str) -> Entry:
+    def entry(self, identity: str) -> KeyEntry:
         """The entry of an id. Raises KeybookError."""
         return self._find(identity)[1]
 
     @property
     def hashes(self) -> frozenset[str]:
         """Those of all entries, as far as they are good."""
-        written = (entry.value.get("hash") for page in self._pages for entry in page.entries)
+        written = (entry.value.get("hash") for page in self._files for entry in page.entries)
         each = (one for listed in written for one in (listed if isinstance(listed, list) else [listed]))
         texts = (one.get("hash") if isinstance(one, dict) else one for one in each)
         return frozenset(text.lower() for text in texts if isinstance(text, str))
@@ -86,38 +86,40 @@ class Keybook:
     @property
     def ids(self) -> frozenset[str]:
         """Those of all entries."""
-        return frozenset(str(entry.value.get("id")) for page in self._pages for entry in page.entries)
+        return frozenset(str(entry.value.get("id")) for page in self._files for entry in page.entries)
 
     @property
     def teams(self) -> frozenset[str]:
         """The ids of the configuration's teams."""
-        listed = self._pages[0].source.at(("teams",))
+        listed = self._files[0].source.at(("teams",))
         return frozenset(str(team.get("id")) for team in (listed if isinstance(listed, list) else []) if isinstance(team, dict))
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> Path:
         """Write entries into the file's ``keys``, or where there are none into keys_file; returns the file. Raises KeybookError."""
-        page = self._open
+        page = self._target
         expected = copy.deepcopy(page.source.value) or {}
         if page.path:
             expected["keys"] = [*(expected.get("keys") or []), *entries]
         else:
             expected = [*expected, *entries]
-        self._write(page, lambda text: appended(text, page.path, entries), expected, "`vllm-gateway keys new` prints what to add by hand")
+        self._write(
+            page, lambda text: append_entries(text, page.path, entries), expected, "`vllm-gateway keys new` prints what to add by hand"
+        )
         return page.file
 
-    def added(self, problem: Problem) -> tuple[int, str] | None:
+    def added_entry(self, problem: Problem) -> tuple[int, str] | None:
         """Which of the entries that were to be added a problem is of, and the path in it; None where it is of something else."""
-        listed = self._open.source.at(self._open.path)
+        listed = self._target.source.at(self._target.path)
         found = _IN_ENTRY.match(problem.path)
-        if found is None or os.path.abspath(problem.file) != os.path.abspath(self._open.file):
+        if found is None or os.path.abspath(problem.file) != os.path.abspath(self._target.file):
             return None
         number = int(found[1]) - (len(listed) if isinstance(listed, list) else 0)
         return None if number < 0 else (number, problem.path[found.end() :])
 
     @property
-    def _open(self) -> _Page:
+    def _target(self) -> _KeyFile:
         """The file that takes new entries."""
-        return self._pages[0] if self._pages[0].source.at(("keys",)) is not None else self._pages[-1]
+        return self._files[0] if self._files[0].source.at(("keys",)) is not None else self._files[-1]
 
     def change(self, identity: str, name: str, value: Any) -> Path:
         """Set a member of an id's entry; returns the file. Raises KeybookError."""
@@ -128,33 +130,33 @@ class Keybook:
             target = target[part]
         target[name] = value
         by_hand = f"set `{name}` of `{identity}` in {page.file} by hand"
-        self._write(page, lambda text: with_member(text, entry.path, name, value), expected, by_hand)
+        self._write(page, lambda text: set_member(text, entry.path, name, value), expected, by_hand)
         return page.file
 
-    def _find(self, identity: str) -> tuple[_Page, Entry]:
-        found = [(page, entry) for page in self._pages for entry in page.entries if entry.value.get("id") == identity]
+    def _find(self, identity: str) -> tuple[_KeyFile, KeyEntry]:
+        found = [(page, entry) for page in self._files for entry in page.entries if entry.value.get("id") == identity]
         if not found:
-            raise KeybookError(f"there is no key {identity} in {' or '.join(str(page.file) for page in self._pages)}")
+            raise KeyFileError(f"there is no key {identity} in {' or '.join(str(page.file) for page in self._files)}")
         return found[0]
 
-    def _write(self, page: _Page, edit: Callable[[str], str], expected: Any, by_hand: str) -> None:
+    def _write(self, page: _KeyFile, edit: Callable[[str], str], expected: Any, by_hand: str) -> None:
         try:
             text = edit(page.text)
         except UneditableError as error:
-            raise KeybookError(f"{page.file} is not written in a form that can be edited ({error}); {by_hand}") from error
-        made = parse(text, str(page.file) if page is self._pages[0] else os.path.abspath(page.file))
+            raise KeyFileError(f"{page.file} is not written in a form that can be edited ({error}); {by_hand}") from error
+        made = parse(text, str(page.file) if page is self._files[0] else os.path.abspath(page.file))
         if not made.whole or made.value != expected:
-            raise KeybookError(f"{page.file} is not written in a form that can be edited; {by_hand}")
+            raise KeyFileError(f"{page.file} is not written in a form that can be edited; {by_hand}")
         self._check(page, made)
-        _put(page, text)
+        _replace_file(page, text)
 
-    def _check(self, page: _Page, made: Source) -> None:
+    def _check(self, page: _KeyFile, made: Source) -> None:
         """Raises SpoiledError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
         after = self._problems({Path(os.path.abspath(page.file)): made})
         before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
         new = [each for each in after if (each.file, each.path, each.message) not in before]
         if new:
-            raise SpoiledError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
+            raise InvalidResultError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
 
     def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
         try:
@@ -164,31 +166,31 @@ class Keybook:
         return ()
 
 
-def _page(file: Path) -> _Page:
+def _read_file(file: Path) -> _KeyFile:
     try:
         text = file.read_bytes().decode()
     except (OSError, ValueError) as error:
-        raise KeybookError(f"{file} cannot be read: {reason(error)}") from error
+        raise KeyFileError(f"{file} cannot be read: {reason(error)}") from error
     source = parse(text.removeprefix("\ufeff"), str(file))
     if not source.whole or source.problems:
-        raise SpoiledError(source.problems)
-    return _Page(file, text, source, () if isinstance(source.value, list) else ("keys",))
+        raise InvalidResultError(source.problems)
+    return _KeyFile(file, text, source, () if isinstance(source.value, list) else ("keys",))
 
 
-def _put(page: _Page, text: str) -> None:
+def _replace_file(page: _KeyFile, text: str) -> None:
     """Replace the file, or what a link leads to, as a whole. Raises KeybookError."""
     target = Path(os.path.realpath(page.file))
     try:
-        with _alone(target.parent):
+        with _locked(target.parent):
             if target.read_bytes() != page.text.encode():
-                raise KeybookError(f"{page.file} has been changed by somebody else in the meantime; try again")
+                raise KeyFileError(f"{page.file} has been changed by somebody else in the meantime; try again")
             _replace(target, text.encode())
     except OSError as error:
-        raise KeybookError(f"{page.file} cannot be written: {reason(error)}") from error
+        raise KeyFileError(f"{page.file} cannot be written: {reason(error)}") from error
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """No other command replaces a file in this folder meanwhile. The files are no place for a lock: each is another one after."""
     with ExitStack() as stack:
         with suppress(OSError):  # a folder that may be written to and not read, a filesystem without locks

@@ -24,13 +24,13 @@ class LastUse:
     unknown: str | None = None
 
 
-def shown_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
+def list_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
     """All entries, for programs. ``now`` is aware."""
-    of_tokens = tokens_of(config)
+    of_tokens = token_entries(config)
     return {"keys": [_shown(key, use, now, key.id in of_tokens) for key in config.keys], "last_use_unknown": use.unknown}
 
 
-def tokens_of(config: Config) -> frozenset[str]:
+def token_entries(config: Config) -> frozenset[str]:
     """The ids of the entries as which tokens of an identity provider count."""
     return frozenset(name for issuer in config.jwt for name in issuer.keys)
 
@@ -56,7 +56,7 @@ def state(key: Key, now: datetime) -> str:
     """In words."""
     if key.revoked:
         return "revoked"
-    last = end(key)
+    last = expiry(key)
     if last is not None and last <= now:
         return "expired"
     if key.anonymous:
@@ -64,7 +64,7 @@ def state(key: Key, now: datetime) -> str:
     return "ends soon" if last is not None and last <= now + SOON else "valid"
 
 
-def end(key: Key) -> datetime | None:
+def expiry(key: Key) -> datetime | None:
     """From when on nothing of an entry is good any more: its own end, or that of the last of its hashes. None if it does not end, or
     has been revoked."""
     if key.revoked:

@@ -35,7 +35,7 @@ class BadLineError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ImportedKey:
     """A key of the file. ``place``: where it is; ``entry``: ``id``, ``hash`` and what else is known of it; ``left_out``: what the other
     gateway holds against it that has no place here, in words."""
 
@@ -45,15 +45,15 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedKeys:
     """The keys of a file: those that are new, each once; how many are known; and, in words, which are there again."""
 
-    fresh: Sequence[Found]
+    fresh: Sequence[ImportedKey]
     known: int
     again: Sequence[str]
 
 
-def found(text: str) -> list[Found]:
+def read_keys(text: str) -> list[ImportedKey]:
     """The keys that a file's text holds. Raises BadLineError."""
     made = list(_listed(text) if text.lstrip()[:1] in ("{", "[") else _lines(text))
     for one in made:
@@ -62,19 +62,19 @@ def found(text: str) -> list[Found]:
     return made
 
 
-def in_teams(listed: Sequence[Found], teams: Collection[str]) -> list[Found]:
+def without_unknown_teams(listed: Sequence[ImportedKey], teams: Collection[str]) -> list[ImportedKey]:
     """As they are, without the teams that a configuration with these has not."""
     return [one if one.entry.get("team", "") in ("", *teams) else _without_team(one) for one in listed]
 
 
-def _without_team(one: Found) -> Found:
+def _without_team(one: ImportedKey) -> ImportedKey:
     entry = {name: value for name, value in one.entry.items() if name != "team"}
     return replace(one, entry=entry, left_out=(*one.left_out, "team_id (the configuration has no such team)"))
 
 
-def sorted_out(listed: Sequence[Found], hashes: Collection[str], ids: Collection[str]) -> Sorted:
+def sort_keys(listed: Sequence[ImportedKey], hashes: Collection[str], ids: Collection[str]) -> SortedKeys:
     """What of a file's keys is to be added to a configuration with these hashes and ids. Raises BadLineError."""
-    by_hash: dict[str, Found] = {}
+    by_hash: dict[str, ImportedKey] = {}
     again: list[str] = []
     for one in listed:
         first = by_hash.setdefault(one.entry["hash"], one)
@@ -84,10 +84,10 @@ def sorted_out(listed: Sequence[Found], hashes: Collection[str], ids: Collection
             again.append(f"{one.place} is {first.place} again")
     fresh = [one for digest, one in by_hash.items() if digest not in hashes]
     _one_id_each(fresh, ids)
-    return Sorted(fresh, len(by_hash) - len(fresh), again)
+    return SortedKeys(fresh, len(by_hash) - len(fresh), again)
 
 
-def _one_id_each(fresh: Sequence[Found], ids: Collection[str]) -> None:
+def _one_id_each(fresh: Sequence[ImportedKey], ids: Collection[str]) -> None:
     places: dict[str, str] = {}
     for one in fresh:
         identity = str(one.entry["id"])
@@ -100,13 +100,13 @@ def _one_id_each(fresh: Sequence[Found], ids: Collection[str]) -> None:
 
 def looks_like_a_key(text: str) -> bool:
     """Whether a text is a key, or a key's hash, rather than a name."""
-    return text.lower().startswith("sk-") or keys.in_our_form(text) or _WRITTEN_HASH.fullmatch(text) is not None
+    return text.lower().startswith("sk-") or keys.has_key_format(text) or _WRITTEN_HASH.fullmatch(text) is not None
 
 
 # Lines
 
 
-def _lines(text: str) -> Iterator[Found]:
+def _lines(text: str) -> Iterator[ImportedKey]:
     rows = [(f"line {number}", _fields(line)) for number, line in enumerate(text.splitlines(), 1) if _says_something(line)]
     order = _header(*rows[0]) if rows else None
     for place, fields in rows[0 if order is None else 1 :]:
@@ -114,7 +114,7 @@ def _lines(text: str) -> Iterator[Found]:
             raise BadLineError(f"{place} has more than one comma: {_EXPECTED}")
         identity, token = ("", fields[0]) if len(fields) == 1 else fields if order is None else order(fields)
         digest = _hash_in(place, token)
-        yield Found(place, {"id": identity or _name(digest), "hash": digest})
+        yield ImportedKey(place, {"id": identity or _name(digest), "hash": digest})
 
 
 def _says_something(line: str) -> bool:
@@ -144,7 +144,7 @@ def _hash_in(place: str, token: str) -> str:
     """A key's hash; of what is a hash already, that."""
     if _WRITTEN_HASH.fullmatch(token):
         return token.lower()
-    if not keys.usable(token):
+    if not keys.is_usable(token):
         raise BadLineError(f"{place} is no key: {_EXPECTED}, of {SHORTEST} to 512 visible characters")
     if len(token) < SHORTEST:
         raise BadLineError(f"{place}: what stands for the key has less than {SHORTEST} characters; {_EXPECTED}")
@@ -165,13 +165,13 @@ def _name(digest: str) -> str:
 # LiteLLM's list
 
 
-def _listed(text: str) -> Iterator[Found]:
+def _listed(text: str) -> Iterator[ImportedKey]:
     try:
         for number, one in enumerate(litellm.keys_of(text), 1):
             place = _place(number, one.alias)
             identity = one.alias and "-".join(one.alias.split())
             also = () if identity == one.alias else ("the spaces of its key_alias",)
-            yield Found(place, {"id": identity or _name(one.hash), "hash": one.hash, **one.more}, (*also, *one.left_out))
+            yield ImportedKey(place, {"id": identity or _name(one.hash), "hash": one.hash, **one.more}, (*also, *one.left_out))
     except litellm.FormatError as error:
         raise BadLineError(str(error)) from None
 

@@ -35,13 +35,13 @@ class _Splice:
     text: str
 
 
-def appended(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) -> str:
+def append_entries(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) -> str:
     """The text with these mappings at the end of the list at ``path``, which is made at the end of the text where there is none.
 
     Raises UneditableError.
     """
     if text.startswith(_BOM):
-        return _BOM + appended(text.removeprefix(_BOM), path, entries)
+        return _BOM + append_entries(text.removeprefix(_BOM), path, entries)
     node = _at(_root(text), path)
     if isinstance(node, yaml.SequenceNode):
         return _spliced(text, _append(text, node, entries))
@@ -53,10 +53,10 @@ def appended(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) -> str
     return _spliced(text, [_Splice(len(text), len(text), f"{begun}{path[0]}:{_lines(entries, 2)}\n")])
 
 
-def with_member(text: str, path: Path, name: str, value: Any) -> str:
+def set_member(text: str, path: Path, name: str, value: Any) -> str:
     """The text with a member of the mapping at ``path`` set. Raises UneditableError."""
     if text.startswith(_BOM):
-        return _BOM + with_member(text.removeprefix(_BOM), path, name, value)
+        return _BOM + set_member(text.removeprefix(_BOM), path, name, value)
     node = _at(_root(text), path)
     if not isinstance(node, yaml.MappingNode) or not node.value:
         raise UneditableError("there is no mapping to change")

@@ -9,13 +9,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from gateway.ledger.errors import AwayError
+from gateway.ledger.errors import DatabaseUnavailableError
 
 T = TypeVar("T")
 
 
-async def aside(work: Callable[[], T], seconds: float) -> T:
-    """What ``work`` returns, or raises. Raises AwayError when it takes longer; it is then left to itself.
+async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
+    """What ``work`` returns, or raises. Raises DatabaseUnavailableError when it takes longer; it is then left to itself.
 
     asyncio's own threads are waited for when the interpreter ends, which a database that hangs would hold up.
     """
@@ -35,4 +35,4 @@ async def aside(work: Callable[[], T], seconds: float) -> T:
         async with asyncio.timeout(seconds):
             return await outcome
     except TimeoutError:
-        raise AwayError(f"no answer within {seconds:g} s") from None
+        raise DatabaseUnavailableError(f"no answer within {seconds:g} s") from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-class AwayError(Exception):
+class DatabaseUnavailableError(Exception):
     """The database does not answer or takes nothing at the moment; the text says why."""
 
 
-class QuestionError(Exception):
+class QueryError(Exception):
     """A question cannot be answered; the text tells the operator why."""
 
 
-class SpoolTakenError(Exception):
+class SpoolLockedError(Exception):
     """Another gateway has the spool's folder."""

@@ -34,7 +34,7 @@ _EMPTY = bytes(HEAD.size)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class JournalBatch:
     """What a look at the ring found: whole frames, how many rows they are, and the mark to release once they are safe."""
 
     data: bytes
@@ -89,7 +89,7 @@ class Journal:
         self._appended = marks[_APPENDED] = after
         marks[_ROWS_APPENDED] += 1  # one too few for ever in a process that is killed just before this: see ``waiting_rows``
 
-    def hold(self, payload: bytes) -> int | None:
+    def open_slot(self, payload: bytes) -> int | None:
         """Keep a row for the case that this process dies; returns its slot. None: there is no room, and it is not kept."""
         framed = frame(payload)
         if not self._free or len(framed) > SLOT:
@@ -99,7 +99,7 @@ class Journal:
         self._view[start : start + len(framed)] = framed
         return slot
 
-    def let_go(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """The request is over, and its row appended."""
         start = self._first_slot + slot * SLOT
         self._view[start : start + HEAD.size] = _EMPTY
@@ -122,7 +122,7 @@ class Journal:
         """Bytes of those rows."""
         return self._marks[_APPENDED] - self._marks[_RELEASED]
 
-    def read(self) -> Reading:
+    def read(self) -> JournalBatch:
         """Everything that has been appended and not released."""
         released, ring = self._marks[_RELEASED], self._ring
         size = self._marks[_APPENDED] - released
@@ -132,25 +132,27 @@ class Journal:
             data += self._view[_MARKS : _MARKS + size - len(data)]
         payloads = list(frames(data))
         whole = sum(map(len, payloads)) + HEAD.size * len(payloads)
-        return Reading(data[:whole], len(payloads), released + whole)
+        return JournalBatch(data[:whole], len(payloads), released + whole)
 
-    def release(self, reading: Reading) -> None:
+    def release(self, reading: JournalBatch) -> None:
         """What was read is safe."""
         self._marks[_RELEASED] = reading.end
         self._marks[_ROWS_RELEASED] += reading.rows
 
-    def held(self) -> list[bytes]:
+    def open_rows(self) -> list[bytes]:
         """The rows of the requests that are under way; of a process that is gone, those that died with it."""
-        return [payload for place in self._places() if self._is_held(place) for payload in frames(bytes(self._view[place : place + SLOT]))]
+        return [
+            payload for place in self._slot_offsets() if self._is_open(place) for payload in frames(bytes(self._view[place : place + SLOT]))
+        ]
 
-    def _places(self) -> range:
+    def _slot_offsets(self) -> range:
         return range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
 
-    def _is_held(self, place: int) -> bool:
+    def _is_open(self, place: int) -> bool:
         return self._view[place : place + HEAD.size] != _EMPTY
 
-    def forget(self) -> None:
+    def clear_slots(self) -> None:
         """Empty the slots of a process that is gone, for the next one."""
-        for place in self._places():
-            if self._is_held(place):
+        for place in self._slot_offsets():
+            if self._is_open(place):
                 self._view[place : place + HEAD.size] = _EMPTY

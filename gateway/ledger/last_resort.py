@@ -13,13 +13,13 @@ from typing import TextIO
 
 import msgspec
 
-from gateway.ledger.row import Row, decode
+from gateway.ledger.row import UsageRow, decode
 
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
 def write_out(payloads: Sequence[bytes], stream: TextIO) -> None:
-    """Write each row as ``{"ledger_row": {…}}``, with the names of ``Row``'s fields. A payload that is no row is left out."""
+    """Write each row as ``{"ledger_row": {…}}``, with the names of ``UsageRow``'s fields. A payload that is no row is left out."""
     _log.error("%d rows of the ledger cannot be stored, neither in its spool nor in its database; each follows as JSON", len(payloads))
     with suppress(OSError, ValueError):  # standard error is closed, or its disk is full as well
         for payload in payloads:
@@ -28,5 +28,5 @@ def write_out(payloads: Sequence[bytes], stream: TextIO) -> None:
         stream.flush()
 
 
-def _line(row: Row) -> str:
+def _line(row: UsageRow) -> str:
     return msgspec.json.encode({"ledger_row": msgspec.structs.asdict(row)}).decode() + "\n"

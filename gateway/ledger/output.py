@@ -14,23 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.ledger.queries import Answer, Sum
+from gateway.ledger.queries import UsageReport, UsageSum
 
 _BAR = 24  # columns
 _DECIMALS = (2, 9)
 _MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cost")
 
 
-def as_json(answer: Answer, console: Console) -> None:
-    console.file.write(json.dumps(answer.document(), indent=2) + "\n")
+def as_json(report: UsageReport, console: Console) -> None:
+    console.file.write(json.dumps(report.document(), indent=2) + "\n")
 
 
-def as_csv(answer: Answer, console: Console) -> None:
+def as_csv(report: UsageReport, console: Console) -> None:
     """A line for each sum; what is not known is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*answer.question.by, *_MEASURES])
-    writer.writerows([*each.group, *(_plain(getattr(each, name)) for name in _MEASURES)] for each in answer.sums)
+    writer.writerow([*report.query.by, *_MEASURES])
+    writer.writerows([*each.group, *(_plain(getattr(each, name)) for name in _MEASURES)] for each in report.sums)
     console.file.write(text.getvalue())
 
 
@@ -39,37 +39,37 @@ def _plain(number: float | None) -> str | float | None:
     return f"{Decimal(repr(number)):f}" if isinstance(number, float) else number
 
 
-def as_table(answer: Answer, console: Console) -> None:
+def as_table(report: UsageReport, console: Console) -> None:
     """For a terminal: a bar shows each line's share of the largest one's tokens. The cost is there when any model has a price."""
-    question = answer.question
-    console.print(f"usage from {question.since:%Y-%m-%d %H:%M} to {question.until:%Y-%m-%d %H:%M} UTC", style="dim")
-    if not answer.sums:
+    query = report.query
+    console.print(f"usage from {query.since:%Y-%m-%d %H:%M} to {query.until:%Y-%m-%d %H:%M} UTC", style="dim")
+    if not report.sums:
         console.print("nothing")
         return
-    costs = [each.cost for each in answer.sums if each.cost is not None]
+    costs = [each.cost for each in report.sums if each.cost is not None]
     decimals = cost_decimals(costs)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in question.by:
+    for name in query.by:
         table.add_column(name, overflow="fold")
     for name in ("requests", "incomplete", "prompt", "cached", "completion", "reasoning", *(("cost",) if costs else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
-    largest = max(map(_tokens, answer.sums)) or 1
-    for each in answer.sums:
+    largest = max(map(_tokens, report.sums)) or 1
+    for each in report.sums:
         numbers = [*_numbers(each), *([_cost(each, decimals)] if costs else [])]
         table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
     console.print(table)
-    if any(each.estimated for each in answer.sums):
+    if any(each.estimated for each in report.sums):
         console.print("~ some of the completion tokens are estimated: those of streams that broke off", style="dim")
 
 
-def _numbers(each: Sum) -> list[str]:
+def _numbers(each: UsageSum) -> list[str]:
     mark = "~" if each.estimated else ""
     shown = [f"{each.requests:,}", f"{each.incomplete:,}", f"{each.prompt_tokens:,}", f"{each.cached_tokens:,}"]
     return [*shown, f"{mark}{each.completion_tokens:,}", f"{each.reasoning_tokens:,}"]
 
 
-def _cost(each: Sum, decimals: int) -> str:
+def _cost(each: UsageSum, decimals: int) -> str:
     return "-" if each.cost is None else f"{'~' if each.estimated else ''}{each.cost:,.{decimals}f}"
 
 
@@ -79,9 +79,9 @@ def cost_decimals(costs: Iterable[float]) -> int:
     return min(max(_DECIMALS[0], 1 - math.floor(math.log10(smallest))), _DECIMALS[1])
 
 
-def _tokens(each: Sum) -> int:
+def _tokens(each: UsageSum) -> int:
     return each.prompt_tokens + each.completion_tokens
 
 
-FORMATS: Mapping[str, Callable[[Answer, Console], None]] = {"table": as_table, "csv": as_csv, "json": as_json}
+FORMATS: Mapping[str, Callable[[UsageReport, Console], None]] = {"table": as_table, "csv": as_csv, "json": as_json}
 """How usage may be printed."""

@@ -17,10 +17,10 @@ from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
-from gateway.ledger.row import LOST, Row, encode, frames
+from gateway.ledger.row import LOST, UsageRow, encode, frames
 from gateway.ledger.spool import save
 from gateway.snapshot.snapshot import Key, Model, Snapshot
-from gateway.telemetry.request_record import USER_LIMIT, Record
+from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; behind another backslash it is six characters of a text
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
@@ -28,7 +28,7 @@ _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
 
 
-class _Under(msgspec.Struct, frozen=True, gc=False):
+class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
     """A request under way: its slot, the prices of its snapshot, and what its body said for the ledger."""
 
     slot: int | None
@@ -37,43 +37,43 @@ class _Under(msgspec.Struct, frozen=True, gc=False):
     metadata: dict[str, Any] | None
 
 
-class Books:
+class Recorder:
     """The rows of one worker."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._under_way: dict[str, _Under] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._prices: Mapping[str, tuple[float, float] | None] = {}
         self._with_user = self._with_metadata = False
 
-    def take(self, snapshot: Snapshot) -> None:
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Write by this snapshot's prices from now on; what is under way keeps those that it began with."""
         self._prices = {model.id: model.price for model in snapshot.models}
         self._with_user, self._with_metadata = snapshot.ledger_user, snapshot.ledger_metadata
 
-    def begin(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
+    def start_request(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
         """A request will use its model: were this process to die, control would know."""
-        row = encode(Row(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
-        self._under_way[id] = _Under(
-            self._journal.hold(row),
+        row = encode(UsageRow(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
+        self._open[id] = _OpenRequest(
+            self._journal.open_slot(row),
             self._prices,
             _user(body.get("user")) if self._with_user else None,
             _metadata(body.get("metadata")) if self._with_metadata else None,
         )
 
-    def settled(self, record: Record) -> None:
+    def record_request(self, record: RequestRecord) -> None:
         """A request is over. Those of no known key, and of routes that use no model, have no row."""
-        under = self._under_way.pop(record.id, None)
+        under = self._open.pop(record.id, None)
         if record.key is not None and record.endpoint in _ENDPOINTS:
             self._journal.append(encode(self._row(record, record.key, under)))
         if under is not None and under.slot is not None:
-            self._journal.let_go(under.slot)
+            self._journal.clear_slot(under.slot)
 
-    def _row(self, record: Record, key: Key, under: _Under | None) -> Row:
+    def _row(self, record: RequestRecord, key: Key, under: _OpenRequest | None) -> UsageRow:
         usage = record.usage
         told = usage or _NOTHING
         prices = self._prices if under is None else under.prices
-        return Row(
+        return UsageRow(
             record.id,
             record.started,
             record.endpoint,
@@ -102,14 +102,14 @@ class Books:
     def save(self, folder: Path, stream: TextIO) -> None:
         """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process. On a disk that
         takes nothing, the rows go to ``stream``."""
-        reading, held = self._journal.read(), self._journal.held()
+        reading, held = self._journal.read(), self._journal.open_rows()
         try:
             save(folder, reading.data, held)
         except OSError:
             write_out([*frames(reading.data), *held], stream)
 
 
-def _chunks(record: Record) -> int:
+def _chunks(record: RequestRecord) -> int:
     """Of a stream whose count is not known, or perhaps not that of all of it."""
     if record.gaps is None or record.gaps.are_counted or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
         return 0

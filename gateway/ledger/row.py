@@ -23,7 +23,7 @@ LOST = "lost"
 """``incomplete`` of a request whose worker died under it."""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` since the epoch; None is what is not known.
 
     ``incomplete`` is as in ``Record``, or LOST. The tokens are the server's count; ``chunks`` is how many events of a stream came
@@ -78,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Row).decode
+decode = msgspec.msgpack.Decoder(UsageRow).decode
 
 
 def frame(payload: bytes) -> bytes:

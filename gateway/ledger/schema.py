@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
 from sqlalchemy.dialects.postgresql import JSONB
 
-from gateway.ledger.row import Row
+from gateway.ledger.row import UsageRow
 
 METADATA = MetaData()
 _JSON = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
@@ -49,7 +49,7 @@ USAGE = Table(
 )
 
 
-def values(row: Row) -> list[Any]:
+def values(row: UsageRow) -> list[Any]:
     """What a row is in the table, in the order of its columns."""
     time = datetime.fromtimestamp(row.started, UTC)
     completion, estimated = row.generated

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.ledger.errors import SpoolTakenError
+from gateway.ledger.errors import SpoolLockedError
 from gateway.ledger.row import frame, frames
 
 LIMIT = 256 * 1024 * 1024
@@ -58,7 +58,7 @@ class Spool:
         self._lock = threading.Lock()
         self._closed: deque[Segment] = deque()
         self._open: Segment | None = None
-        self._taken: Segment | None = None
+        self._in_use: Segment | None = None
         self._number = 0
         self.rows, self.size, self.dropped = 0, 0, 0
         self._adopt(sorted(folder.glob("*" + _SUFFIX)))
@@ -81,7 +81,7 @@ class Spool:
             if self._open.size >= self._segment:
                 self._close()
             self._keep_to_the_limit()
-            self._count()
+            self._update_counts()
 
     def probe(self) -> None:
         """Write a file and remove it, to learn whether rows could be written again. Raises OSError."""
@@ -92,20 +92,20 @@ class Spool:
             with suppress(OSError):
                 path.unlink()
 
-    def take(self) -> Segment | None:
+    def oldest(self) -> Segment | None:
         """The oldest rows; None: there are none. The same ones are given until they are ``done``."""
         with self._lock:
             if not self._closed and self._open is not None:
                 self._close()
             if not self._closed:
                 self._adopt(sorted(self.folder.glob(_SAVED + "*" + _SUFFIX)))
-            self._taken = self._closed[0] if self._closed else None
-            return self._taken
+            self._in_use = self._closed[0] if self._closed else None
+            return self._in_use
 
-    def done(self, segment: Segment, found: int) -> None:
+    def remove(self, segment: Segment, found: int) -> None:
         """The database has the rows of this segment, of which so many were found whole."""
         with self._lock:
-            self._forget(segment)
+            self._drop_segment(segment)
             segment.path.unlink(missing_ok=True)
             if found < segment.rows:
                 self.dropped += segment.rows - found
@@ -118,16 +118,16 @@ class Spool:
         except OSError as error:
             self._raise_if_it_may_pass(error)
             with self._lock:
-                self._forget(segment)
+                self._drop_segment(segment)
                 self.dropped += segment.rows
                 self._lay_aside(segment.path, segment.rows, error)
             return None
 
-    def _forget(self, segment: Segment) -> None:
+    def _drop_segment(self, segment: Segment) -> None:
         if segment in self._closed:
             self._closed.remove(segment)
-        self._taken = None
-        self._count()
+        self._in_use = None
+        self._update_counts()
 
     def _adopt(self, found: Sequence[Path]) -> None:
         """What an earlier gateway has left, and what its workers saved when it died. A torn end is not counted as rows."""
@@ -139,7 +139,7 @@ class Spool:
                 self._lay_aside(path, 0, error)  # how many rows it holds nobody knows
             else:
                 self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data)))
-        self._count()
+        self._update_counts()
 
     def _raise_if_it_may_pass(self, error: OSError) -> None:
         """Lay nothing aside for what the process lacks itself, nor while the whole folder is another one or away."""
@@ -157,7 +157,7 @@ class Spool:
     def _all(self) -> list[Segment]:
         return [*self._closed, *([self._open] if self._open is not None else ())]
 
-    def _count(self) -> None:
+    def _update_counts(self) -> None:
         """For those who look without the lock: they must not wait for a disk."""
         self.rows, self.size = sum(each.rows for each in self._all()), sum(each.size for each in self._all())
 
@@ -168,7 +168,7 @@ class Spool:
 
     def _keep_to_the_limit(self) -> None:
         while sum(segment.size for segment in self._all()) > self._limit:
-            oldest = next((segment for segment in self._closed if segment is not self._taken), None)
+            oldest = next((segment for segment in self._closed if segment is not self._in_use), None)
             if oldest is None:
                 return
             self._closed.remove(oldest)
@@ -223,14 +223,14 @@ def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
 
 @contextmanager
 def spool(folder: Path, limit: int = LIMIT) -> Iterator[Spool]:
-    """The spool in a folder, which is made, for the length of a ``with``. Raises SpoolTakenError, and OSError."""
+    """The spool in a folder, which is made, for the length of a ``with``. Raises SpoolLockedError, and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SpoolTakenError(f"another gateway has {folder}") from error
+            raise SpoolLockedError(f"another gateway has {folder}") from error
         yield Spool(folder, limit)
     finally:
         os.close(fd)

@@ -24,8 +24,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
-from gateway.ledger.errors import AwayError
-from gateway.ledger.row import Row
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.row import UsageRow
 from gateway.ledger.schema import USAGE, values
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -49,7 +49,7 @@ _STATE = (SQLAlchemyError, CommandError, OSError)  # alembic's is for a table th
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
-def database(url: str, folder: Path) -> URL:
+def database_url(url: str, folder: Path) -> URL:
     """The URL with its driver. The file of SQLite is relative to ``folder``, the one of the configuration."""
     made = make_url(url)
     if made.get_backend_name() == "sqlite":
@@ -57,7 +57,7 @@ def database(url: str, folder: Path) -> URL:
     return made.set(drivername="postgresql+psycopg")
 
 
-def engine(url: URL) -> Engine:
+def create_database_engine(url: URL) -> Engine:
     """A way to the database; nothing is opened yet."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
@@ -87,7 +87,7 @@ class _Insertion:
             if processor is not None:  # a day is that of many rows
                 self._processors.append((place, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
 
-    def parameters(self, row: Row) -> tuple[Any, ...]:
+    def parameters(self, row: UsageRow) -> tuple[Any, ...]:
         """A row's values. Raises ValueError where one cannot be brought into the database's form."""
         made = values(row)
         for place, processor in self._processors:
@@ -101,12 +101,12 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
         connection.execute(f"PRAGMA {pragma}").close()
 
 
-class Store:
+class UsageStore:
     """The writing side."""
 
     def __init__(self, url: URL) -> None:
         self._url = url
-        self.engine = engine(url)
+        self.engine = create_database_engine(url)
         self._insertion = _Insertion(self.engine.dialect)
         self._ready = False
         self._preparing = threading.Lock()
@@ -114,25 +114,28 @@ class Store:
     def close(self) -> None:
         self.engine.dispose()
 
-    def write(self, rows: Sequence[Row]) -> int:
-        """Have these rows in the database; returns how many it cannot hold. Raises AwayError, and then all of them are to come again."""
+    def write(self, rows: Sequence[UsageRow]) -> int:
+        """Have these rows in the database; returns how many it cannot hold.
+
+        Raises DatabaseUnavailableError; nothing was written then, and the rows must be written again.
+        """
         try:
             self._prepare()
             return sum(self._write(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
         except _STATE as error:
-            raise AwayError(reason(error)) from error
+            raise DatabaseUnavailableError(reason(error)) from error
 
     def prune(self, before: datetime) -> bool:
-        """Delete some of the rows that are older; True when there may be more. Raises AwayError."""
+        """Delete some of the rows that are older; True when there may be more. Raises DatabaseUnavailableError."""
         old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
         try:
             self._prepare()
             with self.engine.begin() as connection:
                 return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
         except _STATE as error:
-            raise AwayError(reason(error)) from error
+            raise DatabaseUnavailableError(reason(error)) from error
 
-    def _write(self, rows: Sequence[Row]) -> int:
+    def _write(self, rows: Sequence[UsageRow]) -> int:
         try:
             self._commit(rows)
         except (SQLAlchemyError, OverflowError, ValueError) as error:
@@ -145,7 +148,7 @@ class Store:
             return 1
         return 0
 
-    def _commit(self, rows: Sequence[Row]) -> None:
+    def _commit(self, rows: Sequence[UsageRow]) -> None:
         with self.engine.begin() as connection:
             connection.exec_driver_sql(self._insertion.statement, [self._insertion.parameters(row) for row in rows])
 

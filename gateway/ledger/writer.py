@@ -24,13 +24,13 @@ import msgspec
 from gateway import config as conf
 from gateway.key_management.key_list import LastUse
 from gateway.ledger import last_resort, queries
-from gateway.ledger.background import aside
-from gateway.ledger.errors import AwayError
+from gateway.ledger.background import run_in_thread
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_use import known_last_use
-from gateway.ledger.row import Row, decode, frame, frames
+from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
@@ -48,17 +48,17 @@ _log = logging.getLogger("vllm_gateway.ledger")
 class Ledger:
     """What runs. The counts are of rows, since control began."""
 
-    def __init__(self, journals: Sequence[Journal], kept: Spool, store: Store, retention: float | None) -> None:
+    def __init__(self, journals: Sequence[Journal], kept: Spool, store: UsageStore, retention: float | None) -> None:
         self.journals = journals
         self._spool = kept
         self._store = store
         self._retention = retention
-        self._bereaved: deque[list[bytes]] = deque()  # what workers had under way when they died
+        self._orphaned: deque[list[bytes]] = deque()  # what workers had under way when they died
         self._stopping = threading.Event()
-        self._ended = threading.Event()
-        self._news = threading.Event()
+        self._collected = threading.Event()
+        self._new_rows = threading.Event()
         self._counting = threading.Lock()
-        self._told: dict[str, float] = {}
+        self._next_log: dict[str, float] = {}
         self._prune_at = 0.0
         self._unfit = 0
         self.written = 0
@@ -93,12 +93,12 @@ class Ledger:
     @property
     def memory_rows(self) -> int:
         """Rows that are neither on disk nor in the database yet."""
-        return sum(journal.waiting_rows for journal in self.journals) + sum(map(len, tuple(self._bereaved)))
+        return sum(journal.waiting_rows for journal in self.journals) + sum(map(len, tuple(self._orphaned)))
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of those rows."""
-        return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._bereaved) for row in held)
+        return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._orphaned) for row in held)
 
     def status(self) -> dict[str, Any]:
         """How it is, as /status shows it; ``away`` says why the database takes nothing. What waits is on disk and in memory."""
@@ -119,48 +119,48 @@ class Ledger:
         yield Observation("ledger_spool", error=self._disk)
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
-        """The answer to a question. Raises QuestionError and AwayError."""
-        asked = queries.question(words, datetime.now(UTC))
-        return (await aside(lambda: queries.answer(self._store.engine, asked), _ANSWERS_WITHIN)).document()
+        """The answer to a question. Raises QueryError and DatabaseUnavailableError."""
+        asked = queries.parse_query(words, datetime.now(UTC))
+        return (await run_in_thread(lambda: queries.run_query(self._store.engine, asked), _ANSWERS_WITHIN)).document()
 
     async def last_use(self, config: conf.Config) -> LastUse:
         """When the entries of a configuration were used last, or why that is not known."""
         try:
-            return await aside(lambda: known_last_use(self._store.engine, config), _ANSWERS_WITHIN)
-        except AwayError as error:
+            return await run_in_thread(lambda: known_last_use(self._store.engine, config), _ANSWERS_WITHIN)
+        except DatabaseUnavailableError as error:
             return LastUse(unknown=f"the ledger's database does not answer: {error}")
 
     def worker_gone(self, number: int) -> None:
         """A worker's process has ended, on whatever way: what it had under way is lost with it, and is told so."""
         journal = self.journals[number]
-        held = journal.held()
-        journal.forget()
+        held = journal.open_rows()
+        journal.clear_slots()
         if held:
-            self._bereaved.append(held)
+            self._orphaned.append(held)
 
     def stop(self) -> None:
         """Take what the journals still hold, and end."""
         self._stopping.set()
-        self._news.set()
+        self._new_rows.set()
 
     # The first thread
 
     def collect(self) -> None:
         """Move what the journals hold to the disk, until the end."""
         while not self._stopping.wait(_LOOK_EVERY):
-            self._look()
-        self._look()
-        self._ended.set()
-        self._news.set()
+            self._collect_safely()
+        self._collect_safely()
+        self._collected.set()
+        self._new_rows.set()
 
-    def _look(self) -> None:
+    def _collect_safely(self) -> None:
         try:
             self._collect_once()
         except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
             _log.exception("the ledger could not take the workers' rows; it tries again")
 
     def _collect_once(self) -> None:
-        bereaved = tuple(self._bereaved)  # before the rings: a row that is in both is whole in those
+        bereaved = tuple(self._orphaned)  # before the rings: a row that is in both is whole in those
         lost = [payload for held in bereaved for payload in held]
         readings = [journal.read() for journal in self.journals]
         data = b"".join(reading.data for reading in readings) + b"".join(map(frame, lost))
@@ -169,43 +169,43 @@ class Ledger:
             self._probe_the_disk()
             return
         rows = sum(reading.rows for reading in readings) + len(lost)
-        if not self._kept(data, rows):
+        if not self._store_frames(data, rows):
             return
         for journal, reading in zip(self.journals, readings, strict=True):
             journal.release(reading)
         for _ in bereaved:
-            self._bereaved.popleft()
+            self._orphaned.popleft()
         self.lost += len(lost)
-        self._news.set()
+        self._new_rows.set()
         if self.dropped:
-            self._tell("dropped", f"the ledger has dropped {self.dropped} rows so far")
+            self._log_limited("dropped", f"the ledger has dropped {self.dropped} rows so far")
 
-    def _kept(self, data: bytes, rows: int) -> bool:
+    def _store_frames(self, data: bytes, rows: int) -> bool:
         """Have frames in the spool, or in the database where the disk takes nothing; False: they are nowhere yet."""
         try:
             self._spool.append(data, rows)
-            self._disk_takes_rows()
+            self._disk_recovered()
             return True
         except OSError as error:
             self._disk = _words(error)
-            self._tell("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
+            self._log_limited("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
         try:
             self._write(list(frames(data)))
-            self._database_takes_rows()
+            self._database_recovered()
             return True
-        except AwayError as error:
+        except DatabaseUnavailableError as error:
             self._both = str(error)
-            self._tell("both", f"the ledger has neither a disk nor its database, usage waits in memory: {error}")
+            self._log_limited("both", f"the ledger has neither a disk nor its database, usage waits in memory: {error}")
             return False
 
-    def _disk_takes_rows(self) -> None:
+    def _disk_recovered(self) -> None:
         """What waited in memory is on disk."""
         if self._disk is not None:
             self._log_recovery("disk", "the ledger's spool can be written again")
         self._disk = self._both = None
-        self._told.pop("both", None)
+        self._next_log.pop("both", None)
 
-    def _database_takes_rows(self) -> None:
+    def _database_recovered(self) -> None:
         """What waited in memory is in the database."""
         if self._both is not None:
             self._log_recovery("both", "the ledger's database takes rows again")
@@ -221,12 +221,12 @@ class Ledger:
         except OSError as error:
             self._disk = _words(error)
         else:
-            self._disk_takes_rows()
+            self._disk_recovered()
 
     def write_out(self, stream: TextIO) -> None:
         """At the end: have rows that are neither on disk nor in the database on this stream, and say how many stay in the spool."""
         rings = [payload for journal in self.journals for payload in frames(journal.read().data)]
-        left = [*rings, *(payload for held in tuple(self._bereaved) for payload in held)]
+        left = [*rings, *(payload for held in tuple(self._orphaned) for payload in held)]
         if left:
             last_resort.write_out(left, stream)
         if self._spool.rows:
@@ -238,13 +238,13 @@ class Ledger:
         """Move what is in the spool to the database, until the end."""
         pause = _RETRY
         self._attempt(lambda: self._write([]))  # makes the table
-        while not self._ended.is_set() or self._spool.rows:
+        while not self._collected.is_set() or self._spool.rows:
             if self._attempt(self._step):
                 pause = _RETRY
-            elif self._ended.is_set():
+            elif self._collected.is_set():
                 return  # the rows stay where they are, for the next start
             else:
-                self._ended.wait(pause)
+                self._collected.wait(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
@@ -252,12 +252,12 @@ class Ledger:
         try:
             work()
             self._tried = True
-        except AwayError as error:
+        except DatabaseUnavailableError as error:
             self.away, self._tried = str(error), True
-            self._tell("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
+            self._log_limited("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
             return False
         except OSError as error:
-            self._tell("spool", f"the ledger's spool cannot be read at the moment, usage is kept in {self._spool.folder}: {error}")
+            self._log_limited("spool", f"the ledger's spool cannot be read at the moment, usage is kept in {self._spool.folder}: {error}")
             return False
         except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
             _log.exception("the ledger could not write rows; it tries again")
@@ -265,21 +265,21 @@ class Ledger:
         return True
 
     def _step(self) -> None:
-        """Write the oldest rows; where there are none, look after old ones and the database, and wait. Raises AwayError and OSError."""
-        segment = self._spool.take()
+        """Write the oldest rows. Without rows: prune old ones, probe the database, or wait. Raises DatabaseUnavailableError and OSError."""
+        segment = self._spool.oldest()
         if segment is not None:
             payloads = self._spool.payloads(segment)
             if payloads is not None:
                 self._write(payloads)
-                self._spool.done(segment, len(payloads))
+                self._spool.remove(segment, len(payloads))
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
         elif self.away is not None:
             self._write([])  # it took nothing, and no row is there to show that it does again
         else:
-            self._news.wait(_REST)
-            self._news.clear()
+            self._new_rows.wait(_REST)
+            self._new_rows.clear()
 
     def _write(self, payloads: Sequence[bytes]) -> None:
         rows = [row for payload in payloads if (row := self._decoded(payload)) is not None]
@@ -291,7 +291,7 @@ class Ledger:
             self._log_recovery("database", "the ledger's database is back")
             self.away = None
 
-    def _decoded(self, payload: bytes) -> Row | None:
+    def _decoded(self, payload: bytes) -> UsageRow | None:
         try:
             return decode(payload)
         except msgspec.DecodeError as error:
@@ -302,14 +302,14 @@ class Ledger:
 
     def _log_recovery(self, what: str, message: str) -> None:
         """Log that a problem is over; the next problem of its kind is logged at once."""
-        self._told.pop(what, None)
+        self._next_log.pop(what, None)
         _log.warning("%s", message)
 
-    def _tell(self, what: str, message: str) -> None:
+    def _log_limited(self, what: str, message: str) -> None:
         """Say it, but not again and again."""
         now = time.monotonic()
-        if now >= self._told.get(what, now):
-            self._told[what] = now + _TELL_EVERY
+        if now >= self._next_log.get(what, now):
+            self._next_log[what] = now + _TELL_EVERY
             _log.error("%s", message)
 
 
@@ -326,11 +326,11 @@ def spool_folder(state: Path, config: Path) -> Path:
 def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> Iterator[Ledger]:
     """A ledger that runs for the length of a ``with``, with a journal for each worker; at its end what they held is on disk.
 
-    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolTakenError, and OSError where there can be no spool.
+    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError, and OSError where there can be no spool.
     """
-    url = database(settings.url.get_secret_value(), beside)
+    url = database_url(settings.url.get_secret_value(), beside)
     with spool(folder) as kept, ExitStack() as stack:
-        store = stack.enter_context(closing(Store(url)))
+        store = stack.enter_context(closing(UsageStore(url)))
         journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(workers)]
         ledger = Ledger(journals, kept, store, settings.retention)
         threads = [threading.Thread(target=work, name=f"ledger-{work.__name__}", daemon=True) for work in (ledger.collect, ledger.deliver)]

@@ -17,7 +17,7 @@ from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
 from gateway.api.usage import Usage
 from gateway.auth.body_policy import NO_MEDIA
-from gateway.limits.rules import Ask
+from gateway.limits.rules import Amounts
 from gateway.system.steps import finished
 
 BYTES_PER_TOKEN = 4
@@ -34,7 +34,7 @@ _VALUES_PER_STEP = 20_000
 _MILLION = 1_000_000
 
 
-class Tokens(msgspec.Struct, frozen=True, gc=False):
+class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
     """Of one request."""
 
     prompt: int = 0
@@ -43,7 +43,7 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
     """Answers that ``completion`` is for."""
 
 
-def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> Tokens:
+def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> TokenEstimate:
     """What a request may use at most, about. ``path``: where it goes at the server; ``body``: as the client sent it; ``prompt``: its
     tokens, where they are known."""
     output = OUTPUTS.get(path)
@@ -53,13 +53,13 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
         prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
     choices = _choices(document) if "n" in document or "prompt" in document else 1
     if output is None:
-        return Tokens(prompt or 1, 0, choices)
+        return TokenEstimate(prompt or 1, 0, choices)
     if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
         choices *= len(conversations)
-    return Tokens(prompt or 1, _completion(document, output) * choices, choices)
+    return TokenEstimate(prompt or 1, _completion(document, output) * choices, choices)
 
 
-def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, Tokens]:
+def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, TokenEstimate]:
     """The same for a large body, in steps."""
     return estimate(document, path, body, (yield from _with_media(document, len(body))))
 
@@ -105,7 +105,7 @@ def _choices(document: Mapping[str, Any]) -> int:
     return many * n if n is not None and n > 1 else many
 
 
-def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
+def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> None:
     """Hold a request to so many tokens of an answer: refuse one that asks for more, and set it where none is asked for."""
     output = OUTPUTS.get(path)
     if output is None or limit is None:
@@ -124,17 +124,17 @@ def cap(document: dict[str, Any], path: str, limit: int | None) -> None:
         document[output.names[-1]] = limit
 
 
-def ask(tokens: Tokens, price: tuple[float, float] | None, requests: int = 0, slots: int = 0) -> Ask:
+def amounts_of(tokens: TokenEstimate, price: tuple[float, float] | None, requests: int = 0, slots: int = 0) -> Amounts:
     """Tokens as what limits count. ``price`` is per million prompt and completion tokens."""
     cost = 0.0 if price is None else (tokens.prompt * price[0] + tokens.completion * price[1]) / _MILLION
-    return Ask(requests, slots, tokens.prompt + tokens.completion, cost)
+    return Amounts(requests, slots, tokens.prompt + tokens.completion, cost)
 
 
 class Outcome(NamedTuple):
     """What became of a request: whether a server was asked, the status sent, the server's count, the events of a stream that
     passed, who broke the answer off, if anybody, and whether it had no place for a count."""
 
-    asked: bool
+    reached_server: bool
     status: int
     usage: Usage | None
     events: int
@@ -142,20 +142,20 @@ class Outcome(NamedTuple):
     uncounted: bool = False
 
 
-def used(outcome: Outcome, guess: Tokens) -> Tokens:
+def used_tokens(outcome: Outcome, guess: TokenEstimate) -> TokenEstimate:
     """What counts of a request that is over.
 
     Nothing where the client got an error; the prompt and what was seen of an answer that was broken off, by whomever, of a
     stream whose server told no count, and of one that had no place for it.
     """
     _, status, usage, events, incomplete, uncounted = outcome
-    if not outcome.asked or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
-        return Tokens()
+    if not outcome.reached_server or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
+        return TokenEstimate()
     if incomplete is None and (usage is not None or not (events or uncounted)):
-        return Tokens() if usage is None else Tokens(usage.prompt, usage.completion)
+        return TokenEstimate() if usage is None else TokenEstimate(usage.prompt, usage.completion)
     if usage is None:
-        return Tokens(guess.prompt, events)
-    return Tokens(usage.prompt or guess.prompt, max(usage.completion, events))
+        return TokenEstimate(guess.prompt, events)
+    return TokenEstimate(usage.prompt or guess.prompt, max(usage.completion, events))
 
 
 def counts_as_request(outcome: Outcome) -> bool:

@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from gateway.limits.rules import Standing, standing
+from gateway.limits.rules import BucketState, bucket_state
 from gateway.snapshot.snapshot import Limits
 
 
-def lines(found: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
+def header_lines(found: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
     """Header lines for the tightest limit of each kind; none for a kind that is not limited.
 
     ``found``: limits, and when their buckets of requests and of tokens are full again.
     """
-    requests: Standing | None = None
-    tokens: Standing | None = None
+    requests: BucketState | None = None
+    tokens: BucketState | None = None
     for limits, requests_full, tokens_full in found:
         if limits.requests_per_minute is not None:
-            shown = standing(limits.requests_per_minute, requests_full, now)
+            shown = bucket_state(limits.requests_per_minute, requests_full, now)
             requests = shown if requests is None else _tighter(requests, shown)
         if limits.tokens_per_minute is not None:
-            shown = standing(limits.tokens_per_minute, tokens_full, now)
+            shown = bucket_state(limits.tokens_per_minute, tokens_full, now)
             tokens = shown if tokens is None else _tighter(tokens, shown)
     said = b"" if requests is None else _REQUESTS % (requests.limit, requests.remaining, duration(requests.reset))
     return said if tokens is None else said + _TOKENS % (tokens.limit, tokens.remaining, duration(tokens.reset))
 
 
-def _tighter(one: Standing, other: Standing) -> Standing:
+def _tighter(one: BucketState, other: BucketState) -> BucketState:
     return one if (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
 
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
 from gateway.limits import rules
-from gateway.limits.estimate import Tokens
-from gateway.limits.rules import Refused
+from gateway.limits.estimate import TokenEstimate
+from gateway.limits.rules import ExceededLimit
 
 _MILLION = 1_000_000
 _ROUNDING = 1e-6  # as in ``rules``
@@ -31,7 +31,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def refusal(holder: str, refused: Refused, guess: Tokens, price: tuple[float, float] | None) -> Refusal:
+def refusal(holder: str, refused: ExceededLimit, guess: TokenEstimate, price: tuple[float, float] | None) -> Refusal:
     """A limit that has no room for a request.
 
     ``guess``: what the request reserves, of which ``max_tokens`` bounds the completion; ``price`` is per million tokens.
@@ -39,11 +39,11 @@ def refusal(holder: str, refused: Refused, guess: Tokens, price: tuple[float, fl
     seconds = max(math.ceil(refused.wait or 0), 1)
     is_cost, is_quota = refused.reason.startswith("cost"), refused.reason in rules.QUOTAS
     limit, left = _WORDS[refused.reason].format(_number(refused.limit)), _rounded(refused.left, is_cost)
-    reserved = f"{'a cost of ' if is_cost else ''}{_number(refused.asked)}{'' if is_cost else ' tokens'}"
+    reserved = f"{'a cost of ' if is_cost else ''}{_number(refused.requested)}{'' if is_cost else ' tokens'}"
     now = _most_tokens(refused.reason, left, guess, price)
     cures = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
     waits = True
-    if refused.asked > refused.limit:
+    if refused.requested > refused.limit:
         state = f"This request reserves {reserved}, more than the whole limit of {limit} ({holder})."
         ever = _most_tokens(refused.reason, refused.limit, guess, price)
         waits = not is_quota
@@ -66,7 +66,7 @@ def refusal(holder: str, refused: Refused, guess: Tokens, price: tuple[float, fl
     return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(cures)}.", headers=headers)
 
 
-def _most_tokens(reason: str, room: float, guess: Tokens, price: tuple[float, float] | None) -> int:
+def _most_tokens(reason: str, room: float, guess: TokenEstimate, price: tuple[float, float] | None) -> int:
     """The largest ``max_tokens`` with which a request fits into what is left; 0 where none does."""
     if guess.completion < 2:
         return 0

@@ -16,7 +16,7 @@ class ReplyError(Exception):
     """What the server says instead of a reply; the words begin with a code such as NOSCRIPT. Given, not raised."""
 
 
-class NoReplyError(Exception):
+class ProtocolError(Exception):
     """The bytes are no RESP2."""
 
 
@@ -50,7 +50,7 @@ class Parser:
             while at < len(self._data):
                 reply, at = self._parse(at)
                 yield reply
-        except _NotWhole:
+        except _Incomplete:
             pass
         finally:
             self._data = self._data[at:]
@@ -59,7 +59,7 @@ class Parser:
         """The reply that begins at a place, and where it ends."""
         end = self._data.find(b"\r\n", at)
         if end < 0:
-            raise _NotWhole
+            raise _Incomplete
         kind, rest, after = self._data[at : at + 1], self._data[at + 1 : end], end + 2
         match kind:
             case b"+":
@@ -72,13 +72,13 @@ class Parser:
                 return self._bulk(_number(rest), after)
             case b"*":
                 return self._array(_number(rest), after)
-        raise NoReplyError(f"a reply that begins with {kind!r}")
+        raise ProtocolError(f"a reply that begins with {kind!r}")
 
     def _bulk(self, size: int, at: int) -> tuple[Reply, int]:
         if size < 0:
             return None, at
         if len(self._data) < at + size + 2:
-            raise _NotWhole
+            raise _Incomplete
         return self._data[at : at + size], at + size + 2
 
     def _array(self, size: int, at: int) -> tuple[Reply, int]:
@@ -91,7 +91,7 @@ class Parser:
         return found, at
 
 
-class _NotWhole(Exception):
+class _Incomplete(Exception):
     """More bytes are needed."""
 
 
@@ -99,4 +99,4 @@ def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError:
-        raise NoReplyError("a number was expected") from None
+        raise ProtocolError("a number was expected") from None

@@ -59,7 +59,7 @@ class Cells(Protocol):
         """Change one."""
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class Amounts(msgspec.Struct, frozen=True, gc=False):
     """What a request takes or has used. ``slots`` are places among those that are served at once."""
 
     requests: int = 0
@@ -91,7 +91,7 @@ def month_of(day: int) -> int:
     return found.year * 12 + found.month - 1
 
 
-class Refused(NamedTuple):
+class ExceededLimit(NamedTuple):
     """A limit that has no room: its name in the configuration, its size, and the seconds after which this would be admitted; None: nobody
     can know. Of tokens and costs also what is left of it, and what this would have reserved."""
 
@@ -99,46 +99,46 @@ class Refused(NamedTuple):
     limit: float
     wait: float | None
     left: float = 0.0
-    asked: float = 0.0
+    requested: float = 0.0
 
 
 QUOTAS = frozenset({"tokens_per_day", "tokens_per_month", "cost_per_day", "cost_per_month"})
 """The limits that last longer than one would wait for."""
 
 
-def amount(reason: str, ask: Ask) -> float:
+def amount(reason: str, ask: Amounts) -> float:
     """How much of a limit on tokens or costs is asked for; of another there is no amount."""
     kind = reason.partition("_")[0]
     return ask.tokens if kind == "tokens" else ask.cost if kind == "cost" else 0.0
 
 
-def refused(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, at: Moment) -> Refused | None:
+def exceeded_limit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Amounts, at: Moment) -> ExceededLimit | None:
     """The limit that stands longest in the way of a request; None if it is to be admitted."""
     if ask.slots and limits.concurrent is not None and in_flight + ask.slots > limits.concurrent:
-        return Refused("concurrent", limits.concurrent, None)
-    worst: Refused | None = None
+        return ExceededLimit("concurrent", limits.concurrent, None)
+    worst: ExceededLimit | None = None
     if ask.requests and limits.requests_per_minute is not None:
         wait = _wait(cells[meter + REQUESTS] - at.now, limits.requests_per_minute, ask.requests)
         if wait:
-            worst = Refused("requests_per_minute", limits.requests_per_minute, wait)
+            worst = ExceededLimit("requests_per_minute", limits.requests_per_minute, wait)
     if ask.tokens and limits.tokens_per_minute is not None:
         behind = cells[meter + TOKENS] - at.now
         wait = _wait(behind, limits.tokens_per_minute, ask.tokens)
         if wait and (worst is None or wait > (worst.wait or 0)):
             left = limits.tokens_per_minute * (1 - behind / _MINUTE)
-            worst = Refused("tokens_per_minute", limits.tokens_per_minute, wait, left, ask.tokens)
+            worst = ExceededLimit("tokens_per_minute", limits.tokens_per_minute, wait, left, ask.tokens)
     if limits.calendar:
         of_day, cost_of_day, of_month, cost_of_month = limits.quotas
-        for_day = _reached(cells, meter + DAY, at.day, ask, of_day, cost_of_day)
+        for_day = _exceeded_quota(cells, meter + DAY, at.day, ask, of_day, cost_of_day)
         if for_day is not None:
             worst = _longer(worst, limits, for_day, "day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
-        for_month = _reached(cells, meter + MONTH, at.month, ask, of_month, cost_of_month)
+        for_month = _exceeded_quota(cells, meter + MONTH, at.month, ask, of_month, cost_of_month)
         if for_month is not None:
             worst = _longer(worst, limits, for_month, "month", _left_of_month(at.wall))
     return worst
 
 
-def outlasts(one: Refused, other: Refused) -> bool:
+def is_longer(one: ExceededLimit, other: ExceededLimit) -> bool:
     """Whether a refusal is to be told rather than another: nobody can know its end, or it lasts longer."""
     return other.wait is not None and (one.wait is None or one.wait > other.wait)
 
@@ -149,36 +149,36 @@ def _wait(behind: float, limit: float, amount: float) -> float:
     return wait if wait > _ROUNDING else 0.0
 
 
-class _Reached(NamedTuple):
-    what: str
+class _ExceededQuota(NamedTuple):
+    kind: str
     left: float
-    asked: float
+    requested: float
 
 
-def _reached(cells: Cells, window: int, period: int, ask: Ask, of_tokens: float, of_cost: float) -> _Reached | None:
+def _exceeded_quota(cells: Cells, window: int, period: int, ask: Amounts, of_tokens: float, of_cost: float) -> _ExceededQuota | None:
     """Which limit of a period has no room for what is asked for, or for all of itself where that is less."""
-    known = _known(cells, window, period)
+    known = _find_period(cells, window, period)
     if known is None:
         return None
     used, spent = cells[known + USED], cells[known + SPENT]
     if ask.tokens and used + min(ask.tokens, of_tokens) > of_tokens:
-        return _Reached("tokens", of_tokens - used, ask.tokens)
+        return _ExceededQuota("tokens", of_tokens - used, ask.tokens)
     if ask.cost and spent + min(ask.cost, of_cost) > of_cost:
-        return _Reached("cost", of_cost - spent, ask.cost)
+        return _ExceededQuota("cost", of_cost - spent, ask.cost)
     return None
 
 
-def _known(cells: Cells, window: int, period: int) -> int | None:
+def _find_period(cells: Cells, window: int, period: int) -> int | None:
     """Where what was used of a period is; None: of neither of the two that are remembered."""
     if cells[window] == period:
         return window
     return window + _OTHER if cells[window + _OTHER] == period else None
 
 
-def _longer(worst: Refused | None, limits: Limits, reached: _Reached, period: str, seconds: float) -> Refused:
-    quota = f"{reached.what}_per_{period}"
-    found = Refused(quota, getattr(limits, quota), seconds, reached.left, reached.asked)
-    return found if worst is None or outlasts(found, worst) else worst
+def _longer(worst: ExceededLimit | None, limits: Limits, reached: _ExceededQuota, period: str, seconds: float) -> ExceededLimit:
+    quota = f"{reached.kind}_per_{period}"
+    found = ExceededLimit(quota, getattr(limits, quota), seconds, reached.left, reached.requested)
+    return found if worst is None or is_longer(found, worst) else worst
 
 
 def _left_of_month(wall: float) -> float:
@@ -187,11 +187,13 @@ def _left_of_month(wall: float) -> float:
     return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
 
 
-def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, at: Moment, ends: dict[int, float]) -> Refused | None:
+def admit(
+    limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Amounts, at: Moment, ends: dict[int, float]
+) -> ExceededLimit | None:
     """Take what is asked for; or nothing, and tell why.
 
     ``ends`` learns, by a bucket's place, until when what was taken of it is missing; ``settle`` needs it again. What the meter would
-    say afterwards mostly shows that all of it fits in; only where it does not ``refused`` is asked.
+    say afterwards mostly shows that all of it fits in; only where it does not ``exceeded_limit`` is asked.
     """
     now, tokens, cost = at.now, ask.tokens, ask.cost
     full, latest = cells[meter + REQUESTS], now + _MINUTE
@@ -203,7 +205,7 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
     if of_calendar:
         day, month = meter + DAY, meter + MONTH
         of_day, cost_of_day, of_month, cost_of_month = limits.quotas
-        for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, tokens, cost)
+        for_day, cost_for_day, for_month, cost_for_month = _reserved_of_calendar(limits, tokens, cost)
         fits = (
             fits
             and cells[day] == at.day
@@ -213,7 +215,7 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
             and (not cost or (cells[day + SPENT] + cost_for_day <= cost_of_day and cells[month + SPENT] + cost_for_month <= cost_of_month))
         )
     if not fits:
-        refusal = refused(limits, cells, meter, in_flight, ask, at)
+        refusal = exceeded_limit(limits, cells, meter, in_flight, ask, at)
         if refusal is not None:
             return refusal
     if ask.requests:
@@ -224,8 +226,8 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
         ends[meter + TOKENS] = by_tokens + cells[meter + TOKENS + _BACK]
     if of_calendar:
         if not fits:
-            _turn(cells, day, at.day)
-            _turn(cells, month, at.month)
+            _start_period(cells, day, at.day)
+            _start_period(cells, month, at.month)
         cells[day + USED] += for_day
         cells[month + USED] += for_month
         if cost:
@@ -234,20 +236,22 @@ def admit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Ask, 
     return None
 
 
-def settle(limits: Limits, cells: Cells, meter: int, reserved: Ask, used: Ask, ends: Mapping[int, float], now: float, then: Moment) -> None:
+def settle(
+    limits: Limits, cells: Cells, meter: int, reserved: Amounts, used: Amounts, ends: Mapping[int, float], now: float, then: Moment
+) -> None:
     """Put what was used in the place of what was reserved at a moment. ``ends``: as ``admit`` has told them."""
-    for_requests, for_tokens = owed(limits, reserved, used)
+    for_requests, for_tokens = settlement_of_buckets(limits, reserved, used)
     if for_requests:
-        _settle(cells, meter + REQUESTS, for_requests, ends, now)
+        _settle_bucket(cells, meter + REQUESTS, for_requests, ends, now)
     if for_tokens:
-        _settle(cells, meter + TOKENS, for_tokens, ends, now)
+        _settle_bucket(cells, meter + TOKENS, for_tokens, ends, now)
     if limits.calendar:
-        for_day, cost_for_day, for_month, cost_for_month = owed_of_calendar(limits, reserved, used)
-        _add(cells, meter + DAY, then.day, for_day, cost_for_day)
-        _add(cells, meter + MONTH, then.month, for_month, cost_for_month)
+        for_day, cost_for_day, for_month, cost_for_month = settlement_of_calendar(limits, reserved, used)
+        _add_to_period(cells, meter + DAY, then.day, for_day, cost_for_day)
+        _add_to_period(cells, meter + MONTH, then.month, for_month, cost_for_month)
 
 
-def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
+def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:
     """What is taken from the buckets of requests and tokens, or is to be given back to them, in seconds, when a request is settled."""
     each = limits.token_seconds
     in_advance = reserved.tokens * each
@@ -257,13 +261,13 @@ def owed(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float]:
     )
 
 
-def owed_of_calendar(limits: Limits, reserved: Ask, used: Ask) -> tuple[float, float, float, float]:
+def settlement_of_calendar(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float, float, float]:
     """What is added then to the tokens and the cost of a day, and to those of a month."""
-    for_day, cost_for_day, for_month, cost_for_month = _in_advance(limits, reserved.tokens, reserved.cost)
+    for_day, cost_for_day, for_month, cost_for_month = _reserved_of_calendar(limits, reserved.tokens, reserved.cost)
     return used.tokens - for_day, used.cost - cost_for_day, used.tokens - for_month, used.cost - cost_for_month
 
 
-def _in_advance(limits: Limits, tokens: float, cost: float) -> tuple[float, float, float, float]:
+def _reserved_of_calendar(limits: Limits, tokens: float, cost: float) -> tuple[float, float, float, float]:
     """What is taken when a request begins of the tokens and the cost of a day, and of a month: never more than all of a limit, or it
     could never be had."""
     of_day, cost_of_day, of_month, cost_of_month = limits.in_advance
@@ -275,7 +279,7 @@ def _in_advance(limits: Limits, tokens: float, cost: float) -> tuple[float, floa
     )
 
 
-def _settle(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
+def _settle_bucket(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
     """Take more from a bucket; or give some back of what was reserved, no more than what time has not filled up since."""
     full = cells[bucket]
     if seconds > 0:
@@ -288,7 +292,7 @@ def _settle(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float]
         cells[bucket], cells[bucket + _BACK] = full - given, back + given
 
 
-def _turn(cells: Cells, window: int, period: int) -> None:
+def _start_period(cells: Cells, window: int, period: int) -> None:
     """Make a period the present one. Of two others that were known the later is remembered."""
     if cells[window] == period:
         return
@@ -300,9 +304,9 @@ def _turn(cells: Cells, window: int, period: int) -> None:
     cells[window], cells[window + USED], cells[window + SPENT] = known if known[0] == period else fresh
 
 
-def _add(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
+def _add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
     """To what was used in a period, or from it; one that is forgotten stays so."""
-    known = _known(cells, window, period)
+    known = _find_period(cells, window, period)
     if known is None:
         return
     if tokens:
@@ -313,7 +317,7 @@ def _add(cells: Cells, window: int, period: int, tokens: float, cost: float) -> 
         cells[known + SPENT] = spent if spent > 0 else 0.0
 
 
-class Standing(msgspec.Struct, frozen=True, gc=False):
+class BucketState(msgspec.Struct, frozen=True, gc=False):
     """How a minute's limit stands: its size, what is left of it, and the seconds until all of it is there again."""
 
     limit: int
@@ -321,10 +325,10 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     reset: float
 
 
-def standing(limit: int, full: float, now: float) -> Standing:
+def bucket_state(limit: int, full: float, now: float) -> BucketState:
     """Of a bucket that is full at a moment."""
     behind = full - now
     if behind <= 0:
-        return Standing(limit, limit, 0.0)
+        return BucketState(limit, limit, 0.0)
     left = int(limit * (1 - behind / _MINUTE) + _ROUNDING)
-    return Standing(limit, left if left > 0 else 0, behind)
+    return BucketState(limit, left if left > 0 else 0, behind)

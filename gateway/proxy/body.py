@@ -20,7 +20,7 @@ from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS
 from gateway.api.routes import OUTPUTS, Dialect, Route
 from gateway.api.translation import Translated, Translation, translate, translate_in_steps
-from gateway.auth.body_policy import Policy
+from gateway.auth.body_policy import BodyPolicy
 from gateway.system.garbage_collector import collector_paused
 from gateway.system.steps import finished
 
@@ -255,7 +255,7 @@ def merge(document: Document) -> Document:
     return merged
 
 
-def prepare(document: Document, policy: Policy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING) -> Prepared:
+def prepare(document: Document, policy: BodyPolicy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING) -> Prepared:
     """Apply a model's policy to a merged body, which is taken over. Raises Refusal for what may not be sent.
 
     ``size``: bytes of the body as it came; ``own``: the fields that the request's key brings.
@@ -266,7 +266,7 @@ def prepare(document: Document, policy: Policy, route: Route, size: int, own: Ma
 
 
 def prepare_in_steps(
-    document: Document, policy: Policy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING
+    document: Document, policy: BodyPolicy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING
 ) -> Generator[None, None, Prepared]:
     """The same for a large body, in steps."""
     yield from policy.apply_in_steps(document, size)
@@ -278,7 +278,7 @@ def prepare_in_steps(
     return _prepared(document, translated, policy, route, own)
 
 
-def _with_the_operators(document: Document, policy: Policy, route: Route) -> Document:
+def _with_the_operators(document: Document, policy: BodyPolicy, route: Route) -> Document:
     """The body with the operator's own fields, and today's names for older ones."""
     if route.dialect is Dialect.RESPONSES:
         document.pop("store", None)  # true is OpenAI's default value: no client relies on it by sending it
@@ -289,7 +289,7 @@ def _with_the_operators(document: Document, policy: Policy, route: Route) -> Doc
     return document
 
 
-def _prepared(document: Document, translated: Translated | None, policy: Policy, route: Route, own: Mapping[str, Any]) -> Prepared:
+def _prepared(document: Document, translated: Translated | None, policy: BodyPolicy, route: Route, own: Mapping[str, Any]) -> Prepared:
     upstream, input_field, translation = route.upstream, route.input_field, None
     if translated is not None:
         document, other, translation = translated

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import field
 
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
-from gateway.auth.catalog import Entry
+from gateway.auth.catalog import CatalogEntry
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import Outcome
@@ -28,7 +28,7 @@ from gateway.proxy.response import Passing, break_off, is_stream
 from gateway.proxy.upstream_request import Outbound
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
-from gateway.telemetry.request_record import USER_LIMIT, Record
+from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
 from upstream.balancing.attempt import Answer, Attempt
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import ConnectFailed, UpstreamError
@@ -41,8 +41,8 @@ _log = logging.getLogger("vllm_gateway.exchange")
 class Elsewhere:
     """The models that a request may still go to, how it is prepared for one, and why it did not stay where it was sent."""
 
-    entries: list[Entry]
-    prepare: Callable[[Entry], Awaitable[Outbound]]
+    entries: list[CatalogEntry]
+    prepare: Callable[[CatalogEntry], Awaitable[Outbound]]
     first: NoServerError | ConnectFailed | Refusal | None = None
 
 
@@ -58,7 +58,7 @@ class Account(msgspec.Struct, eq=False):
     gate: Gate
     started: float = field(default_factory=time)
     key: Key | None = None
-    entry: Entry | None = None
+    entry: CatalogEntry | None = None
     attempt: Attempt | None = None
     passing: Passing | None = None
     stream: bool = False
@@ -70,7 +70,7 @@ class Account(msgspec.Struct, eq=False):
     queued: float = 0.0
     keepalive: Keepalive | None = None
     outbound: Outbound | None = None
-    asked: Entry | None = None
+    asked: CatalogEntry | None = None
     """The model that was asked for, while another one is tried in its place."""
     elsewhere: Elsewhere | None = None
     failures: list[tuple[str, str, str]] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Account(msgspec.Struct, eq=False):
             self.retries += self.attempt.retries
             self.attempt = None
 
-    def go_on(self, entry: Entry) -> None:
+    def go_on(self, entry: CatalogEntry) -> None:
         """The request goes to this fallback; the client is told."""
         self.asked = self.asked or self.entry
         self.entry = entry
@@ -155,11 +155,11 @@ class Account(msgspec.Struct, eq=False):
 
     def settle_limits(self, status: int) -> None:
         """What the request has used of its key's limits is known, unless it was before the end of its answer went out."""
-        if (permit := self.call.permit) is not None and permit.holds:
+        if (permit := self.call.permit) is not None and permit.is_unsettled:
             asked, passing = self.attempt is not None and bool(self.attempt.tried), self.passing or _NOTHING
             permit.settle(Outcome(asked, status, passing.usage, passing.uncounted_events, self.incomplete))
 
-    def _record(self) -> Record:
+    def _record(self) -> RequestRecord:
         now = monotonic()
         call, passing, attempt = self.call, self.passing or _NOTHING, self.attempt
         if passing.aborted:
@@ -173,7 +173,7 @@ class Account(msgspec.Struct, eq=False):
         # The gateway's own share: before the request went out, and between the answer's first byte and its relay.
         composed_at = self.outbound.composed_at if self.outbound is not None else None
         overhead = (composed_at or now) - began - self.waited - self.queued + self.answer_at - self.upstream_first
-        return Record(
+        return RequestRecord(
             id=call.id,
             started=self.started,
             endpoint=call.target.route.endpoint,
@@ -244,8 +244,8 @@ def _refuse(account: Account, refusal: Refusal) -> None:
         account.settle_limits(call.status)
         break_off(call, refusal, (account.passing or _NOTHING).events)
         return
-    account.settle_limits(refusal.row.status)
+    account.settle_limits(refusal.spec.status)
     headers = b"content-type: application/json\r\n" + b"".join(
         b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in refusal.headers.items()
     )
-    call.respond(refusal.row.status, headers, render(refusal, anthropic=call.target.route.anthropic))
+    call.respond(refusal.spec.status, headers, render(refusal, anthropic=call.target.route.anthropic))

@@ -14,7 +14,7 @@ from time import monotonic
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
 from gateway.api.vllm_errors import fault, from_server
-from gateway.auth.catalog import Catalog, Entry, named_model
+from gateway.auth.catalog import Catalog, CatalogEntry, named_model
 from gateway.auth.keyring import Keyring
 from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
@@ -40,7 +40,7 @@ _WRITTEN_AT_ONCE = 8 * 1024  # bytes of a body from which its document, which ta
 async def exchange(call: ClientRequest, gate: Gate) -> None:
     """Serve one request, from its head to the last byte of its answer."""
     if gate.sampler is not None:
-        call.trace = gate.sampler.begin(call.head.headers.get(b"traceparent"))
+        call.trace = gate.sampler.start_trace(call.head.headers.get(b"traceparent"))
     with Account(call, gate) as account:
         if gate.draining:
             raise draining()
@@ -48,11 +48,11 @@ async def exchange(call: ClientRequest, gate: Gate) -> None:
         if not call.body.complete:
             call.body.owner = key.id
         if gate.house is not None:
-            gate.house.admit(call.requests_in_flight, gate.admission.ticket(key).in_flight, monotonic())
-        with gate.admission.ticket(key):
+            gate.house.admit(call.requests_in_flight, gate.admission.slot(key).in_flight, monotonic())
+        with gate.admission.slot(key):
             if key.allowances:
-                call.permit = gate.limits.permit(key, call.id)
-                await call.permit.arrive()
+                call.permit = gate.limits.reservation(key, call.id)
+                await call.permit.reserve_request()
             encoding = _check_media_type(call)
             if call.target.route.takes_form:
                 outbound = await _form(call, gate, account, key)
@@ -66,7 +66,7 @@ async def exchange(call: ClientRequest, gate: Gate) -> None:
                 del body  # it is not needed any more, and the request may take long
             while True:  # once, and once more for each fallback
                 if call.permit is not None:
-                    await call.permit.claim()
+                    await call.permit.reserve_tokens()
                 try:
                     return await _sent(outbound, key, account)
                 except (NoServerError, ConnectFailed, Refusal) as error:
@@ -122,14 +122,14 @@ async def _json(
     else:
         document = merge(await pace.run(parse_in_steps(body, account.gate.snapshot.body_values)))
     account.user = document.get("user")
-    if (sample := account.gate.sample) is not None and sample.takes(call.id):
+    if (sample := account.gate.sample) is not None and sample.includes(call.id):
         account.shape = shape(document)
     name, mounted = named_model(document), call.target.mounted
-    entry = account.entry = catalog.unnamed(key, mounted) if name is None else catalog.resolve(name, key, mounted)
+    entry = account.entry = catalog.resolve_unnamed(key, mounted) if name is None else catalog.resolve(name, key, mounted)
     name = name or entry.model.id
     outbound = await _prepared(document, body, call, entry, name, account, key, pace)
     if (books := account.gate.books) is not None:
-        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
+        books.start_request(call.id, account.started, call.target.route.endpoint, key, entry.model, account.stream, document)
     if entry.model.fallbacks and mounted is None:
         account.elsewhere = Elsewhere(catalog.fallbacks(entry, key), lambda other: _again(body, call, other, name, account, key))
     return outbound
@@ -139,7 +139,7 @@ async def _prepared(
     document: Document,
     body: bytes | bytearray,
     call: ClientRequest,
-    entry: Entry,
+    entry: CatalogEntry,
     name: str,
     account: Account,
     key: Key,
@@ -150,11 +150,11 @@ async def _prepared(
     if pace is None:
         prepared = prepare(document, entry.policy, call.target.route, size, key.fields)
         if permit is not None:
-            permit.weigh(prepared.document, prepared.upstream, body, entry.model)
+            permit.estimate_usage(prepared.document, prepared.upstream, body, entry.model)
     else:
         prepared = await pace.run(prepare_in_steps(document, entry.policy, call.target.route, size, key.fields))
         if permit is not None:
-            await pace.run(permit.weigh_in_steps(prepared.document, prepared.upstream, body, entry.model))
+            await pace.run(permit.estimate_usage_in_steps(prepared.document, prepared.upstream, body, entry.model))
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
     if entry.pool.wants_hint:
@@ -169,7 +169,7 @@ async def _prepared(
     return outbound
 
 
-async def _again(body: bytes | bytearray, call: ClientRequest, entry: Entry, name: str, account: Account, key: Key) -> Outbound:
+async def _again(body: bytes | bytearray, call: ClientRequest, entry: CatalogEntry, name: str, account: Account, key: Key) -> Outbound:
     """A body that was prepared for another model."""
     if len(body) <= SMALL:
         return await _prepared(merge(parse(body)), body, call, entry, name, account, key, None)
@@ -190,20 +190,20 @@ async def _form(call: ClientRequest, gate: Gate, account: Account, key: Key) -> 
     if call.body.consumed:
         form.check_end()
     catalog, mounted = gate.catalog, call.target.mounted
-    entry = account.entry = catalog.resolve(name, key, mounted) if name else catalog.unnamed(key, mounted)
+    entry = account.entry = catalog.resolve(name, key, mounted) if name else catalog.resolve_unnamed(key, mounted)
     name = name or entry.model.id
-    form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
+    form.obey(entry.policy, None if call.permit is None else call.permit.estimate_form(entry.model))
     if (books := gate.books) is not None:
-        books.begin(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
+        books.start_request(call.id, account.started, call.target.route.endpoint, key, entry.model, False, {})
     call.body.stream_on()
     if entry.model.fallbacks and mounted is None:
         account.elsewhere = Elsewhere(catalog.fallbacks(entry, key), lambda other: _form_for(other, call, name, form))
     return Outbound.of_form(call, entry, name, form)
 
 
-async def _form_for(entry: Entry, call: ClientRequest, name: str, form: Form) -> Outbound:
+async def _form_for(entry: CatalogEntry, call: ClientRequest, name: str, form: Form) -> Outbound:
     """A form whose beginning was checked for another model."""
-    form.obey(entry.policy, None if call.permit is None else call.permit.weigh_form(entry.model))
+    form.obey(entry.policy, None if call.permit is None else call.permit.estimate_form(entry.model))
     return Outbound.of_form(call, entry, name, form)
 
 
@@ -239,8 +239,8 @@ async def _in_turn(error: NoServerError, key: Key, attempt: Attempt, outbound: O
     outbound.call.body.read_ahead()
     while True:
         try:
-            with gate.lobby.place(model, key, since) as place:
-                await place.called()
+            with gate.lobby.slot(model, key, since) as place:
+                await place.wait()
         finally:
             account.queued = before + monotonic() - since
         attempt.turn_to(gate.catalog.pool(model) or outbound.entry.pool)

@@ -17,7 +17,7 @@ from time import monotonic
 
 from gateway.api.response_fields import Marks
 from gateway.client.request import ClientRequest
-from gateway.telemetry.metrics import BETWEEN, Gaps
+from gateway.telemetry.metrics import BETWEEN, ReadGaps
 from upstream.balancing.attempt import Answer
 from upstream.http.connection import Connection
 
@@ -40,7 +40,13 @@ _SIZE_LINES = _size_lines()
 
 
 def lane(
-    answer: Answer, call: ClientRequest, gaps: Gaps, held: bytearray, write: Callable[[bytes], None], marks: Marks, connection: Connection
+    answer: Answer,
+    call: ClientRequest,
+    gaps: ReadGaps,
+    held: bytearray,
+    write: Callable[[bytes], None],
+    marks: Marks,
+    connection: Connection,
 ) -> Callable[[bytes], None]:
     """What reads a connection in place of its ``data_received``, once the answer has begun.
 

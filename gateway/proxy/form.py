@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from gateway.api.errors import Refusal
-from gateway.auth.body_policy import NUMBERS, Policy, check_number
+from gateway.auth.body_policy import NUMBERS, BodyPolicy, check_number
 from upstream.balancing.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
@@ -80,7 +80,7 @@ class Form:
         self._model_read = False
         self._served = ""
         # What is checked when the model's policy is known
-        self._policy: Policy | None = None
+        self._policy: BodyPolicy | None = None
         self._most: int | None = None
         self._names: set[str] = set()
         self._numbers: list[tuple[str, bytes]] = []
@@ -96,7 +96,7 @@ class Form:
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
 
-    def obey(self, policy: Policy, most: int | None = None) -> None:
+    def obey(self, policy: BodyPolicy, most: int | None = None) -> None:
         """Check what has been read, and what is to come, by the policy of the model, and by the largest answer in tokens that the key may
         have. Raises Refusal."""
         self._policy, self._most = policy, most
@@ -286,9 +286,9 @@ class Form:
         else:
             self._check_number(self._name, self._text, self._policy)
 
-    def _check_number(self, name: str, text: bytes, policy: Policy) -> None:
+    def _check_number(self, name: str, text: bytes, policy: BodyPolicy) -> None:
         """Plain digits only: what else vLLM would take for a number is not guessed at."""
-        most, of_key = policy.most(name), self._most if name == _BOUND else None
+        most, of_key = policy.maximum(name), self._most if name == _BOUND else None
         if not text or (most is None and of_key is None):
             return
         number = int(text) if _NUMBER.fullmatch(text) else None
@@ -310,8 +310,8 @@ def _too_many_parts() -> Refusal:
     return Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
 
 
-def _check_names(names: Set[str], policy: Policy) -> None:
-    refused = policy.refused_of(names)
+def _check_names(names: Set[str], policy: BodyPolicy) -> None:
+    refused = policy.forbidden_field(names)
     if refused is not None:
         raise Refusal("invalid_value", f"The field '{refused}' is not allowed here.", param=refused)
 

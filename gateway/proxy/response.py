@@ -28,7 +28,7 @@ from gateway.api.vllm_errors import event_status, fault, from_event
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import Outcome
 from gateway.proxy.fast_path import lane
-from gateway.telemetry.metrics import Gaps
+from gateway.telemetry.metrics import ReadGaps
 from upstream.balancing.attempt import Answer
 from upstream.http.errors import Aborted, BadAnswer, Disconnected, UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter, data_of, is_error, split
@@ -68,7 +68,7 @@ class Passing:
     usage: Usage | None = None
     first_byte: float | None = None
     first_token: float | None = None
-    gaps: Gaps | None = None
+    gaps: ReadGaps | None = None
     failure: Refusal | None = None
     """An error that the server put into the answer itself."""
     aborted = False
@@ -307,7 +307,7 @@ class EventRelay(Passing):
         now = self._answer.last_byte
         if self.gaps is None:
             self.first_token = now
-            self.gaps = Gaps(now)
+            self.gaps = ReadGaps(now)
         else:
             self.gaps.mark(now)
         count = whole.count(b"\n\n") or whole.count(b"\n\r\n")
@@ -336,7 +336,7 @@ class EventRelay(Passing):
         else:
             self._call.write(whole)
 
-    def _open_lane(self, gaps: Gaps) -> None:
+    def _open_lane(self, gaps: ReadGaps) -> None:
         """From here on ordinary chunks go the short way."""
         write = self._call.chunk_writer()
         if write is not None:

@@ -12,7 +12,7 @@ from time import monotonic
 import msgspec
 
 from gateway.api.translation import Translation
-from gateway.auth.catalog import Entry
+from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
 from gateway.proxy.body import Document, Prepared
 from gateway.proxy.form import Form
@@ -25,7 +25,7 @@ class Outbound(msgspec.Struct):
     ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
 
     call: ClientRequest
-    entry: Entry
+    entry: CatalogEntry
     name: str
     encode: Callable[[str], bytes]
     content_type: bytes
@@ -46,7 +46,7 @@ class Outbound(msgspec.Struct):
     """The JSON body as it was sent; a server's error is explained by it."""
 
     @classmethod
-    def of_json(cls, call: ClientRequest, entry: Entry, name: str, prepared: Prepared) -> Outbound:
+    def of_json(cls, call: ClientRequest, entry: CatalogEntry, name: str, prepared: Prepared) -> Outbound:
         """A JSON body that was checked."""
         return cls(
             call,
@@ -63,7 +63,7 @@ class Outbound(msgspec.Struct):
         )
 
     @classmethod
-    def of_form(cls, call: ClientRequest, entry: Entry, name: str, form: Form) -> Outbound:
+    def of_form(cls, call: ClientRequest, entry: CatalogEntry, name: str, form: Form) -> Outbound:
         """A form whose beginning was checked; the rest is checked as it streams. How long that will be is known only where all of it
         has been read, since the gateway may add to its end."""
         length = call.head.headers.get(b"content-length")

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.telemetry.request_record import Record
+from gateway.telemetry.request_record import RequestRecord
 
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
@@ -59,7 +59,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     request: Mapping[str, Any] | None = None
 
 
-def line(record: Record) -> bytes:
+def line(record: RequestRecord) -> bytes:
     """A request as a line of JSON."""
     usage, first_byte = record.usage, record.first_byte
     made = _Line(
@@ -98,11 +98,11 @@ class AccessLog:
 
     def __init__(self, output: int) -> None:
         self._output = output
-        self._records: list[Record] = []
-        self._waiting: queue.Queue[list[Record] | None] = queue.Queue(_MAX_WAITING)
+        self._records: list[RequestRecord] = []
+        self._waiting: queue.Queue[list[RequestRecord] | None] = queue.Queue(_MAX_WAITING)
         self._refused = 0  # for lack of room: counted by whoever adds
         self._unwritten = 0  # counted by the writer
-        self._told = 0
+        self._reported = 0
 
     @property
     def dropped(self) -> int:
@@ -111,10 +111,10 @@ class AccessLog:
 
     def newly_dropped(self) -> int:
         """How many there are more than at the last call."""
-        before, self._told = self._told, self.dropped
-        return self._told - before
+        before, self._reported = self._reported, self.dropped
+        return self._reported - before
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Take a record; it is written with the next flush."""
         if len(self._records) < _MAX_LINES:
             self._records.append(record)
@@ -131,7 +131,7 @@ class AccessLog:
         except queue.Full:
             pass  # they stay, up to the bound, until the writer gets on
 
-    def write(self) -> None:
+    def run_writer(self) -> None:
         """The writer's thread: until told to stop."""
         while (batch := self._waiting.get()) is not None:
             written = 0
@@ -152,7 +152,7 @@ class AccessLog:
             pass  # the thread is a daemon and ends with the process
 
 
-def _made(batch: Iterable[Record]) -> Iterator[bytes]:
+def _made(batch: Iterable[RequestRecord]) -> Iterator[bytes]:
     for record in batch:
         try:
             yield line(record)
@@ -181,7 +181,7 @@ def _write_all(output: int, data: bytes) -> None:
 def access_log(output: int) -> Iterator[AccessLog]:
     """An access log whose lines have been written when the block ends, unless the output stands still."""
     log = AccessLog(output)
-    thread = threading.Thread(target=log.write, name="access-log", daemon=True)
+    thread = threading.Thread(target=log.run_writer, name="access-log", daemon=True)
     thread.start()
     try:
         yield log

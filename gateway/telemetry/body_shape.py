@@ -53,13 +53,13 @@ WORDS = frozenset(
 """The texts that are shown, as values of a setting."""
 
 
-class Sample:
+class ShapeSample:
     """Which requests are shown: a ``share`` of them, from above 0 to 1, by their ids, which clients have no hand in."""
 
     def __init__(self, share: float) -> None:
         self._below = round(share * _IDS)
 
-    def takes(self, request_id: str) -> bool:
+    def includes(self, request_id: str) -> bool:
         """Whether this one is shown."""
         return int(request_id[-_DIGITS:], 16) < self._below
 

@@ -21,9 +21,9 @@ import msgspec
 from gateway.api.routes import ENDPOINTS
 from gateway.auth.keyring import AUTH_REASONS
 from gateway.snapshot.snapshot import Snapshot
-from gateway.telemetry.request_record import GapCounts, Record
-from gateway.telemetry.shared_counters import Board, BoardFullError, Cells
-from gateway.telemetry.token_rates import Tokens
+from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
+from gateway.telemetry.shared_counters import Cells, SharedCounters, SharedCountersFullError
+from gateway.telemetry.token_rates import TokenCounts
 
 PREFIX = "vllm_gateway_"
 OTHER = "other"
@@ -147,19 +147,19 @@ def observe(cells: Cells, buckets: Sequence[float], value: float) -> None:
 class WorkerMetrics:
     """The counting side. Cells are looked up once per set of labels and kept."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: SharedCounters) -> None:
+        self._counters = board
         self._cells: dict[tuple[str, ...], Cells] = {}
         self._outcomes: dict[tuple[str, str, int, str | None], tuple[Cells, Cells]] = {}
         self._uses: dict[tuple[str, str, int], tuple[Cells, ...]] = {}
-        self._in_flight: dict[str, InFlight] = {}
+        self._in_flight: dict[str, InflightGauge] = {}
         self._dropped = self.cells("series_dropped_total")
         self._overhead = self.cells("overhead_seconds")
         self._reset_gauges()
 
     def _reset_gauges(self) -> None:
         """What a predecessor on this board had in flight died with it."""
-        for reading in tuple(self._board.readings()):
+        for reading in tuple(self._counters.readings()):
             series = Series.decode(reading.name)
             if FAMILIES[series.family].kind == "gauge":
                 self.cells(series.family, *series.labels)[0] = 0.0
@@ -169,19 +169,19 @@ class WorkerMetrics:
         key = (family, *labels)
         found = self._cells.get(key)
         if found is None:
-            found = self._cells[key] = self._made(Series(family, labels).encode(), FAMILIES[family].cells)
+            found = self._cells[key] = self._allocate(Series(family, labels).encode(), FAMILIES[family].cells)
         return found
 
-    def _made(self, name: str, count: int) -> Cells:
+    def _allocate(self, name: str, count: int) -> Cells:
         try:
-            return self._board.cells(name, count)
-        except BoardFullError:
+            return self._counters.cells(name, count)
+        except SharedCountersFullError:
             if not self._dropped[0]:
                 _log.error("there is no room for more series: what is new to this worker is not in its metrics")
             self._dropped[0] += 1
             return memoryview(bytearray(8 * count)).cast("d")
 
-    def expect(self, snapshot: Snapshot) -> None:
+    def create_series(self, snapshot: Snapshot) -> None:
         """Make the series that a configuration implies, so that their first increase is seen as one."""
         for reason in AUTH_REASONS.values():
             self.cells("auth_failures_total", reason)
@@ -205,30 +205,30 @@ class WorkerMetrics:
             for fallback in model.fallbacks:
                 self.cells("fallbacks_total", model.id, ids[fallback])
 
-    def in_flight(self, model: str) -> InFlight:
+    def in_flight(self, model: str) -> InflightGauge:
         """The gauge of a model's requests, to be held by each of them in a ``with``."""
         try:
             return self._in_flight[model]
         except KeyError:
-            made = self._in_flight[model] = InFlight(self.cells("inflight_requests", model))
+            made = self._in_flight[model] = InflightGauge(self.cells("inflight_requests", model))
             return made
 
     def queued(self, model: str) -> Cells:
         return self.cells("queued_requests", model)
 
-    def auth_failed(self, code: str) -> None:
+    def count_auth_failure(self, code: str) -> None:
         self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
 
-    def client_fault(self, reason: str) -> None:
+    def count_client_fault(self, reason: str) -> None:
         """Count a connection that is ended for a reason of ``CLIENT_FAULTS``."""
         self.cells("client_faults_total", reason)[0] += 1
 
-    def lines_dropped(self, count: int) -> None:
+    def count_dropped_lines(self, count: int) -> None:
         """Count requests of which the access log has no line."""
         if count:
             self.cells("log_lines_dropped_total")[0] += count
 
-    def settle(self, record: Record) -> None:
+    def record_request(self, record: RequestRecord) -> None:
         """Count one request at its end, once."""
         # Every request comes by here: look-ups are subscripts and ``observe`` is written out, since each step is counted (test_cost.py).
         model = record.model or OTHER
@@ -236,7 +236,7 @@ class WorkerMetrics:
         try:
             requests, durations = self._outcomes[model, record.endpoint, record.status, code]
         except KeyError:
-            requests, durations = self._outcome(record, model)
+            requests, durations = self._outcome_cells(record, model)
         requests[0] += 1
         duration = record.duration
         durations[bisect_left(_DURATION, duration)] += 1
@@ -254,7 +254,7 @@ class WorkerMetrics:
                 try:
                     requests, prompt, completion, cached, reasoning = self._uses[key.entry or key.id, model, record.status]
                 except KeyError:
-                    requests, prompt, completion, cached, reasoning = self._use(key.entry or key.id, model, record.status)
+                    requests, prompt, completion, cached, reasoning = self._usage_cells(key.entry or key.id, model, record.status)
                 requests[0] += 1
                 prompt[0] += usage.prompt
                 completion[0] += usage.completion
@@ -267,19 +267,19 @@ class WorkerMetrics:
         if code is not None or record.incomplete is not None or record.failures or record.asked is not None:
             self._count_failures(record, model)
 
-    def _outcome(self, record: Record, model: str) -> tuple[Cells, Cells]:
+    def _outcome_cells(self, record: RequestRecord, model: str) -> tuple[Cells, Cells]:
         requests = self.cells("requests_total", model, record.endpoint, str(record.status), record.code or "")
         made = (requests, self.cells("request_duration_seconds", model, record.endpoint))
         self._outcomes[model, record.endpoint, record.status, record.code] = made
         return made
 
-    def _use(self, key: str, model: str, status: int) -> tuple[Cells, ...]:
+    def _usage_cells(self, key: str, model: str, status: int) -> tuple[Cells, ...]:
         """The cells of a key's requests with this status, and of its tokens by ``_TOKEN_TYPES``. They exist from their first use."""
         tokens = (self.cells("tokens_total", key, model, kind) for kind in _TOKEN_TYPES)
         made = self._uses[key, model, status] = (self.cells("key_requests_total", key, str(status)), *tokens)
         return made
 
-    def _count_stream(self, record: Record, model: str, gaps: GapCounts) -> None:
+    def _count_stream(self, record: RequestRecord, model: str, gaps: ReadGapCounts) -> None:
         if record.first_token is not None:
             observe(self.cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
         between = self.cells("inter_token_latency_seconds", model)
@@ -288,7 +288,7 @@ class WorkerMetrics:
                 between[index] += count
         between[-1] += gaps.total
 
-    def _count_failures(self, record: Record, model: str) -> None:
+    def _count_failures(self, record: RequestRecord, model: str) -> None:
         for owner, server, reason in record.failures:
             self.cells("server_failures_total", owner, server, reason)[0] += 1
         if record.retries:
@@ -298,10 +298,10 @@ class WorkerMetrics:
         if record.incomplete is not None:
             self.cells("incomplete_total", model, record.incomplete)[0] += 1
         if record.code is not None and record.code in AUTH_REASONS:
-            self.auth_failed(record.code)
+            self.count_auth_failure(record.code)
 
 
-class InFlight:
+class InflightGauge:
     """A gauge that goes up and down with the ``with`` blocks that are in it."""
 
     __slots__ = ("_cells",)
@@ -316,7 +316,7 @@ class InFlight:
         self._cells[0] -= 1
 
 
-class Gaps:
+class ReadGaps:
     """Times between the reads of one stream, gathered beside it and counted once at its end.
 
     ``more``: the events beyond one of each read. ``counted``: how many events the server's usage covers.
@@ -353,7 +353,7 @@ class Gaps:
 # The reading side
 
 
-def summed(boards: Iterable[Board]) -> dict[Series, list[float]]:
+def sum_series(boards: Iterable[SharedCounters]) -> dict[Series, list[float]]:
     """Every series of all boards, cell by cell added up."""
     total: dict[Series, list[float]] = {}
     for board in boards:
@@ -364,39 +364,39 @@ def summed(boards: Iterable[Board]) -> dict[Series, list[float]]:
     return total
 
 
-def tokens_by_model(boards: Iterable[Board]) -> dict[str, Tokens]:
+def tokens_by_model(boards: Iterable[SharedCounters]) -> dict[str, TokenCounts]:
     """What each model has read and generated so far, for all keys together. Cheap: no other series is looked at."""
-    total: dict[str, Tokens] = {}
+    total: dict[str, TokenCounts] = {}
     for board in boards:
         for reading in board.readings('["tokens_total",'):
             _, model, kind = Series.decode(reading.name).labels
-            before = total.get(model, Tokens())
+            before = total.get(model, TokenCounts())
             if kind == "prompt":
-                total[model] = Tokens(before.prompt + reading.values[0], before.completion)
+                total[model] = TokenCounts(before.prompt + reading.values[0], before.completion)
             elif kind == "completion":
-                total[model] = Tokens(before.prompt, before.completion + reading.values[0])
+                total[model] = TokenCounts(before.prompt, before.completion + reading.values[0])
     return total
 
 
-class Tally:
+class CounterSums:
     """Sums of single series over all boards, for those who look often: a look costs a few additions, not a decoding of everything.
 
     ``by``: for each family, which of its labels its sums are by.
     """
 
-    def __init__(self, boards: Sequence[Board], by: Mapping[str, int]) -> None:
-        self._boards = boards
+    def __init__(self, boards: Sequence[SharedCounters], by: Mapping[str, int]) -> None:
+        self._counters = boards
         self._by = by
         self._seen = [0] * len(boards)
         self._cells: dict[tuple[str, str], list[Cells]] = {}
 
     def sum(self, family: str, label: str) -> float:
         """The sum of the first cells of a family's series with this label."""
-        self._note_new_ones()
+        self._find_new_series()
         return sum(cells[0] for cells in self._cells.get((family, label), ()))
 
-    def _note_new_ones(self) -> None:
-        for number, board in enumerate(self._boards):
+    def _find_new_series(self) -> None:
+        for number, board in enumerate(self._counters):
             for name in board.new_names(self._seen[number]):
                 self._seen[number] += 1
                 series = Series.decode(name)

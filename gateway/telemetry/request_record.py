@@ -15,7 +15,7 @@ USER_LIMIT = 256
 """Characters of a client's word for its end user that are logged and kept."""
 
 
-class GapCounts(Protocol):
+class ReadGapCounts(Protocol):
     """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds; and how many events it had."""
 
     counts: list[int]
@@ -33,7 +33,7 @@ class GapCounts(Protocol):
         """In seconds."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code`` the
@@ -69,7 +69,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     queued: float
     first_byte: float | None
     first_token: float | None
-    gaps: GapCounts | None
+    gaps: ReadGapCounts | None
     user: str | None
     failures: tuple[tuple[str, str, str], ...]
     detail: str | None

@@ -31,18 +31,18 @@ Cells: TypeAlias = "memoryview[float]"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CounterReading:
     """One series as it stood at the moment of reading."""
 
     name: str
     values: tuple[float, ...]
 
 
-class BoardFullError(Exception):
+class SharedCountersFullError(Exception):
     """There is no room for another series."""
 
 
-class Board:
+class SharedCounters:
     """One board, mapped. ``fd`` is what a child process inherits."""
 
     def __init__(self, fd: int) -> None:
@@ -54,7 +54,7 @@ class Board:
         self._seen = _USED.size  # how far the index has read
 
     @classmethod
-    def create(cls, name: str, size: int = SIZE) -> Board:
+    def create(cls, name: str, size: int = SIZE) -> SharedCounters:
         """A new, empty board."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, size)
@@ -77,12 +77,12 @@ class Board:
         found = self._index.get(name)
         return self._append(name, count) if found is None else found
 
-    def readings(self, prefix: str = "") -> Iterator[Reading]:
+    def readings(self, prefix: str = "") -> Iterator[CounterReading]:
         """Every series whose name begins so, with its present values."""
         self._read_index()
         for name, cells in self._index.items():
             if name.startswith(prefix):
-                yield Reading(name, tuple(cells))
+                yield CounterReading(name, tuple(cells))
 
     def new_names(self, seen: int) -> list[str]:
         """The names of the series after the first ``seen`` ones."""
@@ -95,7 +95,7 @@ class Board:
         padded = -(-len(encoded) // 8) * 8
         end = start + _RECORD.size + padded + 8 * count
         if end > self._size:
-            raise BoardFullError(name)
+            raise SharedCountersFullError(name)
         _RECORD.pack_into(self._view, start, len(encoded), count)
         self._view[start + _RECORD.size : start + _RECORD.size + len(encoded)] = encoded
         self._view[end - 8 * count : end] = bytes(8 * count)  # a predecessor may have died in this very place

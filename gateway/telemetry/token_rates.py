@@ -15,30 +15,30 @@ WINDOW = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """Tokens, or tokens per second."""
 
     prompt: float = 0.0
     completion: float = 0.0
 
 
-class Rates:
+class TokenRates:
     """The latest looks, oldest first."""
 
     def __init__(self, window: float = WINDOW) -> None:
         self._window = window
-        self._looks: deque[tuple[float, Mapping[str, Tokens]]] = deque()
+        self._observations: deque[tuple[float, Mapping[str, TokenCounts]]] = deque()
 
-    def look(self, now: float, totals: Mapping[str, Tokens]) -> None:
+    def observe(self, now: float, totals: Mapping[str, TokenCounts]) -> None:
         """Take note of what each model has counted at ``now``, in seconds of a clock that never goes back."""
-        self._looks.append((now, totals))
-        while now - self._looks[0][0] > self._window:
-            self._looks.popleft()
+        self._observations.append((now, totals))
+        while now - self._observations[0][0] > self._window:
+            self._observations.popleft()
 
-    def of(self, model: str) -> Tokens:
+    def rate(self, model: str) -> TokenCounts:
         """Tokens per second; nothing until there were two looks."""
-        if len(self._looks) < 2:
-            return Tokens()
-        (first, before), (last, after) = self._looks[0], self._looks[-1]
-        old, new = before.get(model, Tokens()), after.get(model, Tokens())
-        return Tokens((new.prompt - old.prompt) / (last - first), (new.completion - old.completion) / (last - first))
+        if len(self._observations) < 2:
+            return TokenCounts()
+        (first, before), (last, after) = self._observations[0], self._observations[-1]
+        old, new = before.get(model, TokenCounts()), after.get(model, TokenCounts())
+        return TokenCounts((new.prompt - old.prompt) / (last - first), (new.completion - old.completion) / (last - first))

@@ -1,6 +1,6 @@
 """A span for each traced request: which trace it belongs to, what its server is told, and what the collector gets.
 
-The rules: on a request's way only ids are made; its span is made from its ``Record`` when it is over, by a thread of its own,
+The rules: on a request's way only ids are made; its span is made from its ``RequestRecord`` when it is over, by a thread of its own,
 and no request waits for a collector; a client's trace is continued (W3C Trace Context), but whether its request is
 traced is decided here, by the trace's id, so that all who decide by the same share decide alike.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the record names the trace; and what is not installed every
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from gateway.telemetry.request_record import Record
+    from gateway.telemetry.request_record import RequestRecord
 
 _MAX_WAITING = 16  # batches that may wait for a slow collector; a batch is what one tick gathered
 _MAX_SPANS = 2048  # that one batch may have
@@ -70,7 +70,7 @@ class Sampler:
     def __init__(self, settings: Tracing) -> None:
         self._bound = round(settings.sample * _SHARE_OF)
 
-    def begin(self, traceparent: bytes | None) -> Trace:
+    def start_trace(self, traceparent: bytes | None) -> Trace:
         """The place of a request whose client sent this header; one that is not valid counts as none (Trace Context, 4.3)."""
         given = _TRACEPARENT.fullmatch(traceparent) if traceparent is not None else None
         if given is not None and given[1] == b"00" and given[4]:
@@ -88,14 +88,14 @@ class Spans:
     def __init__(self) -> None:
         self.endpoint = ""
         self.scheme = "http"
-        self._records: list[Record] = []
-        self._waiting: queue.Queue[tuple[str, list[Record]] | None] = queue.Queue(_MAX_WAITING)
+        self._records: list[RequestRecord] = []
+        self._waiting: queue.Queue[tuple[str, list[RequestRecord]] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._exporters: dict[str, SpanExporter] = {}
         self._resource: Resource | None = None
         self.dropped = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Take a record; it is exported with the next flush."""
         if len(self._records) < _MAX_SPANS:
             self._records.append(record)
@@ -105,7 +105,7 @@ class Spans:
     def flush(self) -> None:
         """Hand over what has gathered; called a few times a second."""
         if self._records:
-            self._begin()
+            self._start_thread()
             try:
                 self._waiting.put_nowait((self.endpoint, self._records))
                 self._records = []
@@ -115,7 +115,7 @@ class Spans:
             _log.warning("%d spans were dropped: the collector is slow, or not there", self.dropped)
             self.dropped = 0
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._export, name="spans", daemon=True)
             self._thread.start()
@@ -129,7 +129,7 @@ class Spans:
             except Exception:  # noqa: BLE001  the outer edge: those that come later are exported
                 _log.exception("%d spans could not be exported", len(records))
 
-    def _send(self, endpoint: str, records: Sequence[Record]) -> None:
+    def _send(self, endpoint: str, records: Sequence[RequestRecord]) -> None:
         resource = self._resource = self._resource or _resource()
         exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
         exporter.export(list(_made(records, resource, self.scheme)))
@@ -171,7 +171,7 @@ def _resource() -> Resource:
     return Resource({"service.name": "vllm-gateway", "service.version": __version__}).merge(OTELResourceDetector().detect())
 
 
-def _made(records: Iterable[Record], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
+def _made(records: Iterable[RequestRecord], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
     for record in records:
         try:
             if record.trace is not None:
@@ -180,7 +180,7 @@ def _made(records: Iterable[Record], resource: Resource, scheme: str) -> Iterato
             _log.exception("a span")
 
 
-def span(record: Record, trace: Trace, resource: Resource, scheme: str) -> ReadableSpan:
+def span(record: RequestRecord, trace: Trace, resource: Resource, scheme: str) -> ReadableSpan:
     """A finished request as a span of the kind SERVER."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -209,12 +209,12 @@ def operation(endpoint: str) -> str:
     return OPERATIONS.get(endpoint) or endpoint.rpartition("/")[2]
 
 
-def failed(record: Record) -> bool:
+def failed(record: RequestRecord) -> bool:
     """Whether it is an error of the server side: the client's own are none (semantic conventions for HTTP server spans)."""
     return record.status >= 500 or record.incomplete in ("upstream", "drain")
 
 
-def attributes(record: Record, scheme: str) -> dict[str, str | bool | int | float]:
+def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int | float]:
     """What is known of a request, in the words of the semantic conventions; nothing that its client wrote."""
     usage = record.usage
     known: dict[str, str | bool | int | float | None] = {

@@ -23,12 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import __version__
 from gateway.admission.body_memory import FREE, BodyMemory
-from gateway.admission.inflight import House, part
-from gateway.admission.queue import Ask, Lobby, nobody
+from gateway.admission.inflight import ConcurrencyLimit, worker_share
+from gateway.admission.inflight_slot import InflightCounts
+from gateway.admission.queue import ModelQueues, ReportDemand, report_nothing
 from gateway.api.errors import Refusal, internal_error, render, unknown_model
 from gateway.api.unserved import shown as shown_text
 from gateway.api.unserved import unserved
-from gateway.auth.catalog import Catalog, Entry
+from gateway.auth.catalog import Catalog, CatalogEntry
 from gateway.auth.keyring import Keyring
 from gateway.client.addresses import Connections, Proxies, shown
 from gateway.client.connection import ClientConnection
@@ -36,18 +37,18 @@ from gateway.client.cors import Cors
 from gateway.client.eviction import Unauthenticated
 from gateway.client.http_parser import FORWARDED
 from gateway.client.request import ClientRequest, request_ids
-from gateway.ledger.recorder import Books
-from gateway.limits import Admission, Limiter
-from gateway.limits.buckets import Meters
+from gateway.ledger.recorder import Recorder
+from gateway.limits import Limiter
+from gateway.limits.buckets import Buckets
 from gateway.proxy.exchange import authenticate, exchange
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.system.steps import Steps
 from gateway.system.tls import Certificate
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.body_shape import Sample
+from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.metrics import OTHER, WorkerMetrics
-from gateway.telemetry.request_record import Record
+from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.tracing import Sampler, Spans
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
@@ -56,7 +57,7 @@ from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import InlineTask
 
 if TYPE_CHECKING:
-    from gateway.auth.jwt import Tokens
+    from gateway.auth.jwt import TokenVerifier
 
 _HEALTH, _MODELS, _VERSION = "/health", "/v1/models", "/version"
 _SWEEP_EVERY = 4  # ticks
@@ -76,11 +77,11 @@ class Worker:
         fleet: LiveServers,
         metrics: WorkerMetrics,
         log: AccessLog,
-        ask: Ask = nobody,
+        ask: ReportDemand = report_nothing,
         want: Callable[[str], None] | None = None,
         on_store: Callable[[str | None], None] | None = None,
-        books: Books | None = None,
-        meters: Meters | None = None,
+        books: Recorder | None = None,
+        meters: Buckets | None = None,
         number: int = 0,
         spans: Spans | None = None,
     ) -> None:
@@ -91,12 +92,12 @@ class Worker:
         self.sampler: Sampler | None = None
         self._spans = spans or Spans()
         self._want = want
-        self._tokens: Tokens | None = None
+        self._tokens: TokenVerifier | None = None
         self.metrics = metrics
-        self.admission = Admission()
-        self.limits = Limiter(metrics, meters or Meters.private(), on_store or _told_nobody)
+        self.admission = InflightCounts()
+        self.limits = Limiter(metrics, meters or Buckets.private(), on_store or _told_nobody)
         self.deadlines = Deadlines()
-        self.lobby = Lobby(self.deadlines, metrics.queued, ask)
+        self.lobby = ModelQueues(self.deadlines, metrics.queued, ask)
         self.leaving = False
         self.draining = False
         self.connections: set[ClientConnection] = set()
@@ -120,14 +121,16 @@ class Worker:
     def take(self, snapshot: Snapshot) -> None:
         """Serve by this snapshot from now on; what is under way keeps the one it began with."""
         servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
-        self.metrics.expect(snapshot)
+        self.metrics.create_series(snapshot)
         for model in snapshot.bases:
             for index, spec in enumerate(model.servers):
                 servers[spec.name].publish_in_flight(self.metrics.cells("server_inflight", model.id, spec.name))
                 servers[spec.name].limit = self._part(model.max_inflight, index, snapshot.workers)
                 servers[spec.name].ejected_cells = self.metrics.cells("server_ejected", model.id, spec.name)
         self.snapshot = snapshot
-        self.house = None if snapshot.max_inflight is None else House(part(snapshot.max_inflight, self.number, snapshot.workers))
+        self.house = (
+            None if snapshot.max_inflight is None else ConcurrencyLimit(worker_share(snapshot.max_inflight, self.number, snapshot.workers))
+        )
         self.keyring = Keyring(snapshot.keys, self._tokens_of(snapshot))
         self.cors = Cors(snapshot.cors_origins)
         self.catalog.retire()
@@ -139,36 +142,36 @@ class Worker:
         self.body_limit = snapshot.body_limit
         self.body_allowance = min(snapshot.body_limit, FREE)
         if self.books is not None:
-            self.books.take(snapshot)
-        self.limits.take(snapshot)
-        self.lobby.expect((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
-        self.sample = Sample(snapshot.log_sample) if snapshot.log_sample else None
+            self.books.apply_snapshot(snapshot)
+        self.limits.apply_snapshot(snapshot)
+        self.lobby.set_models((entry.model, entry.pool) for entry in self.catalog.entries if entry.model.parent is None)
+        self.sample = ShapeSample(snapshot.log_sample) if snapshot.log_sample else None
         self.sampler = None
         if snapshot.tracing is not None:
             self.sampler, self._spans.endpoint = Sampler(snapshot.tracing), snapshot.tracing.endpoint
             self._spans.scheme = "http" if self.certificate is None else "https"
 
-    def _tokens_of(self, snapshot: Snapshot) -> Tokens | None:
+    def _tokens_of(self, snapshot: Snapshot) -> TokenVerifier | None:
         """What knows tokens by this snapshot; None where none are taken."""
         if not snapshot.issuers:
             self._tokens = None
             return None
-        from gateway.auth.jwt import Tokens  # with PyJWT, which is an extra
+        from gateway.auth.jwt import TokenVerifier  # with PyJWT, which is an extra
 
-        self._tokens = self._tokens or Tokens(self._want or _told_nobody)
-        self._tokens.take(snapshot)
+        self._tokens = self._tokens or TokenVerifier(self._want or _told_nobody)
+        self._tokens.apply_snapshot(snapshot)
         return self._tokens
 
     def _part(self, whole: int | None, index: int, workers: int) -> float:
         """What this worker may have in flight on a model's server; what cannot be divided is another worker's with each server."""
-        return math.inf if whole is None else part(whole, self.number + index, workers)
+        return math.inf if whole is None else worker_share(whole, self.number + index, workers)
 
     def learn(self, health: Health) -> None:
         """Take over what control found out about servers."""
         for name, condition in health.conditions.items():
             self.fleet.set_condition(name, condition)
         self._max_model_len, self._tasks = dict(health.max_model_len), dict(health.tasks)
-        self.lobby.learn(health.expected)
+        self.lobby.set_expected(health.expected)
 
     def tick(self) -> None:
         """What is done a few times a second for all requests together."""
@@ -178,7 +181,7 @@ class Worker:
         self.lobby.tick()
         self.limits.tick()
         self._log.flush()
-        self.metrics.lines_dropped(self._log.newly_dropped())
+        self.metrics.count_dropped_lines(self._log.newly_dropped())
         self._spans.flush()
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:
@@ -196,12 +199,12 @@ class Worker:
     def _tell_time(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
-    def settled(self, record: Record) -> None:
+    def settled(self, record: RequestRecord) -> None:
         """Count and log a finished request, and keep its row where there is a ledger."""
-        self.metrics.settle(record)
+        self.metrics.record_request(record)
         self._log.add(record)
         if self.books is not None:
-            self.books.settled(record)
+            self.books.record_request(record)
         if record.trace is not None and record.trace.sampled:
             self._spans.add(record)
 
@@ -280,7 +283,7 @@ class Worker:
         headers = self.cors.preflight(asked.get("origin"), asked.get("access-control-request-headers"))
         return None if headers is None else Response(status_code=204, headers=headers)
 
-    def _models(self, request: Request, mounted: Entry | None, name: str) -> Response:
+    def _models(self, request: Request, mounted: CatalogEntry | None, name: str) -> Response:
         key = self._key(request)
         if not name:
             visible = [(entry.model, self._reported(entry)) for entry in self.catalog.visible(key, mounted)]
@@ -290,7 +293,7 @@ class Worker:
             raise unknown_model(name)
         return JSONResponse(card(entry.model, self._reported(entry)))
 
-    def _reported(self, entry: Entry) -> Reported:
+    def _reported(self, entry: CatalogEntry) -> Reported:
         return Reported(self._max_model_len.get(entry.model.id), self._tasks.get(entry.model.id))
 
     def _key(self, request: Request) -> Key:
@@ -334,12 +337,12 @@ class _Accounted:
             self._worker.settled(_record(scope, identity, time.perf_counter() - began, sent, self._worker.proxies))
 
 
-def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> Record:
+def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], proxies: Proxies) -> RequestRecord:
     state, path = scope["state"], scope["path"]
     key: Key | None = state.get("key")
     endpoint = state.get("endpoint") or (path if path == _HEALTH else OTHER)
     unknown = endpoint == OTHER  # no label says what was requested, so the line in the log does
-    return Record(
+    return RequestRecord(
         id=identity, started=time.time() - duration, endpoint=endpoint, status=sent["status"], code=state.get("code"),
         key=key, model=None, server=None, stream=False, request_bytes=0, answer_bytes=sent["bytes"], usage=None,
         incomplete=None, retries=0, duration=duration, overhead=duration, queued=0.0, first_byte=None, first_token=None, gaps=None,
@@ -392,4 +395,4 @@ def _told(request: Request, refusal: Refusal) -> Response:
     request.state.code = refusal.code
     anthropic = request.scope["path"].endswith(("/v1/messages", "/v1/messages/count_tokens"))  # request.url is made of the Host header
     body = render(refusal, anthropic=anthropic)
-    return Response(body, refusal.row.status, refusal.headers, media_type="application/json")
+    return Response(body, refusal.spec.status, refusal.headers, media_type="application/json")

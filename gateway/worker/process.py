@@ -24,8 +24,8 @@ import uvloop
 
 from gateway.client.connection import LINGER
 from gateway.ledger.journal import Journal
-from gateway.ledger.recorder import Books
-from gateway.limits.buckets import Meters
+from gateway.ledger.recorder import Recorder
+from gateway.limits.buckets import Buckets
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
@@ -50,7 +50,7 @@ from gateway.system.logs import LogSettings
 from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
 from gateway.telemetry.metrics import FAMILIES, WorkerMetrics, observe
-from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import Spans, spans
 from gateway.worker.app import Worker
 from upstream.balancing.pool import live_servers
@@ -77,7 +77,7 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL)
     keep_what_is_freed()
     raise_limit()
-    books = Books(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
+    books = Recorder(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
     with access_log(sys.stdout.fileno()) as log, spans() as traced:
         orphaned = uvloop.run(_run(arguments, log, books, traced))
         if orphaned and books is not None:
@@ -98,13 +98,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | None, traced: Spans) -> bool:
+async def _run(arguments: argparse.Namespace, log: AccessLog, books: Recorder | None, traced: Spans) -> bool:
     """Serve; returns whether control was gone before the end."""
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
     link = Link(*await asyncio.open_connection(sock=control, limit=READ_AHEAD))
     with live_servers() as servers:
-        process = _Process(arguments.number, link, WorkerMetrics(Board(arguments.board_fd)))
+        process = _Process(arguments.number, link, WorkerMetrics(SharedCounters(arguments.board_fd)))
         messages = link.messages()
         first = await anext(messages, None)
         if not isinstance(first, ApplySnapshot):
@@ -119,7 +119,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, books: Books | Non
             want=process.want,
             on_store=process.report_store,
             books=books,
-            meters=Meters.inherited(arguments.meters_fd, arguments.number),
+            meters=Buckets.inherited(arguments.meters_fd, arguments.number),
             number=arguments.number,
             spans=traced,
         )

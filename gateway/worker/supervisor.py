@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.limits.buckets import Meters
+from gateway.limits.buckets import Buckets
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
@@ -38,7 +38,7 @@ from gateway.snapshot.link import (
 )
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
-from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.shared_counters import SharedCounters
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -88,7 +88,7 @@ class _Inherited:
     """What every worker process inherits. ``seats`` is None for a single worker, ``ledger`` where none is configured."""
 
     listener: socket.socket
-    meters: Meters
+    meters: Buckets
     seats: Seats | None
     ledger: Ledger | None
 
@@ -98,7 +98,7 @@ class _WorkerSlot:
 
     def __init__(self, number: int, inherited: _Inherited, events: WorkerEvents) -> None:
         self.number = number
-        self.board = Board.create(f"worker-{number}")
+        self.board = SharedCounters.create(f"worker-{number}")
         self._inherited = inherited
         self._events = events
         # Of the present process
@@ -254,7 +254,7 @@ class WorkerSupervisor:
     """All workers of a gateway, each kept running in a slot of its own."""
 
     def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
-        self._meters = Meters.create("meters", count)
+        self._meters = Buckets.create("meters", count)
         self._seats = Seats.create(count) if count > 1 else None
         inherited = _Inherited(listener, self._meters, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
@@ -265,7 +265,7 @@ class WorkerSupervisor:
         self._last_up = time.monotonic()
 
     @property
-    def boards(self) -> tuple[Board, ...]:
+    def boards(self) -> tuple[SharedCounters, ...]:
         """The workers' shared counters. They stay the same for the life of control."""
         return tuple(slot.board for slot in self._slots)
 

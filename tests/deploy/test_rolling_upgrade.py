@@ -17,7 +17,7 @@ from sqlalchemy import select
 
 from gateway.auth import keys
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from tests.faults.conftest import FULL
 from tests.support import postgres
 from tests.support.nginx import nginx
@@ -170,7 +170,7 @@ async def load(port: int) -> AsyncIterator[Load]:
 
 def rows(url: str, folder: Path) -> dict[str, int]:
     """The ledger's: the tokens of each request by its id, with none but whole answers among them."""
-    with closing(Store(database(url, folder))) as store, store.engine.connect() as connection:
+    with closing(UsageStore(database_url(url, folder))) as store, store.engine.connect() as connection:
         found = [dict(each) for each in connection.execute(select(USAGE)).mappings()]
     assert {(each["status"], each["incomplete"]) for each in found} == {(200, None)}
     return {each["request_id"]: each["prompt_tokens"] + each["completion_tokens"] for each in found}

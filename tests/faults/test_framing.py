@@ -359,7 +359,7 @@ class Taking(Worker):
             self.taken.append(bytes(await call.body.read()))
             call.respond(200, b"", b"{}")
         except Refusal as refusal:
-            call.respond(refusal.row.status, b"", b"")
+            call.respond(refusal.spec.status, b"", b"")
         except asyncio.CancelledError:
             pass  # the client has left
         finally:

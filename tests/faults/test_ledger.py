@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from gateway.ledger.row import LOST
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from tests.faults.conftest import FULL
 from tests.faults.invariants import ended, soon_idle, whole
 from tests.support import postgres
@@ -50,7 +50,7 @@ def settings(url: str, **server: Any) -> dict[str, Any]:
 
 def kept(url: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Every row by its request's id, which the database itself holds to be unique."""
-    with closing(Store(database(url, folder))) as store, store.engine.connect() as connection:
+    with closing(UsageStore(database_url(url, folder))) as store, store.engine.connect() as connection:
         return {each["request_id"]: dict(each) for each in connection.execute(select(USAGE)).mappings()}
 
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from gateway.auth import keys
-from gateway.key_management.key_file import Keybook
+from gateway.key_management.key_file import KeyFiles
 from tests.faults.conftest import FULL
 from tests.faults.invariants import logged, whole
 from tests.support.controlled import Controlled, controlled
@@ -210,11 +210,11 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
     async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one, watched(one):
         for number in range(rounds):
             former, latter = f"sk-former-{number}", f"sk-latter-{number}"
-            book = Keybook(one.file)
+            book = KeyFiles(one.file)
             book.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
             await _until_all(one, former, 200)
             async with asking(one, [KEY, former]) as seen:
-                Keybook(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
+                KeyFiles(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
                 await _until_all(one, latter, 200)
                 assert set(seen[former].statuses) == {200}, "two keys of one principal overlap"
                 async with asking(one, [latter]) as fresh:
@@ -227,7 +227,7 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
 
 async def _taken_away(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
     """Change an entry so that a key is good no more; returns for how many seconds it was still served."""
-    Keybook(one.file).change(identity, name, value)
+    KeyFiles(one.file).change(identity, name, value)
     began = time.monotonic()
     await _until_all(one, token, 401)
     count = seen[token].statuses[401]
@@ -251,7 +251,7 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
     async with scripted(source) as server, harmless(tmp_path, server) as one:
         end = time.time() + 3.0
         soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
-        Keybook(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
+        KeyFiles(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
         assert (await one.control.reload()).successful
         assert (await ask(one.port, request(token="sk-ends"))).status == 200
         async with asking(one, [KEY, "sk-ends"]) as seen:

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from gateway.api.routes import ROUTES, Body
-from gateway.auth.jwks import usable
+from gateway.auth.jwks import verification_keys
 from gateway.snapshot.snapshot import Claims, Key
 from gateway.snapshot.snapshot import Issuer as Trusted
-from gateway.telemetry.metrics import summed
+from gateway.telemetry.metrics import sum_series
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.issuer import AUDIENCE, Issuer
@@ -150,7 +150,7 @@ async def test_the_host_decides_nothing(measured: Callable[[str], None]) -> None
 
 EXPIRED, FOREIGN = "sk-an-expired-key", "sk-a-key-for-another-model"
 ISSUER = Issuer()
-TRUSTED = Trusted(ISSUER.name, (AUDIENCE,), ("staff",), ("ES256",), usable(ISSUER.document), Claims(models="models"))
+TRUSTED = Trusted(ISSUER.name, (AUDIENCE,), ("staff",), ("ES256",), verification_keys(ISSUER.document), Claims(models="models"))
 KEYS = [Key("staff"), key(), key("late", EXPIRED, expires=time.time() - 60), key("other", FOREIGN, models=("something-else",))]
 
 
@@ -324,11 +324,11 @@ async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callab
     async with _served(KEYS) as (served, server):
         process = psutil.Process()
         await _strangers(served, 0, STRANGE // 10)
-        series, memory = len(summed([served.board])), process.memory_info().rss
+        series, memory = len(sum_series([served.board])), process.memory_info().rss
         await _strangers(served, STRANGE // 10, STRANGE)
         served.worker.records.clear()
         grown = process.memory_info().rss - memory
-        assert len(summed([served.board])) == series
+        assert len(sum_series([served.board])) == series
         assert grown < 16 * 1024 * 1024, f"{grown} bytes"
         assert server.requests == [] and served.value("auth_failures_total", "invalid") >= STRANGE // 2
         served.worker.started = 0

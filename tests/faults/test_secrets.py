@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from gateway.auth import keys
-from gateway.auth.catalog import Catalog, Entry
+from gateway.auth.catalog import Catalog, CatalogEntry
 from gateway.snapshot.snapshot import Key
 from gateway.system import logs
 from tests.faults.invariants import unharmed
@@ -142,7 +142,7 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
 class _Broken(Catalog):
     """A part of the gateway that fails, and says of what."""
 
-    def resolve(self, name: str, key: Key, mounted: Entry | None = None) -> Entry:
+    def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         try:
             raise KeyError(name, GOOD)
         except KeyError:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 import orjson
 
-from gateway.api.errors import ROWS, Refusal, render
+from gateway.api.errors import ERRORS, Refusal, render
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.media_urls import MediaHosts
 from gateway.api.response_fields import HELD, Fields, Observer, of_body, of_event
@@ -29,9 +29,9 @@ from gateway.api.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.api.usage import Usage
 from gateway.api.vllm_errors import from_server
 from gateway.auth import keys
-from gateway.auth.body_policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, Policy
-from gateway.auth.jwks import usable
-from gateway.auth.jwt import Tokens
+from gateway.auth.body_policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, BodyPolicy
+from gateway.auth.jwks import verification_keys
+from gateway.auth.jwt import TokenVerifier
 from gateway.auth.keyring import Keyring
 from gateway.check import preflight
 from gateway.client.content_encoding import decoded
@@ -91,8 +91,8 @@ def config(data: bytes) -> None:
 
 _ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
 _POLICIES = [
-    Policy(BodyRules(), {}, {}),
-    Policy(
+    BodyPolicy(BodyRules(), {}, {}),
+    BodyPolicy(
         BodyRules(allow=("priority", "n"), refuse=("user", "tools"), max_n=3, max_tokens=9, media_hosts=("*.a.org",)),
         {"temperature": 1},
         {"seed": 1},
@@ -108,7 +108,7 @@ def payload(data: bytes) -> None:
     try:
         prepared = _prepared(data[2:], route, _POLICIES[number])
     except Refusal as refusal:
-        assert refusal.row.status in (400, 413) and orjson.loads(render(refusal))
+        assert refusal.spec.status in (400, 413) and orjson.loads(render(refusal))
         return
     sent = orjson.loads(prepared.encode("inside"))
     hint(prepared.document)
@@ -132,7 +132,7 @@ def _numbers(values: list[Any]) -> bool:
 _VALUES = 200
 
 
-def _prepared(body: bytes, route: Any, policy: Policy) -> Prepared:
+def _prepared(body: bytes, route: Any, policy: BodyPolicy) -> Prepared:
     """A body that is prepared at once and in steps, which must not differ. Raises Refusal."""
     own = {"cache_salt": "salt"} if route.takes and b"user" in body else {}
 
@@ -171,7 +171,7 @@ def encoded(data: bytes) -> None:
     try:
         found = finished(decoded(body, encoding, _LIMIT, held.append))
     except Refusal as refusal:
-        assert refusal.row.status in (400, 413) and held[-1] <= _LIMIT + len(body)
+        assert refusal.spec.status in (400, 413) and held[-1] <= _LIMIT + len(body)
         return
     assert len(found) <= _LIMIT
     assert found == (gzip.decompress(body) if encoding == "gzip" else zstd.decompress(body))
@@ -342,7 +342,7 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
         (noted,) = one.worker.records
         assert one.worker.metrics.cells("inflight_requests", "tiny")[0] == 0
         if noted.status >= 400:
-            assert said.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ROWS
+            assert said.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ERRORS
             return None
         return _alike(unchunked(said)), [noted.code, noted.incomplete, noted.usage]
 
@@ -410,19 +410,19 @@ _RING = Keyring([Key("one", (hashlib.sha256(_TOKEN.encode()).digest(),)), Key("t
 def key(data: bytes) -> None:
     """No bytes but a key open the door; what looks like one of ours is known by its checksum."""
     text = data.decode("latin-1")
-    assert keys.well_formed(text) <= keys.in_our_form(text)
+    assert keys.has_valid_checksum(text) <= keys.has_key_format(text)
     for authorization, shown in ((data, None), (b"Bearer " + data, None), (None, data)):
         try:
             found = _RING.authenticate(authorization, shown)
         except Refusal as refusal:
-            assert refusal.row.status == 401
+            assert refusal.spec.status == 401
         else:
             assert {"one": _TOKEN.encode(), "two": b"any string"}[found.id] in data
 
 
 # Tokens
 
-_KEY_SET = usable(
+_KEY_SET = verification_keys(
     b'{"keys": [{"x": "N6q3hedASHL7vjUxL9ZotQaU2jhiQ3cGkDs_i9Ud-9k", "kty": "OKP", "crv": "Ed25519", "kid": "fuzz", "use": "sig"}]}'
 )
 _ISSUER = Issuer("https://login.example.com/", ("vllm-gateway",), ("staff",), ("EdDSA", "RS256"), _KEY_SET)
@@ -431,12 +431,12 @@ _GOOD = (Path(__file__).resolve().parent / "corpus" / "token" / "good").read_byt
 
 def token(data: bytes) -> None:
     """No bytes but the signed ones are a token: their header and claims as they are, and a signature that is theirs."""
-    tokens = Tokens(lambda _: None)
-    tokens.take(Snapshot(1, (Key("staff"),), (), issuers=(_ISSUER,)))
+    tokens = TokenVerifier(lambda _: None)
+    tokens.apply_snapshot(Snapshot(1, (Key("staff"),), (), issuers=(_ISSUER,)))
     try:
-        found = tokens.key(data, hashlib.sha256(data).digest())
+        found = tokens.principal(data, hashlib.sha256(data).digest())
     except Refusal as refusal:
-        assert refusal.row.status == 401
+        assert refusal.spec.status == 401
     else:
         assert found is None or data.rpartition(b".")[0] == _GOOD.rpartition(b".")[0]
 
@@ -463,7 +463,7 @@ def answer(data: bytes) -> None:
         return
     body, _, sent = data[2:].partition(_SENT)
     refusal = from_server(100 + int.from_bytes(data[:2]) % 500, body, "m", "messages", data[2:5], _object(sent))
-    assert refusal.code in ROWS and len(refusal.message) <= 2300
+    assert refusal.code in ERRORS and len(refusal.message) <= 2300
     named = _CLASS_NAMES.search(refusal.param or "")
     assert len(refusal.param or "") <= 5000 and (named is None or named[1].encode() in sent)
     assert orjson.loads(render(refusal)) and orjson.loads(render(refusal, anthropic=True))

@@ -28,12 +28,12 @@ import pytest
 
 from gateway.client.connection import ClientConnection
 from gateway.ledger.journal import Journal
-from gateway.ledger.recorder import Books
+from gateway.ledger.recorder import Recorder
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog, access_log
 from gateway.telemetry.metrics import WorkerMetrics
-from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.shared_counters import SharedCounters
 from gateway.worker.app import Worker
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
@@ -129,7 +129,7 @@ class Exchange(NamedTuple):
 async def exchange() -> AsyncIterator[Exchange]:
     spec = ServerSpec("tiny#0", Address(port=1), "tiny", keep_idle=1e9)
     keys = tuple(Key(f"team-{n}", (hashlib.sha256(b"key-%d" % n).digest(),)) for n in range(KEYS))
-    board, nowhere = Board.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
+    board, nowhere = SharedCounters.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
     batch = Still(math.inf)
     batch.batching = True
     with live_servers(batch) as servers, access_log(nowhere) as log:
@@ -195,8 +195,8 @@ async def count(row: str) -> dict[str, Count]:
             if row == "chunk":
                 one.stream()
             if row == "request with a ledger":
-                one.worker.books = Books(journal)
-                one.worker.books.take(one.worker.snapshot)
+                one.worker.books = Recorder(journal)
+                one.worker.books.apply_snapshot(one.worker.snapshot)
             if row == "request of a limited key":
                 one.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
             return counted(one.chunk if row == "chunk" else one.serve)

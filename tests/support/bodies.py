@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES
-from gateway.auth.body_policy import Policy
+from gateway.auth.body_policy import BodyPolicy
 from gateway.limits.estimate import estimate_in_steps
 from gateway.proxy.body import merge, parse_in_steps, prepare_in_steps
 from gateway.proxy.prefix import hint
@@ -21,7 +21,7 @@ from gateway.telemetry.body_shape import shape
 LIMIT = 20 * 1024 * 1024
 VALUES = 500_000
 """The default bounds of a body."""
-POLICY = Policy(BodyRules(media_hosts=("*.example.com",), max_tokens=100), {"temperature": 1}, {"seed": 1})
+POLICY = BodyPolicy(BodyRules(media_hosts=("*.example.com",), max_tokens=100), {"temperature": 1}, {"seed": 1})
 T = TypeVar("T")
 
 UNITS: Mapping[str, bytes] = MappingProxyType(

@@ -13,13 +13,13 @@ from typing import Any
 
 from gateway.client.connection import ClientConnection
 from gateway.client.request import ClientRequest
-from gateway.ledger.recorder import Books
+from gateway.ledger.recorder import Recorder
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.metrics import WorkerMetrics, summed
-from gateway.telemetry.request_record import Record
-from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.metrics import WorkerMetrics, sum_series
+from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import spans
 from gateway.worker.app import Worker
 from gateway.worker.process import started
@@ -49,14 +49,14 @@ class Watched(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = 0
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         super().__init__(*args, **kwargs)
 
     def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
         self.started += 1
         return super().serve(call)
 
-    def settled(self, record: Record) -> None:
+    def settled(self, record: RequestRecord) -> None:
         self.records.append(record)
         super().settled(record)
 
@@ -67,7 +67,7 @@ class Served:
 
     worker: Watched
     port: int
-    board: Board
+    board: SharedCounters
     log: AccessLog
     connections: set[ClientConnection]
     asked: list[tuple[str, float | None]] = field(default_factory=list)
@@ -84,12 +84,12 @@ class Served:
 
     def value(self, family: str, *labels: str) -> float:
         """The sum of the first cells of a family's series whose labels begin with these, 0 without any."""
-        found = summed([self.board]).items()
+        found = sum_series([self.board]).items()
         return sum(values[0] for series, values in found if series.family == family and series.labels[: len(labels)] == labels)
 
     def total(self, family: str) -> float:
         """The sum of a family's first cells."""
-        return sum(values[0] for series, values in summed([self.board]).items() if series.family == family)
+        return sum(values[0] for series, values in sum_series([self.board]).items() if series.family == family)
 
     @property
     def in_flight(self) -> float:
@@ -100,8 +100,8 @@ class Served:
 
 
 @contextmanager
-def board() -> Iterator[Board]:
-    made = Board.create("test", 1 << 20)
+def board() -> Iterator[SharedCounters]:
+    made = SharedCounters.create("test", 1 << 20)
     try:
         yield made
     finally:
@@ -119,7 +119,7 @@ def _nowhere() -> Iterator[int]:
 
 @asynccontextmanager
 async def serving(
-    models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Books | None = None, **settings: Any
+    models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Recorder | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
     with board() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:

@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from gateway.api.errors import ROWS
+from gateway.api.errors import ERRORS
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import ALIAS, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed, model_path
@@ -110,7 +110,7 @@ def check_tells_nothing(real: Real, message: str) -> None:
 @pytest.mark.parametrize(("name", "streamed"), CASES)
 def test_a_refusal(real: Real, name: str, streamed: bool) -> None:
     bad = BAD[name]
-    row = ROWS[bad.code]
+    row = ERRORS[bad.code]
     got = real.post(bad.path, {**bad.body, **({"stream": True} if streamed else {})})
     assert (got.status_code, got.headers["content-type"]) == (row.status, "application/json"), got.text
     error = got.json()["error"]
@@ -124,7 +124,7 @@ def test_a_refusal(real: Real, name: str, streamed: bool) -> None:
 @pytest.mark.parametrize(("name", "streamed"), [case for case in CASES if BAD[str(case.values[0])].path.startswith("/v1/")])
 def test_a_refusal_by_the_sdk(real: Real, name: str, streamed: bool) -> None:
     bad = BAD[name]
-    row = ROWS[bad.code]
+    row = ERRORS[bad.code]
     body = {"model": MODEL, **bad.body, **({"stream": True} if streamed else {})}
     with real.sdk() as client, pytest.raises(STATUS[row.status]) as raised:
         client.post(bad.path.removeprefix("/v1"), cast_to=httpx2.Response, body=body)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.api.errors import ROWS
+from gateway.api.errors import ERRORS
 from gateway.api.vllm_errors import from_server
 from tests.vllm.dialogues import Json
 from tests.vllm.gateway import MODEL, PYTHON, Real, real_gateway
@@ -58,7 +58,7 @@ def _told(real: Real, row: WrongField) -> Line:
     shape = {"type", "message"} if row.route in (MESSAGES, COUNT) else {"message", "type", "param", "code"}
     message = error["message"]
     good = answer.status_code == 400 and error.keys() == shape and _named(row.path, message) and not INTERNALS.search(message)
-    good &= answer.headers["x-should-retry"] == "false" and error.get("code", "invalid_value") in ROWS
+    good &= answer.headers["x-should-retry"] == "false" and error.get("code", "invalid_value") in ERRORS
     good &= error.get("param", row.path) is not None
     return Line(row.route, row.path, f"{answer.status_code} {error.get('code', error['type'])}: {message}", good)
 
@@ -155,5 +155,5 @@ def test_a_tool_call_that_is_no_object_is_the_servers_error() -> None:
     body = said.stdout.splitlines()[-1]
     assert json.loads(body)["error"]["code"] == 400
     refusal = from_server(400, body, MODEL, "messages", None, {"messages": [], "tool_choice": {"type": "any"}})
-    assert (refusal.code, refusal.row.status) == ("server_error", 500)
+    assert (refusal.code, refusal.spec.status) == ("server_error", 500)
     assert refusal.message.startswith("The model's output was not valid")

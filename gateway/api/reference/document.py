@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from gateway import __version__
-from gateway.api.errors import ROWS
-from gateway.api.reference.shapes import Shapes, Told, read
+from gateway.api.errors import ERRORS
+from gateway.api.reference.shapes import RouteDescription, Shapes, read
 from gateway.api.routes import ROUTES, Body, Dialect, Route
 
 JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stream"
@@ -58,7 +58,7 @@ _ASKED = {
     "traceparent": "a trace to go on with (W3C Trace Context), where the operator traces",
 }
 _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]
-_STATUSES = tuple(dict.fromkeys(row.status for row in ROWS.values()))
+_STATUSES = tuple(dict.fromkeys(row.status for row in ERRORS.values()))
 _NO_BODY = (400, 401, 404, 405, 408, 431, 500)
 """What a request without a body can end with."""
 
@@ -98,7 +98,7 @@ def _components(shapes: Shapes) -> dict[str, Any]:
 # Operations
 
 
-def _posted(route: Route, told: Told) -> dict[str, Any]:
+def _posted(route: Route, told: RouteDescription) -> dict[str, Any]:
     prefix = "MessagesError" if route.anthropic else "Error"
     refusals = {str(status): {"$ref": f"#/components/responses/{prefix}{status}"} for status in _STATUSES}
     kind = FORM if route.body is Body.FORM else JSON
@@ -114,7 +114,7 @@ def _posted(route: Route, told: Told) -> dict[str, Any]:
     }
 
 
-def _read(path: str, told: Told) -> dict[str, Any]:
+def _read(path: str, told: RouteDescription) -> dict[str, Any]:
     named = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
     open_to_all = path == "/health"
     statuses = [status for status in _NO_BODY if not open_to_all or status not in (401, 404, 405)]
@@ -123,14 +123,14 @@ def _read(path: str, told: Told) -> dict[str, Any]:
     return {**_head(told), "security": security, "parameters": named, "responses": {"200": _answer(told, None), **refusals}}
 
 
-def _head(told: Told) -> dict[str, Any]:
+def _head(told: RouteDescription) -> dict[str, Any]:
     about: dict[str, Any] = {"description": told.about} if told.about else {}
     return {"operationId": told.id, "tags": [told.tag], "summary": told.summary, **about}
 
 
-def _answer(told: Told, route: Route | None) -> dict[str, Any]:
+def _answer(told: RouteDescription, route: Route | None) -> dict[str, Any]:
     names = _ALWAYS if route is None else (*_ALWAYS, *_OF_STATUS[200])
-    content: dict[str, Any] = {JSON: {"schema": _ref(told.answer)}}
+    content: dict[str, Any] = {JSON: {"schema": _ref(told.response)}}
     if route is not None and told.event is not None:
         content[STREAM] = {"schema": {"description": "the data of each event", "anyOf": [_ref(told.event), _ref(_STREAMED[route.dialect])]}}
     if route is not None and route.body is Body.FORM:
@@ -150,8 +150,8 @@ _STREAMED = {
 
 def _errors() -> dict[str, Any]:
     text, name = {"type": "string"}, {"type": ["string", "null"], "description": "the field at fault"}
-    code = {"type": "string", "enum": list(ROWS)}
-    kinds = {"type": "string", "enum": sorted({row.type for row in ROWS.values()})}
+    code = {"type": "string", "enum": list(ERRORS)}
+    kinds = {"type": "string", "enum": sorted({row.type for row in ERRORS.values()})}
     return {
         "Error": _closed(error=_closed(message=text, type=kinds, param=name, code=code)),
         "ResponsesError": _closed(type={"const": "error"}, code=code, message=text, param=name, sequence_number={"type": "integer"}),
@@ -170,7 +170,7 @@ def _refused(status: int, schema: str) -> dict[str, Any]:
 
 def _codes(status: int) -> str:
     """The codes that have a status, in words."""
-    by_status = groupby(sorted(ROWS, key=lambda code: ROWS[code].status), key=lambda code: ROWS[code].status)
+    by_status = groupby(sorted(ERRORS, key=lambda code: ERRORS[code].status), key=lambda code: ERRORS[code].status)
     return ", ".join(f"`{code}`" for found, codes in by_status if found == status for code in codes)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.api.html import Html, page_policy, tag
 from gateway.api.reference import words
-from gateway.api.reference.words import Operation, Ref, Row
+from gateway.api.reference.words import Operation, Ref, TableRow
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -38,7 +38,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _tag(operation: Operation) -> str:
-    return next(iter(operation.told.get("tags", ())), "")
+    return next(iter(operation.document.get("tags", ())), "")
 
 
 def _section(name: str, group: Iterable[Operation], document: Mapping[str, Any]) -> list[Html]:
@@ -46,14 +46,16 @@ def _section(name: str, group: Iterable[Operation], document: Mapping[str, Any])
 
 
 def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
-    told = operation.told
-    answers = [part for status, meaning in words.answers(document, operation) for part in (tag("dt", status), tag("dd", *_prose(meaning)))]
+    told = operation.document
+    answers = [
+        part for status, meaning in words.responses(document, operation) for part in (tag("dt", status), tag("dd", *_prose(meaning)))
+    ]
     return tag(
         "section",
         tag("h3", f"{operation.method} {operation.path}"),
         *(tag("p", *_prose(told[name])) for name in ("summary", "description") if name in told),
-        *([tag("p", "Takes ", *_kinds(operation.sent), class_="quiet")] if operation.sent else []),
-        tag("p", "Answers ", *_kinds(operation.answered), class_="quiet"),
+        *([tag("p", "Takes ", *_kinds(operation.request_kinds), class_="quiet")] if operation.request_kinds else []),
+        tag("p", "Answers ", *_kinds(operation.response_kinds), class_="quiet"),
         *([tag("pre", call)] if (call := words.curl(operation)) else []),
         _table(operation.parameters),
         tag("dl", *answers),
@@ -75,12 +77,12 @@ def _shape(name: str, schema: Mapping[str, Any]) -> Html:
     return tag("section", tag("h3", name, id=name), *about, *plain, _table(words.rows(schema)))
 
 
-def _table(rows: Iterable[Row]) -> Html:
+def _table(rows: Iterable[TableRow]) -> Html:
     lines = [tag("tr", tag("td", tag("code", row.name)), tag("td", *_pieces(row.kind)), tag("td", *_about(row))) for row in rows]
     return tag("table", *lines) if lines else Html()
 
 
-def _about(row: Row) -> list[str]:
+def _about(row: TableRow) -> list[str]:
     needed = [tag("b", "required"), "; " if row.about else ""] if row.required else []
     return [*needed, *_prose(row.about)]
 

@@ -20,13 +20,13 @@ _FILES = ("generation.yaml", "messages.yaml", "others.yaml")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RouteDescription:
     """What is said of one route. ``request``, ``answer`` and ``event`` are names of schemas; an event is one of a streamed answer."""
 
     id: str
     tag: str
     summary: str
-    answer: str
+    response: str
     about: str = ""
     request: str | None = None
     event: str | None = None
@@ -38,8 +38,8 @@ class Shapes:
     """All schemas by their names, the routes that reach a server by their paths, and those that are only read."""
 
     schemas: dict[str, Schema] = field(default_factory=dict)
-    routes: dict[str, Told] = field(default_factory=dict)
-    gets: dict[str, Told] = field(default_factory=dict)
+    routes: dict[str, RouteDescription] = field(default_factory=dict)
+    gets: dict[str, RouteDescription] = field(default_factory=dict)
 
 
 def read() -> Shapes:
@@ -48,8 +48,8 @@ def read() -> Shapes:
     for name in _FILES:
         content = yaml.load((files(__package__) / name).read_text(encoding="utf-8"), _LOADER)  # noqa: S506  both are safe ones
         shapes.schemas |= {name: _schema(each, content["shared"]) for name, each in content["schemas"].items()}
-        shapes.routes |= {path: Told(**each) for path, each in content["routes"].items()}
-        shapes.gets |= {path: Told(**each) for path, each in content.get("gets", {}).items()}
+        shapes.routes |= {path: RouteDescription(**each) for path, each in content["routes"].items()}
+        shapes.gets |= {path: RouteDescription(**each) for path, each in content.get("gets", {}).items()}
     return shapes
 
 

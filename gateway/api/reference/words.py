@@ -22,7 +22,7 @@ class Ref(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A member of an object. ``kind`` is what it may hold; pieces that are a ``Ref`` lead on."""
 
     name: str
@@ -37,27 +37,27 @@ class Operation:
 
     method: str
     path: str
-    told: Mapping[str, Any]
+    document: Mapping[str, Any]
 
     @property
-    def parameters(self) -> Iterator[Row]:
-        for each in self.told["parameters"]:
-            yield Row(each["name"], (each["in"], *_choices(each["schema"])), each.get("description", ""), each.get("required", False))
+    def parameters(self) -> Iterator[TableRow]:
+        for each in self.document["parameters"]:
+            yield TableRow(each["name"], (each["in"], *_choices(each["schema"])), each.get("description", ""), each.get("required", False))
 
     @property
-    def sent(self) -> Mapping[str, tuple[str, ...]]:
-        return _kinds(self.told.get("requestBody", {}))
+    def request_kinds(self) -> Mapping[str, tuple[str, ...]]:
+        return _kinds(self.document.get("requestBody", {}))
 
     @property
     def examples(self) -> Iterator[Any]:
         """Bodies that may be sent."""
-        for each in self.told.get("requestBody", {}).get("content", {}).values():
+        for each in self.document.get("requestBody", {}).get("content", {}).values():
             if "example" in each:
                 yield each["example"]
 
     @property
-    def answered(self) -> Mapping[str, tuple[str, ...]]:
-        return _kinds(self.told["responses"][min(self.told["responses"])])  # 200, or 202 for what has only begun
+    def response_kinds(self) -> Mapping[str, tuple[str, ...]]:
+        return _kinds(self.document["responses"][min(self.document["responses"])])  # 200, or 202 for what has only begun
 
 
 def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
@@ -73,7 +73,7 @@ def curl(operation: Operation) -> str | None:
     It uses the environment variables of OpenAI's SDKs. ``MODEL`` and ``speech.wav`` are the reader's.
     """
     path, body = operation.path.replace("{model}", "MODEL"), _body_options(operation)
-    takes_key = any("x-api-key" in each for each in operation.told.get("security", ()))
+    takes_key = any("x-api-key" in each for each in operation.document.get("security", ()))
     if not body and not (operation.method == "GET" and takes_key):
         return None
     url = f"$OPENAI_BASE_URL/{path.removeprefix(_V1)}" if path.startswith(_V1) else f"${{OPENAI_BASE_URL%/v1}}{path}"
@@ -81,7 +81,7 @@ def curl(operation: Operation) -> str | None:
 
 
 def _body_options(operation: Operation) -> list[str]:
-    if "multipart/form-data" in operation.sent:
+    if "multipart/form-data" in operation.request_kinds:
         return ["-F model=MODEL", "-F file=@speech.wav"]
     sent = [f"-d {shlex.quote(json.dumps(example))}" for example in operation.examples]
     return ['-H "Content-Type: application/json"', *sent] if sent else []
@@ -90,9 +90,9 @@ def _body_options(operation: Operation) -> list[str]:
 _V1 = "/v1/"
 
 
-def answers(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:
+def responses(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:
     """The statuses of an operation's answers, and what each means."""
-    for status, told in operation.told["responses"].items():
+    for status, told in operation.document["responses"].items():
         shared = document["components"]["responses"][told["$ref"].rpartition("/")[2]] if "$ref" in told else told
         yield status, shared["description"]
 
@@ -105,11 +105,11 @@ def _choices(schema: Schema) -> tuple[str, ...]:
     return tuple(f" `{value}`" for value in schema.get("enum", ()))
 
 
-def rows(schema: Schema, path: str = "") -> Iterator[Row]:
+def rows(schema: Schema, path: str = "") -> Iterator[TableRow]:
     """The members of an object, and of the objects in them."""
     required = schema.get("required", ())
     for name, each in schema.get("properties", {}).items():
-        yield Row(path + name, tuple(kind_of(each)), each.get("description", ""), name in required)
+        yield TableRow(path + name, tuple(kind_of(each)), each.get("description", ""), name in required)
         inner, mark = (each["items"], "[]") if "items" in each else (each, "")
         yield from rows(inner, f"{path}{name}{mark}.")
 

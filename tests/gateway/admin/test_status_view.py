@@ -14,7 +14,7 @@ from gateway.admin.status_page import page
 from gateway.admin.status_terminal import show
 from gateway.admin.status_view import STATES, duration, in_a_line, picture
 from gateway.api.html import Html, tag
-from gateway.telemetry.token_rates import Rates, Tokens
+from gateway.telemetry.token_rates import TokenCounts, TokenRates
 
 NOTHING = {"prompt": 0.0, "completion": 0.0}
 
@@ -184,13 +184,13 @@ def test_text_and_attributes_cannot_leave_their_places(text: str, value: str) ->
 
 
 def test_rates_are_over_the_window() -> None:
-    rates = Rates(window=10.0)
-    assert rates.of("m") == Tokens()
-    rates.look(0.0, {})
-    assert rates.of("m") == Tokens()
+    rates = TokenRates(window=10.0)
+    assert rates.rate("m") == TokenCounts()
+    rates.observe(0.0, {})
+    assert rates.rate("m") == TokenCounts()
     for second in range(1, 31):
-        rates.look(float(second), {"m": Tokens(10.0 * second, 100.0 * min(second, 15))})
-    assert rates.of("m") == Tokens(10.0, 0.0)
-    rates.look(35.0, {"m": Tokens(310.0, 1500.0)})
-    assert rates.of("m") == Tokens((310.0 - 250.0) / 10.0, 0.0)
-    assert rates.of("other") == Tokens()
+        rates.observe(float(second), {"m": TokenCounts(10.0 * second, 100.0 * min(second, 15))})
+    assert rates.rate("m") == TokenCounts(10.0, 0.0)
+    rates.observe(35.0, {"m": TokenCounts(310.0, 1500.0)})
+    assert rates.rate("m") == TokenCounts((310.0 - 250.0) / 10.0, 0.0)
+    assert rates.rate("other") == TokenCounts()

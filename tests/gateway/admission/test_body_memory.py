@@ -40,17 +40,17 @@ def test_never_more_than_the_limit_and_all_given_back(steps: list[tuple[str, str
     memory, bodies = BodyMemory(1000), list[tuple[str, int]]()
     for holder, step, size in steps:
         own = next((number for number, (whose, _) in enumerate(bodies) if whose == holder), None)
-        if step == "new" and memory.take(size, holder):
+        if step == "new" and memory.reserve(size, holder):
             bodies.append((holder, size))
-        elif step == "more" and own is not None and memory.take(size, holder, more=True):
+        elif step == "more" and own is not None and memory.reserve(size, holder, more=True):
             bodies[own] = (holder, bodies[own][1] + size)
         elif step == "give" and own is not None:
-            memory.give(bodies[own][1], holder)
+            memory.release(bodies[own][1], holder)
             del bodies[own]
         assert memory.held == sum(size for _, size in bodies) <= memory.limit
     for holder, size in bodies:
-        memory.give(size, holder)
-    assert memory.held == 0 and memory.take(1000, "a")
+        memory.release(size, holder)
+    assert memory.held == 0 and memory.reserve(1000, "a")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 200)), max_size=60))
@@ -58,19 +58,19 @@ def test_whatever_one_key_does_others_find_room(steps: list[tuple[bool, int]]) -
     memory, bodies = BodyMemory(1000), 0
     for more, size in steps:
         if more and bodies:
-            memory.take(size, "greedy", more=True)
+            memory.reserve(size, "greedy", more=True)
         else:
-            bodies += memory.take(size, "greedy")
+            bodies += memory.reserve(size, "greedy")
         if bodies > 1:
             room = memory.held // 4
-            assert memory.take(room, "another")
-            memory.give(room, "another")
+            assert memory.reserve(room, "another")
+            memory.release(room, "another")
 
 
 def test_a_key_that_has_one_body_may_have_all_of_it() -> None:
     memory = BodyMemory(1000)
-    assert memory.take(500, "a") and memory.take(500, "a", more=True)
-    assert not memory.take(1, "b")
+    assert memory.reserve(500, "a") and memory.reserve(500, "a", more=True)
+    assert not memory.reserve(1, "b")
 
 
 async def test_one_key_that_holds_many_bodies_leaves_room_for_anothers() -> None:

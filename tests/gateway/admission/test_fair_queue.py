@@ -101,7 +101,7 @@ def test_nobody_is_lost_and_a_keys_own_keep_their_order(steps: list[tuple[str, s
             item = queue.pop()
             assert there[item[0]].pop(0) == item
         elif step == "yield":
-            latest = queue.to_yield(key, 1.0)
+            latest = queue.displaced_by(key, 1.0)
             assert latest is None or (latest == there[latest[0]][-1] and latest[0] != key and len(there[latest[0]]) > 1)
         assert set(queue) == {item for each in there.values() for item in each} and len(queue) == sum(map(len, there.values()))
         assert queue.oldest == min((item[1] for each in there.values() for item in each), default=None)
@@ -122,7 +122,7 @@ def test_nobody_is_lost_and_a_keys_own_keep_their_order(steps: list[tuple[str, s
     ],
 )
 def test_who_has_most_gives_up_a_place(waiting: str, weights: dict[str, float], comes: str, yields: tuple[str, int] | None) -> None:
-    assert queue_of(waiting, **weights).to_yield(comes, weights.get(comes, 1.0)) == yields
+    assert queue_of(waiting, **weights).displaced_by(comes, weights.get(comes, 1.0)) == yields
 
 
 @pytest.mark.parametrize(("priority", "weight"), [(None, 1.0), (0, 1.0), (-1, 2.0), (3, 0.125), (-10, 1024.0), (-99, 1024.0), (99, 2**-10)])

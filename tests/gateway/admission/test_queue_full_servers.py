@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.inflight import House, part
-from gateway.admission.queue import Pace
+from gateway.admission.inflight import ConcurrencyLimit, worker_share
+from gateway.admission.queue import DispatchRate
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model, Queue
@@ -339,7 +339,7 @@ class Guests:
     """Keys and what each has under way in a house."""
 
     def __init__(self, most: int) -> None:
-        self.house = House(most)
+        self.house = ConcurrencyLimit(most)
         self.under_way: Counter[str] = Counter()
 
     def come(self, who: str, now: float) -> bool:
@@ -390,24 +390,24 @@ def test_a_house_is_never_over_full_and_who_has_nothing_gets_what_is_free(most: 
 @pytest.mark.parametrize(("whole", "workers"), [(1, 1), (7, 1), (7, 2), (8, 3), (256, 5), (3, 3)])
 def test_the_parts_are_the_whole_on_every_server(whole: int, workers: int) -> None:
     for index in range(4):
-        parts = [part(whole, number + index, workers) for number in range(workers)]
+        parts = [worker_share(whole, number + index, workers) for number in range(workers)]
         assert sum(parts) == whole and max(parts) - min(parts) <= 1 and min(parts) >= 1
     if workers > 1 and whole % workers:
-        assert len({part(whole, index, workers) for index in range(workers)}) == 2, "another worker's with each server"
+        assert len({worker_share(whole, index, workers) for index in range(workers)}) == 2, "another worker's with each server"
 
 
 def test_no_worker_is_left_with_nothing_when_there_are_more_than_the_file_says() -> None:
-    assert [part(2, number, 4) for number in range(4)] == [1, 1, 1, 1]
+    assert [worker_share(2, number, 4) for number in range(4)] == [1, 1, 1, 1]
 
 
 def test_a_pace_is_the_mean_of_the_latest_turns_and_no_better_than_the_present_one() -> None:
-    pace = Pace()
-    pace.begin(100.0)
+    pace = DispatchRate()
+    pace.start(100.0)
     for turn in range(1, 41):
-        pace.mark(100.0 + 0.5 * turn)
-    assert pace.time_for(10, 120.0) == 5
-    assert pace.time_for(10, 124.0) == 40
-    assert pace.time_for(1, 120.0) == 1
+        pace.record_dispatch(100.0 + 0.5 * turn)
+    assert pace.seconds_for(10, 120.0) == 5
+    assert pace.seconds_for(10, 124.0) == 40
+    assert pace.seconds_for(1, 120.0) == 1
 
 
 async def test_several_workers_together_keep_a_servers_bound(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.admission.queue import Lobby
+from gateway.admission.queue import ModelQueues
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
 from tests.support.examples import examples
@@ -46,8 +46,8 @@ class Visitor:
                 except NoServerError as error:
                     if not (error.full or world.lobby.is_expected("m")):
                         raise
-                    with world.lobby.place("m", self.key, since) as place:
-                        await place.called()
+                    with world.lobby.slot("m", self.key, since) as place:
+                        await place.wait()
             assert not server.full and server.condition is Condition.UP
             await self._hold(server, world)
         except (Refusal, NoServerError):
@@ -74,7 +74,7 @@ class World(RuleBasedStateMachine):
         self.deadlines = Deadlines()
         self.gauge = [0.0]
         self.asked: float | None = None
-        self.lobby = Lobby(self.deadlines, lambda _: self.gauge, self._ask)  # type: ignore[arg-type, return-value]  # a list holds numbers too
+        self.lobby = ModelQueues(self.deadlines, lambda _: self.gauge, self._ask)  # type: ignore[arg-type, return-value]  # a list holds numbers too
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
@@ -115,14 +115,14 @@ class World(RuleBasedStateMachine):
             server.limit = limit
         self.pool.retire()
         self.pool = Pool(self.servers, balance)
-        self.lobby.expect([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
+        self.lobby.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
 
     @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())
     def control_tells(self, up: list[bool], expected: bool) -> None:
         for server, is_up in zip(self.servers, up, strict=True):
             server.condition = Condition.UP if is_up else Condition.LOADING
         self.expected = expected
-        self.lobby.learn({"m": monotonic() + FOR_EVER} if expected else {})
+        self.lobby.set_expected({"m": monotonic() + FOR_EVER} if expected else {})
 
     @rule(which=st.integers(0, 1))
     def one_refuses(self, which: int) -> None:

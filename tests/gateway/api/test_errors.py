@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from gateway.api.errors import ROWS, Refusal, anthropic_error, duration, from_failure, openai_error, render_event
+from gateway.api.errors import ERRORS, Refusal, anthropic_error, duration, from_failure, openai_error, render_event
 from upstream.http import errors as upstream
 
 FAILURES = {
@@ -25,26 +25,26 @@ FAILURES = {
 def test_a_failure_is_told_without_its_details(kind: type[upstream.UpstreamError]) -> None:
     refusal = from_failure(kind("s#0", "10.0.0.5:8000 refused"))
     assert refusal.code == FAILURES[kind]
-    assert refusal.row.status == (504 if "timeout" in refusal.code else 502)
+    assert refusal.spec.status == (504 if "timeout" in refusal.code else 502)
     assert "10.0.0.5" not in refusal.message and "s#0" not in refusal.message
 
 
-@pytest.mark.parametrize("code", ROWS)
+@pytest.mark.parametrize("code", ERRORS)
 def test_the_shapes(code: str) -> None:
     refusal = Refusal(code, "Words.", param="p")
-    assert openai_error(refusal) == {"error": {"message": "Words.", "type": ROWS[code].type, "param": "p", "code": code}}
+    assert openai_error(refusal) == {"error": {"message": "Words.", "type": ERRORS[code].type, "param": "p", "code": code}}
     told = anthropic_error(refusal)
     assert told["type"] == "error" and set(told["error"]) == {"type", "message"}
-    assert "retry-after" in refusal.headers or ROWS[code].status != 503
-    assert refusal.headers.get("www-authenticate") == ("Bearer" if ROWS[code].status == 401 else None)
+    assert "retry-after" in refusal.headers or ERRORS[code].status != 503
+    assert refusal.headers.get("www-authenticate") == ("Bearer" if ERRORS[code].status == 401 else None)
 
 
 RETRIED = {"request_timeout", "rate_limit_exceeded"}
 
 
-@pytest.mark.parametrize("code", ROWS)
+@pytest.mark.parametrize("code", ERRORS)
 def test_a_client_is_told_not_to_retry_what_a_retry_cannot_cure(code: str) -> None:
-    headers, status = Refusal(code, "Words.").headers, ROWS[code].status
+    headers, status = Refusal(code, "Words.").headers, ERRORS[code].status
     assert headers.get("x-should-retry") == ("false" if status < 500 and code not in RETRIED else None)
     assert "retry-after" not in headers or status in (429, 503)
 

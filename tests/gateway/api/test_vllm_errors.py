@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.errors import ROWS, Refusal, openai_error, render
+from gateway.api.errors import ERRORS, Refusal, openai_error, render
 from gateway.api.routes import ROUTES
 from gateway.api.vllm_errors import from_event, from_server
 from tests.support.examples import examples
@@ -131,10 +131,10 @@ def test_nothing_of_the_inside_is_told(before: str, inside: str, after: str, sta
         st.sampled_from(["error", "detail", "message", "type", "param", "code"]), inner)))  # fmt: skip
 def test_no_answer_is_too_strange(status: int, document: object) -> None:
     refusal = from_server(status, orjson.dumps(document), "m", "prompt")
-    assert refusal.code in ROWS and 400 <= refusal.row.status <= 599 and refusal.message
+    assert refusal.code in ERRORS and 400 <= refusal.spec.status <= 599 and refusal.message
     assert set(orjson.loads(render(refusal))["error"]) == {"message", "type", "param", "code"}
     if isinstance(document, dict):
-        assert from_event(document, "m", "prompt").code in ROWS
+        assert from_event(document, "m", "prompt").code in ERRORS
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_message_names_the_wrong_field(row: dict[str, Any]) -> None:
 def test_nothing_is_invented_where_the_request_is_not_known(row: dict[str, Any]) -> None:
     refusal = refusal_of(row, knows_document=False)
     assert INTERNALS.search(refusal.message) is None and INTERNALS.search(refusal.param or "") is None
-    assert refusal.row.status == 400 and refusal.message
+    assert refusal.spec.status == 400 and refusal.message
 
 
 def listed(*findings: tuple[str, str, str], more: int = 0) -> dict[str, object]:
@@ -255,7 +255,7 @@ REQUESTS = [
 def test_a_response_that_vllm_refuses_is_the_servers_error(title: str, status: int) -> None:
     error = texted(title, ("dict_type", "input", "Input should be a valid dictionary"))
     refusal = from_server(status, orjson.dumps(error), "m", "messages", None, {"messages": []})
-    assert (refusal.code, refusal.row.status, refusal.param) == ("server_error", 500, None)
+    assert (refusal.code, refusal.spec.status, refusal.param) == ("server_error", 500, None)
     assert refusal.message.startswith("The model's output was not valid") and "x-should-retry" not in refusal.headers
 
 
@@ -372,5 +372,5 @@ def test_no_report_is_too_strange_for_any_request(data: st.DataObject) -> None:
     document = data.draw(st.dictionaries(names, json_values, max_size=4))
     for error in (listed(*findings), texted("ValidatorIterator", *findings), texted("Aaa", *findings), listed(*findings, more=9)):
         refusal = from_server(400, orjson.dumps(error), "m", "messages", None, document)
-        assert refusal.code in ROWS and refusal.message and "secret" not in refusal.message
+        assert refusal.code in ERRORS and refusal.message and "secret" not in refusal.message
         assert "Aaa" not in refusal.message or "Aaa" in json.dumps(document) or any("Aaa" in words for *_, words in findings)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
-from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, Policy
+from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
 from gateway.proxy.body import Prepared, parse, prepare
 from gateway.snapshot.snapshot import BodyRules
 
@@ -24,7 +24,7 @@ MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def applied(document: dict[str, Any], **rules: Any) -> dict[str, Any]:
     """What is left of a body."""
-    Policy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)))
+    BodyPolicy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)))
     return document
 
 
@@ -82,7 +82,7 @@ def test_operators_set_the_largest_numbers() -> None:
 
 
 def bounded(document: dict[str, Any], route: Any, most: int = 100, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    prepared = prepare(document, Policy(BodyRules(max_tokens=most), defaults or {}, {}), route, 100)
+    prepared = prepare(document, BodyPolicy(BodyRules(max_tokens=most), defaults or {}, {}), route, 100)
     return {name: value for name, value in prepared.document.items() if name in TOKEN_LIMITS}
 
 
@@ -169,9 +169,9 @@ def test_an_echo_brings_no_probabilities_of_the_prompt() -> None:
 def test_the_images_of_coheres_api_are_data_unless_hosts_are_listed(images: list[Any]) -> None:
     route = ROUTES["/v2/embed"]
     with pytest.raises(Refusal) as caught:
-        prepare({"images": images}, Policy(BodyRules(), {}, {}), route, 100)
+        prepare({"images": images}, BodyPolicy(BodyRules(), {}, {}), route, 100)
     assert (caught.value.code, caught.value.param) == ("invalid_value", f"images.{len(images) - 1}")
-    listed = Policy(BodyRules(media_hosts=("*.example.com",)), {}, {})
+    listed = BodyPolicy(BodyRules(media_hosts=("*.example.com",)), {}, {})
     allowed = ["data:image/png;base64,AA==", "https://a.example.com/b"]
     assert prepare({"images": allowed}, listed, route, 100).document["images"] == allowed
 
@@ -180,20 +180,20 @@ def test_the_images_of_coheres_api_are_data_unless_hosts_are_listed(images: list
 def test_the_lists_of_coheres_api_have_a_bound(name: str) -> None:
     value: list[Any] = [{"content": []}] if name == "inputs" else ["data:,"]
     with pytest.raises(Refusal) as caught:
-        prepare({name: value * (MAX_BATCH + 1)}, Policy(BodyRules(), {}, {}), ROUTES["/v2/embed"], 100)
+        prepare({name: value * (MAX_BATCH + 1)}, BodyPolicy(BodyRules(), {}, {}), ROUTES["/v2/embed"], 100)
     assert caught.value.param == name
 
 
 def test_a_batch_of_conversations_has_a_bound_and_the_rules_of_each() -> None:
     route, conversation = ROUTES["/v1/chat/completions/batch"], [{"role": "user", "content": "x"}]
     with pytest.raises(Refusal) as caught:
-        prepare({"messages": [conversation] * (MAX_BATCH + 1)}, Policy(BodyRules(), {}, {}), route, 100)
+        prepare({"messages": [conversation] * (MAX_BATCH + 1)}, BodyPolicy(BodyRules(), {}, {}), route, 100)
     assert caught.value.param == "messages"
     pictured = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
     with pytest.raises(Refusal) as caught:
-        prepare({"messages": [conversation, pictured]}, Policy(BodyRules(), {}, {}), route, 100)
+        prepare({"messages": [conversation, pictured]}, BodyPolicy(BodyRules(), {}, {}), route, 100)
     assert caught.value.param == "messages.1.0.content.0.image_url" and caught.value.param in caught.value.message
-    prepared = prepare({"messages": [conversation]}, Policy(BodyRules(max_tokens=50), {}, {}), route, 100)
+    prepared = prepare({"messages": [conversation]}, BodyPolicy(BodyRules(max_tokens=50), {}, {}), route, 100)
     assert (prepared.upstream, prepared.document["max_tokens"]) == (route.path, 50)
 
 
@@ -229,7 +229,7 @@ OWN = {"priority": -5, "cache_salt": "5a17"}
 
 
 def sent(route: Any, document: dict[str, Any]) -> Prepared:
-    return prepare(document, Policy(BodyRules(allow=("cache_salt", "priority")), {"priority": 1}, {"cache_salt": "x"}), route, 100, OWN)
+    return prepare(document, BodyPolicy(BodyRules(allow=("cache_salt", "priority")), {"priority": 1}, {"cache_salt": "x"}), route, 100, OWN)
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES.values() if route.body is Body.JSON], ids=lambda route: route.path)

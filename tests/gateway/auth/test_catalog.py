@@ -82,7 +82,7 @@ def test_an_instance_serves_its_model_alone() -> None:
     assert CATALOG.mounted("/i-1/1/v1/models", "/v1/models") is mounted
     assert CATALOG.mounted("/i-1/3/v1/models", "/v1/models") is None
     assert CATALOG.mounted("/i-1/1", "/v1/models") is None
-    assert CATALOG.unnamed(Key("k"), mounted) is mounted
+    assert CATALOG.resolve_unnamed(Key("k"), mounted) is mounted
     assert CATALOG.resolve("qwen", Key("k"), mounted) is mounted
     with pytest.raises(Refusal):
         CATALOG.resolve("meta/small", Key("k"), mounted)
@@ -121,7 +121,7 @@ TWO = [Model("one", (), aliases=("first",)), Model("two", ())]
 def test_the_model_of_a_request_that_names_none(
     models: list[Model], default: str | None, globs: tuple[str, ...] | None, expected: str
 ) -> None:
-    assert Catalog(models, {}, default).unnamed(Key("k", models=globs)).model.id == expected
+    assert Catalog(models, {}, default).resolve_unnamed(Key("k", models=globs)).model.id == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_request_that_names_no_model_is_refused(
     models: list[Model], default: str | None, globs: tuple[str, ...] | None, code: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
-        Catalog(models, {}, default).unnamed(Key("k", models=globs))
+        Catalog(models, {}, default).resolve_unnamed(Key("k", models=globs))
     assert (caught.value.code, caught.value.param) == (code, "model")
     assert not any(f"'{each.id}'" in caught.value.message or f"`{each.id}`" in caught.value.message for each in models)
 

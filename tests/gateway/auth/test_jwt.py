@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm
 
 from gateway.api.errors import Refusal
-from gateway.auth.jwks import Checkers, KeySetError, usable
-from gateway.auth.jwt import Tokens
+from gateway.auth.jwks import KeySetError, VerificationKeys, verification_keys
+from gateway.auth.jwt import TokenVerifier
 from gateway.auth.keyring import Keyring
 from gateway.snapshot.snapshot import Allowance, Claims, Key, Limits, Model, Snapshot
 from gateway.snapshot.snapshot import Issuer as Trusted
@@ -39,7 +39,7 @@ STAFF = Key(
 
 def trusted(issuer: Issuer = ISSUER, **more: Any) -> Trusted:
     given: dict[str, Any] = {"audiences": (AUDIENCE,), "keys": ("staff",), "algorithms": ("RS256", "ES256", "EdDSA")}
-    return Trusted(issuer.name, **{**given, "key_set": usable(issuer.document), **more})
+    return Trusted(issuer.name, **{**given, "key_set": verification_keys(issuer.document), **more})
 
 
 def snapshot(*issuers: Trusted, keys: tuple[Key, ...] = (STAFF, key()), **more: Any) -> Snapshot:
@@ -51,11 +51,11 @@ class Door:
 
     def __init__(self, served: Snapshot | None = None) -> None:
         self.asked: list[str] = []
-        self.tokens = Tokens(self.asked.append)
+        self.tokens = TokenVerifier(self.asked.append)
         self.take(served or snapshot())
 
     def take(self, served: Snapshot) -> None:
-        self.tokens.take(served)
+        self.tokens.apply_snapshot(served)
         self.ring = Keyring(served.keys, self.tokens)
 
     def key(self, token: str | bytes) -> Key:
@@ -341,14 +341,14 @@ def _bytes_of(text: str) -> bytes:
 def _refused(token: bytes) -> None:
     with pytest.raises(Refusal) as told:
         DOOR.ring.authenticate(b"Bearer " + token)
-    assert told.value.row.status == 401
+    assert told.value.spec.status == 401
     with pytest.raises(Refusal):
-        DOOR.tokens.key(token, hashlib.sha256(token).digest()) or DOOR.ring._stranger(token)
+        DOOR.tokens.principal(token, hashlib.sha256(token).digest()) or DOOR.ring._unknown_key(token)
 
 
 def test_what_a_key_set_may_hold() -> None:
     def found(*keys: Any) -> Iterator[str]:
-        checkers = Checkers(usable(json.dumps({"keys": keys}).encode()), ("RS256", "RS512", "ES256", "EdDSA"))
+        checkers = VerificationKeys(verification_keys(json.dumps({"keys": keys}).encode()), ("RS256", "RS512", "ES256", "EdDSA"))
         yield from (algorithm for algorithm in ("RS256", "RS512", "ES256", "EdDSA") if checkers.find("k", algorithm))
 
     assert list(found(RS.jwk(kid="k"))) == ["RS256", "RS512"]
@@ -363,6 +363,6 @@ def test_what_a_key_set_may_hold() -> None:
     private = ECAlgorithm.to_jwk(ES.private, as_dict=True)
     for document, words in ((b"no", "not JSON"), (b"[]", "no key set"), (b'{"keys": {}}', "no key set")):
         with pytest.raises(KeySetError, match=words):
-            usable(document)
+            verification_keys(document)
     with pytest.raises(KeySetError, match="private key"):
         list(found(private))

@@ -94,7 +94,7 @@ def test_a_malformed_key_is_refused_with_its_cause_whether_or_not_one_is_needed(
 ) -> None:
     with pytest.raises(Refusal) as raised:
         ring.authenticate(authorization, None, sent)
-    assert raised.value.row.status == 401 and words in raised.value.message
+    assert raised.value.spec.status == 401 and words in raised.value.message
     assert KEY not in raised.value.message
 
 
@@ -128,7 +128,7 @@ def test_several_keys_of_one_principal() -> None:
 def test_a_slip_of_the_pen_is_told(place: int, letter: str) -> None:
     wrong = MINTED[:place] + letter + MINTED[place + 1 :]
     assert code(RING, bearer(wrong)) == ("minted" if wrong == MINTED else "invalid_api_key")
-    if wrong != MINTED and keys.in_our_form(wrong):
+    if wrong != MINTED and keys.has_key_format(wrong):
         with pytest.raises(Refusal, match="checksum"):
             RING.authenticate(bearer(wrong))
 

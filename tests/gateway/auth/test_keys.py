@@ -15,7 +15,7 @@ TOKEN = "sk-5oH2aBBs_kLjYUUjKobGAMBsu5e1BQpOlczpvnbHeVlqgtbAA8ZJ_2CZ2H4"
 
 
 def test_a_known_key_stays_known() -> None:
-    assert keys.well_formed(TOKEN)
+    assert keys.has_valid_checksum(TOKEN)
     assert keys.visible_id("team-a") == "5oH2aBBs"
     assert keys.hash_of(TOKEN) == "sha256:85948e09648636c87ea46898cff098683d5bd90ffe6488bda4765850957d2df2"
 
@@ -41,27 +41,27 @@ def test_the_checksum_catches_every_change_of_one_character() -> None:
     for at in range(len(TOKEN)):
         for other in keys.BASE62 + "_- é":
             changed = TOKEN[:at] + other + TOKEN[at + 1 :]
-            assert keys.well_formed(changed) == (changed == TOKEN), (at, other)
+            assert keys.has_valid_checksum(changed) == (changed == TOKEN), (at, other)
 
 
 def test_a_mistyped_key_is_still_recognized_as_ours() -> None:
     mistyped = TOKEN[:-1] + "5"
-    assert keys.in_our_form(mistyped)
-    assert not keys.well_formed(mistyped)
+    assert keys.has_key_format(mistyped)
+    assert not keys.has_valid_checksum(mistyped)
 
 
 @pytest.mark.parametrize(
     "token", ["", "sk-", "sk-abc", TOKEN + "\n", " " + TOKEN, TOKEN[:-1], TOKEN + "a", TOKEN.replace("sk-", "SK-"), "dummy"]
 )
 def test_other_strings_are_not_in_our_form(token: str) -> None:
-    assert not keys.in_our_form(token)
-    assert not keys.well_formed(token)
+    assert not keys.has_key_format(token)
+    assert not keys.has_valid_checksum(token)
 
 
 @given(st.text(min_size=1, max_size=40))
 def test_any_principal_gets_a_well_formed_key(key_id: str) -> None:
     if key_id.encode("utf-8", "ignore").decode() == key_id:
-        assert keys.well_formed(keys.mint(key_id))
+        assert keys.has_valid_checksum(keys.mint(key_id))
 
 
 def test_any_string_has_a_hash() -> None:

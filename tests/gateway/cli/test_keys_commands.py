@@ -16,10 +16,10 @@ import yaml
 
 from gateway.api.errors import Refusal
 from gateway.auth.keyring import Keyring
-from gateway.auth.keys import hash_of, mint, well_formed
+from gateway.auth.keys import has_valid_checksum, hash_of, mint
 from gateway.config import Config, Limits, load
 from gateway.fleet.plan import Knowledge, build_snapshot
-from gateway.key_management.key_file import Keybook, KeybookError
+from gateway.key_management.key_file import KeyFileError, KeyFiles
 from tests.gateway.cli.test_main import Ran, gateway
 
 KEY, OLDER = mint("team-a"), mint("team-a")
@@ -68,7 +68,7 @@ def removed(before: str, after: str) -> list[str]:
 def secret(ran: Ran) -> str:
     """The key that a command has shown, once."""
     key = ran.out.splitlines()[0]
-    assert ran.code == 0 and well_formed(key) and (ran.out + ran.err).count(key) == 1 and "not shown again" in ran.err
+    assert ran.code == 0 and has_valid_checksum(key) and (ran.out + ran.err).count(key) == 1 and "not shown again" in ran.err
     return key
 
 
@@ -223,14 +223,14 @@ def test_the_files_mode_owner_and_link_stay(folder: Path) -> None:
 
 def test_of_commands_at_the_same_time_none_undoes_another(folder: Path) -> None:
     """Each says that it has written its entry, and then that is there, or that somebody else was faster."""
-    books = [Keybook(folder / "gateway.yaml") for _ in range(8)]
+    books = [KeyFiles(folder / "gateway.yaml") for _ in range(8)]
     at_once = Barrier(len(books))
 
     def add(number: int) -> str:
         at_once.wait(60)
         try:
             books[number].add([{"id": f"new-{number}", "hash": hash_of(str(number))}])
-        except KeybookError as error:
+        except KeyFileError as error:
             return str(error)
         return f"new-{number}"
 

@@ -17,7 +17,7 @@ import yaml
 from typer.main import get_command
 
 from gateway import __version__
-from gateway.auth.keys import hash_of, mint, well_formed
+from gateway.auth.keys import has_valid_checksum, hash_of, mint
 from gateway.cli.main import application
 from gateway.config import load
 
@@ -134,7 +134,7 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments: list[str], said: str)
 def test_a_new_key_is_printed_once_and_its_stanza_lets_it_in(folder: Path) -> None:
     ran = gateway("keys", "new", "--id", "team-b", "--models", "Qwen/*", "--models", "Qwen/Q", "--expires", "2999-01-01")
     key, empty, *stanza = ran.out.splitlines()
-    assert (ran.code, empty, well_formed(key)) == (0, "", True)
+    assert (ran.code, empty, has_valid_checksum(key)) == (0, "", True)
     assert (ran.out + ran.err).count(key) == 1
     assert "not shown again" in ran.err
 

@@ -80,7 +80,7 @@ def test_what_is_not_valid(name: str) -> None:
     data, encoding, words = BROKEN[name]
     with pytest.raises(Refusal, match=words) as caught:
         finished(decoded(data, encoding, LIMIT))
-    assert (caught.value.code, caught.value.row.status) == ("invalid_request", 400)
+    assert (caught.value.code, caught.value.spec.status) == ("invalid_request", 400)
 
 
 @pytest.mark.parametrize("encoding", ENCODE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.auth.keys import hash_of, mint
-from gateway.key_management.keys_import import BadLineError, found, sorted_out
+from gateway.key_management.keys_import import BadLineError, read_keys, sort_keys
 
 KEY = mint("team-a")
 FIRST, SECOND, THIRD = (f"sk-{word}-0123456789" for word in ("first", "second", "third"))
@@ -33,7 +33,7 @@ def listed(token: str, **more: Any) -> dict[str, Any]:
 )
 def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
     named = {token: owner or f"imported-{hash_of(token).removeprefix('sha256:')[:8]}" for token, owner in owners.items()}
-    assert {one.entry["hash"]: one.entry["id"] for one in found(text)} == {hash_of(token): owner for token, owner in named.items()}
+    assert {one.entry["hash"]: one.entry["id"] for one in read_keys(text)} == {hash_of(token): owner for token, owner in named.items()}
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
 )  # fmt: skip
 def test_a_file_that_cannot_be_taken_over_is_told_without_repeating_a_key(text: str, said: str) -> None:
     with pytest.raises(BadLineError) as told:
-        sorted_out(found(text), {hash_of(KEY)}, {"team-a", "two"})
+        sort_keys(read_keys(text), {hash_of(KEY)}, {"team-a", "two"})
     assert str(told.value) == said

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.key_management.yaml_edit import UneditableError, appended, stanza, with_member
+from gateway.key_management.yaml_edit import UneditableError, append_entries, set_member, stanza
 
 H1, H2, H3 = (f"sha256:{letter * 64}" for letter in "abc")
 ENTRY = {"id": "team-b", "hash": H2, "models": ["Qwen/*", "x"], "limits": {"requests_per_minute": 6}}
@@ -32,7 +32,7 @@ ledger: 'sqlite:///x.db'
 
 
 def test_an_entry_goes_behind_the_last_one_and_comments_stay_where_they_are() -> None:
-    made = appended(FILE, ("keys",), [ENTRY])
+    made = append_entries(FILE, ("keys",), [ENTRY])
     lines = made.splitlines()
     at = lines.index(f"    hash: {H1}   # its key")
     assert lines[at + 1 : at + 5] == ["  " + line for line in stanza(ENTRY, 0).splitlines()]
@@ -62,9 +62,9 @@ def test_an_entry_goes_behind_the_last_one_and_comments_stay_where_they_are() ->
 def test_lists_of_every_form_take_an_entry(before: str, path: tuple[str, ...]) -> None:
     if before == "keys: null\n":
         with pytest.raises(UneditableError):
-            appended(before, path, [ENTRY])
+            append_entries(before, path, [ENTRY])
         return
-    made = appended(before, path, [ENTRY, {"id": "c"}])
+    made = append_entries(before, path, [ENTRY, {"id": "c"}])
     was, now = yaml.safe_load(before), yaml.safe_load(made)
     if path:
         was = was or {}
@@ -95,7 +95,7 @@ def test_lists_of_every_form_take_an_entry(before: str, path: tuple[str, ...]) -
     ],
 )  # fmt: skip
 def test_a_member_is_set_in_its_place(before: str, value: Any, after: str) -> None:
-    made = with_member(before, (0,), "hash", value) if value is not None else with_member(before, (0,), "revoked", True)
+    made = set_member(before, (0,), "hash", value) if value is not None else set_member(before, (0,), "revoked", True)
     assert made == after
     assert yaml.safe_load(made)[0] == yaml.safe_load(before)[0] | ({"revoked": True} if value is None else {"hash": value})
 
@@ -103,17 +103,17 @@ def test_a_member_is_set_in_its_place(before: str, value: Any, after: str) -> No
 @pytest.mark.parametrize("before", [FILE, "keys:\n- id: a\n  hash: x", "models: [m]\n", "keys: []\n"])
 def test_lines_end_as_the_others_of_the_file_do(before: str) -> None:
     text = before.replace("\n", "\r\n")
-    added = appended(text, ("keys",), [ENTRY, {"id": "c"}])
-    for made in (added, with_member(added, ("keys", 0), "hash", [H1, {"hash": H2}]), with_member(added, ("keys", 0), "revoked", True)):
+    added = append_entries(text, ("keys",), [ENTRY, {"id": "c"}])
+    for made in (added, set_member(added, ("keys", 0), "hash", [H1, {"hash": H2}]), set_member(added, ("keys", 0), "revoked", True)):
         assert made.count("\n") == made.count("\r") == made.count("\r\n")
-    assert appended(before, ("keys",), [ENTRY, {"id": "c"}]) == added.replace("\r\n", "\n")
+    assert append_entries(before, ("keys",), [ENTRY, {"id": "c"}]) == added.replace("\r\n", "\n")
 
 
 def test_positions_are_of_characters() -> None:
     text = f"\ufeff# é€😀\nkeys:\n  - {{id: 'é€😀', hash: {H1}}}   # 😀 ist da\n"
-    assert with_member(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
-    assert with_member(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
-    assert appended(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
+    assert set_member(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
+    assert set_member(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
+    assert append_entries(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
 
 
 def test_the_stanza_is_for_pasting() -> None:
@@ -129,4 +129,4 @@ def test_the_stanza_is_for_pasting() -> None:
 def test_any_text_is_written_so_that_it_is_read_again(texts: list[str]) -> None:
     entry = {"id": "a", "models": texts}
     assert yaml.safe_load(stanza(entry, 0)) == [entry]
-    assert yaml.safe_load(appended("keys: []", ("keys",), [entry])) == {"keys": [entry]}
+    assert yaml.safe_load(append_entries("keys: []", ("keys",), [entry])) == {"keys": [entry]}

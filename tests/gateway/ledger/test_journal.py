@@ -103,17 +103,17 @@ def test_what_is_not_whole_is_waited_for(journal: Journal) -> None:
 
 
 def test_slots_hold_what_is_under_way(journal: Journal) -> None:
-    slots = [journal.hold(name) for name in (b"a", b"b", b"c")]
-    assert journal.held() == [b"a", b"b", b"c"]
+    slots = [journal.open_slot(name) for name in (b"a", b"b", b"c")]
+    assert journal.open_rows() == [b"a", b"b", b"c"]
     assert slots[1] is not None
-    journal.let_go(slots[1])
-    assert journal.held() == [b"a", b"c"]
-    assert journal.hold(b"d") == slots[1]
-    assert journal.hold(b"e") is not None and journal.hold(b"f") is None, "there are four"
-    journal.forget()
-    assert journal.held() == []
+    journal.clear_slot(slots[1])
+    assert journal.open_rows() == [b"a", b"c"]
+    assert journal.open_slot(b"d") == slots[1]
+    assert journal.open_slot(b"e") is not None and journal.open_slot(b"f") is None, "there are four"
+    journal.clear_slots()
+    assert journal.open_rows() == []
 
 
 def test_what_is_too_long_for_a_slot_has_none(journal: Journal) -> None:
-    assert journal.hold(bytes(SLOT)) is None and journal.held() == []
-    assert journal.hold(b"x" * (SLOT - HEAD.size)) is not None and len(journal.held()) == 1
+    assert journal.open_slot(bytes(SLOT)) is None and journal.open_rows() == []
+    assert journal.open_slot(b"x" * (SLOT - HEAD.size)) is not None and len(journal.open_rows()) == 1

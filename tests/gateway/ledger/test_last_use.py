@@ -12,7 +12,7 @@ import yaml
 
 from gateway.cli.main import run
 from gateway.ledger.last_use import last_use
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.process import configuration
 
@@ -29,12 +29,12 @@ ROWS = [
 
 
 @pytest.fixture
-def store(url: str, tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(database(url, tmp_path))) as made:
+def store(url: str, tmp_path: Path) -> Iterator[UsageStore]:
+    with closing(UsageStore(database_url(url, tmp_path))) as made:
         yield made
 
 
-def test_last_use(store: Store) -> None:
+def test_last_use(store: UsageStore) -> None:
     keys = ["team-a", "s_x", "unused"]
     assert last_use(store.engine, keys, frozenset()) == {}, "a ledger that has had no row has no table"
     store.write(ROWS)

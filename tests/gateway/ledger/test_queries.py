@@ -16,11 +16,11 @@ import yaml
 from rich.console import Console
 
 from gateway.cli.main import run
-from gateway.ledger.errors import QuestionError
+from gateway.ledger.errors import QueryError
 from gateway.ledger.output import FORMATS
-from gateway.ledger.queries import Answer, Sum, answer, question
+from gateway.ledger.queries import UsageReport, UsageSum, parse_query, run_query
 from gateway.ledger.row import LOST
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.process import configuration
 
@@ -51,24 +51,24 @@ ROWS = [
 
 
 @pytest.fixture
-def store(url: str, tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(database(url, tmp_path))) as made:
+def store(url: str, tmp_path: Path) -> Iterator[UsageStore]:
+    with closing(UsageStore(database_url(url, tmp_path))) as made:
         made.write(ROWS)
         yield made
 
 
-def asked(store: Store, **words: str) -> Answer:
-    return answer(store.engine, question({"until": "2027-01-16", **words}, NOW))
+def asked(store: UsageStore, **words: str) -> UsageReport:
+    return run_query(store.engine, parse_query({"until": "2027-01-16", **words}, NOW))
 
 
-def told(answer: Answer) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
+def told(report: UsageReport) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
     return {
         each.group: (each.requests, each.incomplete, each.estimated, each.prompt_tokens, each.completion_tokens, each.cost)
-        for each in answer.sums
+        for each in report.sums
     }
 
 
-def test_sums_are_by_whatever_is_asked_for(store: Store) -> None:
+def test_sums_are_by_whatever_is_asked_for(store: UsageStore) -> None:
     assert told(asked(store, by="key")) == {
         ("team-a",): (3, 0, 0, 1020, 10, 0.00004),
         ("team-b",): (3, 2, 1, 0, 7, None),
@@ -84,16 +84,16 @@ def test_sums_are_by_whatever_is_asked_for(store: Store) -> None:
 def test_costs_of_any_size_add_up(url: str, tmp_path: Path) -> None:
     """At prices that the configuration does not take any more; the ledger may have them."""
     most = (2**63 - 1) / 1_000_000_000
-    with closing(Store(database(url, tmp_path))) as store:
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
         store.write([row(number, price=(1e30, 0.0)) for number in range(1, 5)] + [row(5, price=(1.0, 2.0))])
         assert told(asked(store, by="key"))["team-a",][-1] == pytest.approx(4 * most + 0.00002)
 
 
-def test_the_largest_come_first(store: Store) -> None:
+def test_the_largest_come_first(store: UsageStore) -> None:
     assert list(told(asked(store, by="model"))) == [("big",), ("tiny",), (None,)]
 
 
-def test_a_time_is_up_to_its_end(store: Store) -> None:
+def test_a_time_is_up_to_its_end(store: UsageStore) -> None:
     assert told(asked(store, by="key", since="2027-01-14", until="2027-01-15"))["team-a",][0] == 1
     assert told(asked(store, by="key", since="60d"))["team-a",][0] == 4
     exactly = (NOW).isoformat()
@@ -102,14 +102,14 @@ def test_a_time_is_up_to_its_end(store: Store) -> None:
     assert told(asked(store, by="key", since="2027-01-15T09:00:00+01:00"))["team-a",][0] == 2, "which is 8 o'clock in UTC"
 
 
-def test_one_key_or_model_may_be_looked_at_alone(store: Store) -> None:
+def test_one_key_or_model_may_be_looked_at_alone(store: UsageStore) -> None:
     assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
                                                             ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
     assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
     assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 0.00002)}
 
 
-def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
+def test_subjects_of_tokens_are_their_entrys(store: UsageStore) -> None:
     store.write([row(11, key="s_aff/alice"), row(12, key="s_aff/bob", team="t"), row(13, key="sxaff/eve"), row(14, key="s_affx")])
     assert set(told(asked(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
     assert set(told(asked(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
@@ -128,10 +128,10 @@ def test_subjects_of_tokens_are_their_entrys(store: Store) -> None:
     ],
 )
 def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) -> None:
-    assert question({"since": text}, NOW).since.isoformat() == since
-    assert question({"since": "2026-01", "until": text}, NOW).until.isoformat() == since
+    assert parse_query({"since": text}, NOW).since.isoformat() == since
+    assert parse_query({"since": "2026-01", "until": text}, NOW).until.isoformat() == since
     elsewhere = NOW.astimezone(timezone(timedelta(hours=-11)))
-    assert question({"since": text}, elsewhere).since.isoformat() == since, "days and months are those of UTC"
+    assert parse_query({"since": text}, elsewhere).since.isoformat() == since, "days and months are those of UTC"
 
 
 @pytest.mark.parametrize(
@@ -149,17 +149,17 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
     ],
 )
 def test_what_cannot_be_answered_says_why(words: dict[str, str], said: str) -> None:
-    with pytest.raises(QuestionError, match=said):
-        question(words, NOW)
+    with pytest.raises(QueryError, match=said):
+        parse_query(words, NOW)
 
 
-def shown(answer: Answer, form: str) -> str:
+def shown(report: UsageReport, form: str) -> str:
     out = io.StringIO()
-    FORMATS[form](answer, Console(file=out, width=160, highlight=False))
+    FORMATS[form](report, Console(file=out, width=160, highlight=False))
     return out.getvalue()
 
 
-def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: Store) -> None:
+def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: UsageStore) -> None:
     text = shown(asked(store, by="key"), "table")
     _, head, first, second, note = text.rstrip("\n").splitlines()
     assert head.split() == ["key", "requests", "incomplete", "prompt", "cached", "completion", "reasoning", "cost", "tokens"]
@@ -169,13 +169,13 @@ def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: Store) -> Non
     assert "nothing" in shown(asked(store, key="nobody"), "table")
 
 
-def test_times_are_told_in_utc(store: Store) -> None:
+def test_times_are_told_in_utc(store: UsageStore) -> None:
     here = asked(store, since="2027-01-15T01:30:00+03:00", until="2027-01-15T20:00:00-08:00")
     assert shown(here, "table").startswith("usage from 2027-01-14 22:30 to 2027-01-16 04:00 UTC\n")
     assert here.document()["since"] == "2027-01-14T22:30:00+00:00"
 
 
-def test_programs_get_csv_and_json(store: Store) -> None:
+def test_programs_get_csv_and_json(store: UsageStore) -> None:
     lines = list(csv.DictReader(io.StringIO(shown(asked(store, by="key,model"), "csv"))))
     document = json.loads(shown(asked(store, by="key,model"), "json"))
     assert [line["key"] for line in lines] == [each["key"] for each in document["usage"]]
@@ -197,8 +197,8 @@ def test_programs_get_csv_and_json(store: Store) -> None:
     ],
 )
 def test_a_cost_is_written_in_plain_decimals(costs: list[float], table: list[str], listed: list[str]) -> None:
-    sums = [Sum((f"key-{number}",), 1, 0, 0, 1, 1, 0, 0, cost) for number, cost in enumerate(costs)]
-    made = Answer(question({"by": "key"}, NOW), sums)
+    sums = [UsageSum((f"key-{number}",), 1, 0, 0, 1, 1, 0, 0, cost) for number, cost in enumerate(costs)]
+    made = UsageReport(parse_query({"by": "key"}, NOW), sums)
     assert [line.split()[7] for line in shown(made, "table").splitlines()[2:]] == table
     assert [line["cost"] for line in csv.DictReader(io.StringIO(shown(made, "csv")))] == listed
 
@@ -215,7 +215,7 @@ def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr()
     assert told.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway makes it with its first row" in told.err
     assert not (file.parent / "usage.db").exists()
-    with closing(Store(database("sqlite:///usage.db", file.parent))) as made:
+    with closing(UsageStore(database_url("sqlite:///usage.db", file.parent))) as made:
         made.write([row(1, started=datetime.now(UTC).timestamp() - 60)])
     assert run(["usage", "--config", str(file), "--by", "model,day", "--format", "json", "--since", "1h"]) == 0
     (only,) = json.loads(capsys.readouterr().out)["usage"]

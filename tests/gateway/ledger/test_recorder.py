@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.ledger.journal import Journal
-from gateway.ledger.recorder import Books
-from gateway.ledger.row import LOST, Row, decode, frames
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import LOST, UsageRow, decode, frames
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, ask, chat, client, event, request
@@ -26,7 +26,7 @@ def journal() -> Iterator[Journal]:
     made.close()
 
 
-def rows(journal: Journal) -> list[Row]:
+def rows(journal: Journal) -> list[UsageRow]:
     reading = journal.read()
     journal.release(reading)
     return [decode(payload) for payload in frames(reading.data)]
@@ -55,7 +55,7 @@ async def _endless(talk: Conversation) -> None:
 async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
     async with (
         scripted(_completion) as server,
-        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], books=Books(journal)) as served,
+        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], books=Recorder(journal)) as served,
     ):
         reply = await ask(served.port, request(chat(user="u", metadata={"a": "b"})))
         (row,) = rows(journal)
@@ -64,11 +64,11 @@ async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> N
     assert (row.status, row.code, row.incomplete) == (200, None, None)
     assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))
     assert row.cost == 1500 + 4000 and (row.user, row.metadata) == (None, None), "which nobody wanted"
-    assert row.duration is not None and row.queued == 0.0 and journal.held() == []
+    assert row.duration is not None and row.queued == 0.0 and journal.open_rows() == []
 
 
 async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(journal: Journal) -> None:
-    async with scripted(_stream) as server, serving([model(server.port)], books=Books(journal)) as served:
+    async with scripted(_stream) as server, serving([model(server.port)], books=Recorder(journal)) as served:
         assert b"usage" not in (await ask(served.port, request(chat(stream=True)))).body
         (row,) = rows(journal)
     assert (row.stream, row.prompt, row.generated, row.cost, row.chunks) == (True, 3, (2, False), None, 0)
@@ -82,7 +82,7 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
     ]  # fmt: skip
     async with (
         scripted(_completion) as server,
-        serving([model(server.port)], books=Books(journal), ledger_user=True, ledger_metadata=True) as served,
+        serving([model(server.port)], books=Recorder(journal), ledger_user=True, ledger_metadata=True) as served,
     ):
         for body in bodies:
             assert (await ask(served.port, request(chat(**body)))).status == 200
@@ -93,7 +93,7 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
 
 
 async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:
-    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served:
+    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], books=Recorder(journal)) as served:
         for body, token in ((chat(model="nobody"), KEY), (b"{", KEY), (chat(), "sk-wrong"), (chat(), None)):
             await ask(served.port, request(body, token=token))
         await ask(served.port, request(b"", "/v1/models", method="GET"))
@@ -107,7 +107,7 @@ async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> No
 async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
-        serving([model(server.port, price=(1.0, 2.0))], books=Books(journal)) as served,
+        serving([model(server.port, price=(1.0, 2.0))], books=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
@@ -116,7 +116,7 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
-    assert row.generated == (3, True) and row.cost == 6000 and journal.held() == []
+    assert row.generated == (3, True) and row.cost == 6000 and journal.open_rows() == []
 
 
 @pytest.mark.parametrize("together", [2, 20, 200])
@@ -131,7 +131,7 @@ async def test_events_that_come_together_count_each(journal: Journal, together: 
             await asyncio.sleep(0.05)
         await talk.closed_by_peer()
 
-    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+    async with scripted(several) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, n=2)))
         for _ in range(3 * together):
             await one.reader.readuntil(event)
@@ -152,7 +152,7 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
                 await talk.chunk(counted(index, tokens))
         await talk.closed_by_peer()
 
-    async with scripted(several) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+    async with scripted(several) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, n=3)))
         await one.reader.readuntil(counted(2, 4))
         one.leave()
@@ -161,7 +161,7 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
     assert (row.completion, row.generated) == (4, (11, True))
 
 
-async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Row:
+async def _left_behind(journal: Journal, events: list[bytes], path: str) -> UsageRow:
     """The row of a stream whose client leaves when these events have come, before the stream's end."""
 
     async def stays(talk: Conversation) -> None:
@@ -170,7 +170,7 @@ async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Row:
             await talk.chunk(each)
         await talk.closed_by_peer()
 
-    async with scripted(stays) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+    async with scripted(stays) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
         await one.events(len(events))
         one.leave()
@@ -212,7 +212,7 @@ async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Jour
             await talk.chunk(each)
         await talk.end_stream()
 
-    async with scripted(silent) as server, serving([model(server.port)], books=Books(journal)) as served:
+    async with scripted(silent) as server, serving([model(server.port)], books=Recorder(journal)) as served:
         assert (await ask(served.port, request(chat(stream=True)))).status == 200
         (row,) = rows(journal)
     assert (row.incomplete, row.completion, row.generated) == (None, None, (4, True))
@@ -227,7 +227,7 @@ async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_coun
 
     async with (
         scripted(large) as server,
-        serving([model(server.port, rewrite=renamed)], books=Books(journal)) as served,
+        serving([model(server.port, rewrite=renamed)], books=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request())
@@ -245,7 +245,7 @@ async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal
         await talk.write(COMPLETION[:20])
         await talk.closed_by_peer()
 
-    async with scripted(stuck) as server, serving([model(server.port)], books=Books(journal)) as served, client(served.port) as one:
+    async with scripted(stuck) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
         one.send(request())
         await one.reader.readuntil(COMPLETION[:20])
         one.leave()
@@ -262,7 +262,7 @@ async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Jou
             await asyncio.sleep(0.05)
         talk.writer.transport.abort()
 
-    async with scripted(breaks) as server, serving([model(server.port)], books=Books(journal)) as served:
+    async with scripted(breaks) as server, serving([model(server.port)], books=Recorder(journal)) as served:
         await ask(served.port, request(chat(stream=True)))
         (row,) = rows(journal)
     assert (row.incomplete, row.code) == ("upstream", "upstream_disconnected")
@@ -272,12 +272,12 @@ async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Jou
 async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
-        serving([model(server.port)], [key(**TERMS)], books=Books(journal)) as served,
+        serving([model(server.port)], [key(**TERMS)], books=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
         await one.events(1)
-        (payload,) = journal.held()
+        (payload,) = journal.open_rows()
         row = decode(payload)
         one.leave()
         await until(lambda: not served.inline_tasks)
@@ -303,7 +303,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
 
     async with scripted(waits) as server:
         dear, other = model(server.port, price=(1.0, 2.0)), model(server.port, identity="other", price=(5.0, 5.0))
-        async with serving([dear, other], books=Books(journal)) as served, client(served.port) as one:
+        async with serving([dear, other], books=Recorder(journal)) as served, client(served.port) as one:
             one.send(request(chat(stream=True)))
             await one.events(1)
             left = [other] if later is None else [model(server.port, price=later), other]
@@ -328,7 +328,7 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
 
     async with scripted(waits) as server:
         models = [model(identity="tiny", fallbacks=("other",), price=(5.0, 5.0)), model(server.port, identity="other", price=(1.0, 2.0))]
-        async with serving(models, books=Books(journal)) as served:
+        async with serving(models, books=Recorder(journal)) as served:
             reply = asyncio.create_task(ask(served.port, request(chat())))
             await asked.wait()
             served.worker.take(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
@@ -340,7 +340,7 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
 
 async def test_no_room_fails_no_request() -> None:
     journal = Journal.create("test", 64, 0)
-    async with scripted(_completion) as server, serving([model(server.port)], books=Books(journal)) as served:
+    async with scripted(_completion) as server, serving([model(server.port)], books=Recorder(journal)) as served:
         for _ in range(3):
             assert (await ask(served.port, request(chat()))).status == 200
     assert (journal.dropped, rows(journal)) == (3, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ledger.errors import SpoolTakenError
+from gateway.ledger.errors import SpoolLockedError
 from gateway.ledger.row import frame
 from gateway.ledger.spool import Spool, save, spool
 
@@ -31,10 +31,10 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def drained(kept: Spool) -> list[bytes]:
     found: list[bytes] = []
-    while (segment := kept.take()) is not None:
+    while (segment := kept.oldest()) is not None:
         payloads = segment.payloads()
         found += payloads
-        kept.done(segment, len(payloads))
+        kept.remove(segment, len(payloads))
     assert (kept.rows, kept.size) == (0, 0)
     return found
 
@@ -44,10 +44,10 @@ def test_rows_are_taken_in_order_and_gone_when_done(tmp_path: Path) -> None:
     append(kept, b"one", b"two")
     append(kept, b"three")
     assert kept.rows == 3 and kept.size == sum(file.stat().st_size for file in tmp_path.glob("*.rows"))
-    segment = kept.take()
-    assert segment is not None and kept.take() is segment, "until it is done"
+    segment = kept.oldest()
+    assert segment is not None and kept.oldest() is segment, "until it is done"
     append(kept, b"four")
-    kept.done(segment, 2 + 1)
+    kept.remove(segment, 2 + 1)
     assert drained(kept) == [b"four"] and not list(tmp_path.glob("*.rows"))
 
 
@@ -89,7 +89,7 @@ def test_beyond_its_bound_the_oldest_go_and_are_counted(tmp_path: Path) -> None:
 def test_what_is_being_written_to_the_database_is_not_dropped(tmp_path: Path) -> None:
     kept = Spool(tmp_path, limit=60, segment=10)
     append(kept, b"in the making")
-    segment = kept.take()
+    segment = kept.oldest()
     for _ in range(10):
         append(kept, b"a lot of rows")
     assert segment is not None and segment.payloads() == [b"in the making"] and kept.dropped > 0
@@ -125,7 +125,7 @@ def test_a_disk_that_is_full_is_left_no_files_that_nobody_knows_of(tmp_path: Pat
 def test_one_gateway_at_a_time(tmp_path: Path) -> None:
     with spool(tmp_path / "spool") as kept:
         append(kept, b"one")
-        with pytest.raises(SpoolTakenError), spool(tmp_path / "spool"):
+        with pytest.raises(SpoolLockedError), spool(tmp_path / "spool"):
             pass
     with spool(tmp_path / "spool") as kept:
         assert drained(kept) == [b"one"]
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_laid_aside_and_counted(tmp_path: Path, ca
     kept = Spool(tmp_path, segment=10)
     append(kept, b"one", b"two")
     append(kept, b"three")
-    segment = kept.take()
+    segment = kept.oldest()
     assert segment is not None
     spoil(segment.path)
     assert kept.payloads(segment) is None
@@ -165,7 +165,7 @@ def test_while_the_whole_folder_is_away_nothing_is_given_up(tmp_path: Path) -> N
     folder.mkdir()
     kept = Spool(folder)
     append(kept, b"one")
-    segment = kept.take()
+    segment = kept.oldest()
     assert segment is not None
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="No such file"):
@@ -196,7 +196,7 @@ def test_a_file_that_is_removed_while_it_grows_costs_its_own_rows_alone(tmp_path
     with pytest.raises(OSError, match="No such file"):
         append(kept, b"two")
     append(kept, b"two")
-    segment = kept.take()
+    segment = kept.oldest()
     assert segment is not None and kept.payloads(segment) is None
     assert drained(kept) == [b"two"]
     assert kept.dropped == 1

@@ -14,18 +14,18 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, select, text
 
-from gateway.ledger.errors import AwayError
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST
 from gateway.ledger.schema import METADATA, USAGE
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.ports import refusing
 from tests.support.postgres import Postgres
 
 
 @pytest.fixture
-def store(url: str, tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(database(url, tmp_path))) as made:
+def store(url: str, tmp_path: Path) -> Iterator[UsageStore]:
+    with closing(UsageStore(database_url(url, tmp_path))) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ def kept(engine: Engine) -> list[dict[str, Any]]:
         return [dict(each) for each in connection.execute(select(USAGE).order_by(USAGE.c.request_id)).mappings()]
 
 
-def test_a_row_is_kept_as_it_is(store: Store) -> None:
+def test_a_row_is_kept_as_it_is(store: UsageStore) -> None:
     full = row(
         team="t", stream=True, code="upstream_disconnected", incomplete="upstream", first_token=0.1, queued=0.05, price=(0.5, 2.0),
         labels={"cost_center": "17"}, user="ünï", metadata={"a": [1, None]},
@@ -53,18 +53,18 @@ def test_a_row_is_kept_as_it_is(store: Store) -> None:
 
 
 def test_a_database_without_an_encoding_keeps_the_text(server: Postgres, tmp_path: Path) -> None:
-    with closing(Store(database(server.database("SQL_ASCII"), tmp_path))) as store:
+    with closing(UsageStore(database_url(server.database("SQL_ASCII"), tmp_path))) as store:
         assert store.write([row(user="ünï")]) == 0
         assert [each["end_user"] for each in kept(store.engine)] == ["ünï"]
 
 
-def test_a_row_that_comes_twice_is_there_once_as_it_came_first(store: Store) -> None:
+def test_a_row_that_comes_twice_is_there_once_as_it_came_first(store: UsageStore) -> None:
     first, lost = row(1), row(1, incomplete=LOST, status=None)
     assert store.write([first, lost]) == store.write([row(2), first, row(3)]) == store.write([lost]) == 0
     assert [(each["request_id"], each["incomplete"]) for each in kept(store.engine)] == [("req_1", None), ("req_2", None), ("req_3", None)]
 
 
-def test_a_row_that_the_database_cannot_hold_keeps_no_other_waiting(store: Store) -> None:
+def test_a_row_that_the_database_cannot_hold_keeps_no_other_waiting(store: UsageStore) -> None:
     """PostgreSQL's texts hold no NUL; SQLite takes everything that a row can say."""
     unfit = store.write([row(1), row(2, code="a\0b"), row(3)])
     held = [each["request_id"] for each in kept(store.engine)]
@@ -72,19 +72,19 @@ def test_a_row_that_the_database_cannot_hold_keeps_no_other_waiting(store: Store
     assert unfit == (store.engine.dialect.name == "postgresql")
 
 
-def test_many_rows_are_written(store: Store) -> None:
+def test_many_rows_are_written(store: UsageStore) -> None:
     assert store.write([row(number) for number in range(4001)]) == 0
     assert len(kept(store.engine)) == 4001
 
 
-def test_old_rows_are_deleted_and_no_others(store: Store) -> None:
+def test_old_rows_are_deleted_and_no_others(store: UsageStore) -> None:
     store.write([row(number, started=STARTED - 86400 * (number % 2)) for number in range(1300)])
     before = datetime.fromtimestamp(STARTED, UTC) - timedelta(hours=1)
     assert [store.prune(before), store.prune(before)] == [True, False]
     assert [each["day"] for each in kept(store.engine)] == [date(2027, 1, 15)] * 650
 
 
-def test_the_steps_lead_to_the_table_as_it_is_declared(store: Store) -> None:
+def test_the_steps_lead_to_the_table_as_it_is_declared(store: UsageStore) -> None:
     store.write([])
     with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": "gateway_usage_schema"})
@@ -95,7 +95,7 @@ def test_several_gateways_may_start_at_once(url: str, tmp_path: Path) -> None:
     outcomes: list[int] = []
 
     def start(number: int) -> None:
-        with closing(Store(database(url, tmp_path))) as own:
+        with closing(UsageStore(database_url(url, tmp_path))) as own:
             outcomes.append(own.write([row(number)]))
 
     threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
@@ -104,15 +104,15 @@ def test_several_gateways_may_start_at_once(url: str, tmp_path: Path) -> None:
     for each in threads:
         each.join(60)
     assert outcomes == [0] * 4
-    with closing(Store(database(url, tmp_path))) as last:
+    with closing(UsageStore(database_url(url, tmp_path))) as last:
         assert len(kept(last.engine)) == 4
 
 
-def test_a_table_of_a_later_version_is_left_alone(store: Store) -> None:
+def test_a_table_of_a_later_version_is_left_alone(store: UsageStore) -> None:
     store.write([row(1)])
     with store.engine.begin() as connection:
         connection.execute(text("UPDATE gateway_usage_schema SET version_num = '9999'"))
-    with closing(Store(store.engine.url)) as older, pytest.raises(AwayError, match="9999"):
+    with closing(UsageStore(store.engine.url)) as older, pytest.raises(DatabaseUnavailableError, match="9999"):
         older.write([row(2)])
     assert len(kept(store.engine)) == 1
 
@@ -120,13 +120,13 @@ def test_a_table_of_a_later_version_is_left_alone(store: Store) -> None:
 def test_a_database_that_is_away_says_so(tmp_path: Path) -> None:
     with refusing() as port:
         for url in (f"postgresql://u@127.0.0.1:{port}/x", "sqlite:///no/such/folder/usage.db"):
-            with closing(Store(database(url, tmp_path))) as gone, pytest.raises(AwayError):
+            with closing(UsageStore(database_url(url, tmp_path))) as gone, pytest.raises(DatabaseUnavailableError):
                 gone.write([row()])
 
 
 def test_a_file_is_beside_the_configuration_and_for_its_owner_alone(tmp_path: Path) -> None:
-    url = database("sqlite:///usage.db", tmp_path)
-    assert url.database == str(tmp_path / "usage.db") and database("sqlite:////var/usage.db", tmp_path).database == "/var/usage.db"
-    with closing(Store(url)) as made:
+    url = database_url("sqlite:///usage.db", tmp_path)
+    assert url.database == str(tmp_path / "usage.db") and database_url("sqlite:////var/usage.db", tmp_path).database == "/var/usage.db"
+    with closing(UsageStore(url)) as made:
         made.write([row()])
     assert (tmp_path / "usage.db").stat().st_mode & 0o777 == 0o600

@@ -15,11 +15,11 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from gateway import config as conf
-from gateway.ledger.errors import AwayError, QuestionError
-from gateway.ledger.row import LOST, Row, frame
+from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.row import LOST, UsageRow, frame
 from gateway.ledger.schema import USAGE
 from gateway.ledger.spool import save, spool
-from gateway.ledger.store import Store, database
+from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.telemetry.metrics import Series
 from tests.gateway.ledger.rows import payload, row
@@ -35,7 +35,7 @@ def ledger(url: str, folder: Path, *, workers: int = 1, **more: str | None) -> A
 
 def kept(url: str, folder: Path) -> dict[str, str | None]:
     """Each row's id and what is said of its completeness."""
-    with closing(Store(database(url, folder))) as store:
+    with closing(UsageStore(database_url(url, folder))) as store:
         store.write([])
         with store.engine.connect() as connection:
             return {each.request_id: each.incomplete for each in connection.execute(select(USAGE))}
@@ -69,12 +69,12 @@ def test_what_comes_last_is_written_before_the_end(url: str, tmp_path: Path) -> 
 def test_what_a_worker_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         journal = one.journals[0]
-        journal.hold(payload(1, incomplete=LOST))
-        journal.hold(payload(2, incomplete=LOST))
+        journal.open_slot(payload(1, incomplete=LOST))
+        journal.open_slot(payload(2, incomplete=LOST))
         journal.append(payload(2))  # it died between this and letting go of the slot
         one.worker_gone(0)
         wait_for(lambda: one.written >= 2)
-        assert journal.held() == [] and journal.hold(payload(3, incomplete=LOST)) is not None
+        assert journal.open_rows() == [] and journal.open_slot(payload(3, incomplete=LOST)) is not None
     assert kept(url, tmp_path) == {"req_1": LOST, "req_2": None}
 
 
@@ -153,7 +153,7 @@ def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: p
     with ledger(url, tmp_path) as one:
         one.folder.rename(tmp_path / "elsewhere")
         one.journals[0].append(payload(1))
-        one.journals[0].hold(payload(2, incomplete=LOST))
+        one.journals[0].open_slot(payload(2, incomplete=LOST))
         one.worker_gone(0)
         wait_for(lambda: "usage waits in memory" in caplog.text)
         assert one.journals[0].read().rows == 1
@@ -173,7 +173,7 @@ def test_what_is_no_row_is_counted_and_passed_by(url: str, tmp_path: Path) -> No
 
 def test_rows_are_deleted_when_their_time_is_over(url: str, tmp_path: Path) -> None:
     now = datetime.now(UTC).timestamp()
-    with closing(Store(database(url, tmp_path))) as store:
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
         store.write([row(number, started=now - (86400 if number < 600 else 60)) for number in range(605)])
     with ledger(url, tmp_path, retention="1h"):
         wait_for(lambda: len(kept(url, tmp_path)) == 5)
@@ -195,22 +195,22 @@ async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
         tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         document = await one.usage({"by": "key", "until": tomorrow})
         assert [(each["key"], each["prompt_tokens"], each["cost"]) for each in document["usage"]] == [("team-a", 10, 0.000015)]
-        with pytest.raises(QuestionError, match="color"):
+        with pytest.raises(QueryError, match="color"):
             await one.usage({"by": "color"})
 
 
-class AwayStore(Store):
+class AwayStore(UsageStore):
     """Its database takes nothing; it counts how often it was tried."""
 
     tries = 0
 
-    def write(self, rows: Sequence[Row]) -> int:
+    def write(self, rows: Sequence[UsageRow]) -> int:
         self.tries += 1
-        raise AwayError("refused")
+        raise DatabaseUnavailableError("refused")
 
 
 def test_while_the_last_rows_are_collected_a_database_that_is_away_is_not_tried_without_a_pause(tmp_path: Path) -> None:
-    with spool(tmp_path / "spool") as waiting, closing(AwayStore(database("sqlite:///usage.db", tmp_path))) as store:
+    with spool(tmp_path / "spool") as waiting, closing(AwayStore(database_url("sqlite:///usage.db", tmp_path))) as store:
         waiting.append(frame(payload(1)), 1)
         one = Ledger([], waiting, store, None)
         delivering = threading.Thread(target=one.deliver)

@@ -9,8 +9,8 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.api.usage import Usage
-from gateway.limits.estimate import Outcome, Tokens, ask, cap, counts_as_request, estimate, used
-from gateway.limits.rules import Ask
+from gateway.limits.estimate import Outcome, TokenEstimate, amounts_of, apply_max_tokens, counts_as_request, estimate, used_tokens
+from gateway.limits.rules import Amounts
 
 BATCH = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -111,13 +111,13 @@ def test_media_are_where_messages_have_them(document: dict[str, Any], media: int
     ],
 )
 def test_an_answer_is_held_to_its_limit(path: str, fields: dict[str, Any], becomes: dict[str, Any]) -> None:
-    cap(fields, path, 100)
+    apply_max_tokens(fields, path, 100)
     assert fields == becomes
 
 
 def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
     fields: dict[str, Any] = {}
-    cap(fields, COMPLETIONS, 10)
+    apply_max_tokens(fields, COMPLETIONS, 10)
     assert fields == {"max_tokens": 10}
 
 
@@ -136,16 +136,16 @@ def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
 )
 def test_a_longer_answer_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Refusal) as caught:
-        cap(fields, CHAT, 100)
+        apply_max_tokens(fields, CHAT, 100)
     assert (caught.value.code, caught.value.param) == ("invalid_value", list(fields)[-1])
 
 
 def test_costs() -> None:
-    assert ask(Tokens(1_000_000, 500_000), (0.5, 4.0), requests=1) == Ask(1, 0, 1_500_000, 2.5)
-    assert ask(Tokens(7, 3), None).cost == 0
+    assert amounts_of(TokenEstimate(1_000_000, 500_000), (0.5, 4.0), requests=1) == Amounts(1, 0, 1_500_000, 2.5)
+    assert amounts_of(TokenEstimate(7, 3), None).cost == 0
 
 
-WHOLE = Outcome(asked=True, status=200, usage=None, events=0, incomplete=None)
+WHOLE = Outcome(reached_server=True, status=200, usage=None, events=0, incomplete=None)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ WHOLE = Outcome(asked=True, status=200, usage=None, events=0, incomplete=None)
         ({"usage": Usage(30, 7), "events": 9}, (30, 7)),
         ({"status": 500}, (0, 0)),
         ({"status": 400}, (0, 0)),
-        ({"status": 499, "asked": False, "incomplete": "client"}, (0, 0)),
+        ({"status": 499, "reached_server": False, "incomplete": "client"}, (0, 0)),
         ({"status": 499, "incomplete": "client"}, (100, 0)),
         ({"status": 499, "incomplete": "client", "events": 6}, (100, 6)),
         ({"incomplete": "upstream", "events": 1}, (100, 1)),
@@ -166,7 +166,7 @@ WHOLE = Outcome(asked=True, status=200, usage=None, events=0, incomplete=None)
     ],
 )
 def test_what_was_used(what: dict[str, Any], counts: tuple[int, int]) -> None:
-    assert used(WHOLE._replace(**what), Tokens(100, 1024)) == Tokens(*counts)
+    assert used_tokens(WHOLE._replace(**what), TokenEstimate(100, 1024)) == TokenEstimate(*counts)
 
 
 @pytest.mark.parametrize(

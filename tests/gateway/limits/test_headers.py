@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.limits.headers import duration, lines
+from gateway.limits.headers import duration, header_lines
 from gateway.snapshot.snapshot import Limits
 
 
@@ -28,7 +28,7 @@ def test_durations_are_written_as_go_writes_them(seconds: float, written: str) -
 
 def test_the_tightest_limit_is_shown() -> None:
     wide, narrow = Limits(requests_per_minute=600), Limits(requests_per_minute=60, tokens_per_minute=5)
-    requests, tokens = lines([(wide, 10.1, 0.0), (narrow, 67.0, 70.0)], 10.0).split(b"x-ratelimit-limit-tokens")
+    requests, tokens = header_lines([(wide, 10.1, 0.0), (narrow, 67.0, 70.0)], 10.0).split(b"x-ratelimit-limit-tokens")
     assert requests == b"x-ratelimit-limit-requests: 60\r\nx-ratelimit-remaining-requests: 3\r\nx-ratelimit-reset-requests: 57s\r\n"
     assert tokens == b": 5\r\nx-ratelimit-remaining-tokens: 0\r\nx-ratelimit-reset-tokens: 1m0s\r\n"
-    assert lines([(Limits(concurrent=1), 0.0, 0.0)], 0.0) == b""
+    assert header_lines([(Limits(concurrent=1), 0.0, 0.0)], 0.0) == b""

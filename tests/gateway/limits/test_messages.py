@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.limits.estimate import Tokens
+from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
-from gateway.limits.rules import Refused
+from gateway.limits.rules import ExceededLimit
 
 DAY = "tokens_per_day"
 
@@ -14,52 +14,52 @@ DAY = "tokens_per_day"
 LARGE = "This request reserves 33,747 tokens, more than the whole limit of 20,000 tokens per day (key a). "
 PART = "This request reserves a cost of 0.3, and of the limit of a cost of 0.5 per day only 0.25 is left (key a). "
 MINUTE = "This request reserves 1,047 tokens, more than the whole limit of 500 tokens per minute (key a). "
-TABLE: dict[str, tuple[Refused, Tokens, str, str | None]] = {
+TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
     "at once": (
-        Refused("concurrent", 5, None),
-        Tokens(),
+        ExceededLimit("concurrent", 5, None),
+        TokenEstimate(),
         "The limit of 5 requests at once is reached (key a). Try again in 1 second.",
         "1",
     ),
     "used up": (
-        Refused(DAY, 20_000, 31_284, 0, 347),
-        Tokens(46, 301),
+        ExceededLimit(DAY, 20_000, 31_284, 0, 347),
+        TokenEstimate(46, 301),
         "The limit of 20,000 tokens per day is reached (key a). Try again in 8 hours 42 minutes.",
         "31284",
     ),
     "too large, and fits with fewer tokens": (
-        Refused(DAY, 20_000, 31_284, 17_000, 33_747),
-        Tokens(1747, 32_000),
+        ExceededLimit(DAY, 20_000, 31_284, 17_000, 33_747),
+        TokenEstimate(1747, 32_000),
         f"{LARGE}Set 'max_tokens' to at most 15,253.",
         None,
     ),
     "too large, and nothing is left": (
-        Refused(DAY, 20_000, 31_284, 100, 33_747),
-        Tokens(1747, 32_000),
+        ExceededLimit(DAY, 20_000, 31_284, 100, 33_747),
+        TokenEstimate(1747, 32_000),
         f"{LARGE}Set 'max_tokens' to at most 18,253; it then fits in 8 hours 42 minutes, when the limit is free again.",
         None,
     ),
     "too large an input": (
-        Refused(DAY, 20_000, 31_284, 100, 33_747),
-        Tokens(33_746, 1),
+        ExceededLimit(DAY, 20_000, 31_284, 100, 33_747),
+        TokenEstimate(33_746, 1),
         f"{LARGE}Shorten the input, or ask the operator for a higher limit.",
         None,
     ),
     "too large for a minute": (
-        Refused("tokens_per_minute", 500, 31, 250, 1047),
-        Tokens(47, 1000),
+        ExceededLimit("tokens_per_minute", 500, 31, 250, 1047),
+        TokenEstimate(47, 1000),
         f"{MINUTE}Set 'max_tokens' to at most 203, or try again in 31 seconds.",
         "31",
     ),
     "a cost of two choices": (
-        Refused("cost_per_day", 0.5, 3600, 0.25, 0.3),
-        Tokens(1747, 16_000, 2),
+        ExceededLimit("cost_per_day", 0.5, 3600, 0.25, 0.3),
+        TokenEstimate(1747, 16_000, 2),
         f"{PART}Set 'max_tokens' to at most 12,412, or try again in 1 hour.",
         "3600",
     ),
     "a cost of an input": (
-        Refused("cost_per_day", 0.5, 3600, 0.25, 0.3),
-        Tokens(300_000),
+        ExceededLimit("cost_per_day", 0.5, 3600, 0.25, 0.3),
+        TokenEstimate(300_000),
         f"{PART}Try again in 1 hour.",
         "3600",
     ),

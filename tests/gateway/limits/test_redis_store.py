@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.limits import scripts
-from gateway.limits.buckets import Holder, Meters
-from gateway.limits.redis_store import Clock, Store, StoreAwayError
-from gateway.limits.rules import Ask, moment, month_of
+from gateway.limits.buckets import Buckets, Holder
+from gateway.limits.redis_store import RedisStore, StoreClock, StoreUnavailableError
+from gateway.limits.rules import Amounts, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
@@ -60,8 +60,8 @@ def server(shared: RedisServer) -> RedisServer:
 @asynccontextmanager
 async def opened(
     place: LimitsStore, worker: str = "a worker", on_change: Callable[[str | None], None] = lambda _: None
-) -> AsyncIterator[Store]:
-    store = Store(place, worker, on_change)
+) -> AsyncIterator[RedisStore]:
+    store = RedisStore(place, worker, on_change)
     try:
         yield store
     finally:
@@ -93,16 +93,16 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
 
 async def _compare(server: RedisServer, steps: list[Any]) -> None:
     """Each decides by a clock of its own: when half a second has passed, one may have a token more than the other, and no more is said."""
-    meters, began = Meters.private(), monotonic()
+    meters, began = Buckets.private(), monotonic()
     one, both = meters.holder("key one", LIMITS), meters.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
     async with opened(server.place()) as store:
         for number, (kind, amount, what) in enumerate(steps):
             if kind == "come":
                 at, identity = moment(monotonic(), time()), str(number)
-                wanted = [(holder, Ask(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
+                wanted = [(holder, Amounts(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
                 ends: dict[int, float] = {}
-                expected, answer = meters.take(wanted, at, ends), await store.admit(identity, wanted)
+                expected, answer = meters.reserve(wanted, at, ends), await store.admit(identity, wanted)
                 if monotonic() - began > 0.5:
                     return
                 assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
@@ -110,11 +110,11 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                     running.append((identity, wanted, at, ends))
                 elif expected is not None and expected[1].wait is not None:
                     assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
-                    assert answer.refused[1].asked == expected[1].asked
+                    assert answer.refused[1].requested == expected[1].requested
                     assert answer.refused[1].left == pytest.approx(expected[1].left, abs=3)
             elif running:
                 identity, wanted, at, ends = running.pop(amount % len(running))
-                used = Ask(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
+                used = Amounts(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
                 meters.settle(wanted, ends, used, at, monotonic())
                 store.settle(identity, wanted, used)
 
@@ -122,7 +122,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
 async def test_what_time_has_given_back_is_not_given_back_again(server: RedisServer, forgotten: int) -> None:
     """Reserved a minute and a half ago: time has filled it up, whoever else has come. Reserved now: it is given back."""
-    wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Ask(1, 0, 400))]
+    wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Amounts(1, 0, 400))]
     with server.client() as each:
         async with opened(server.place()) as store:
             for name in ("r1", "r2"):
@@ -132,11 +132,11 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
             aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
             each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
-            store.settle("r1", wanted, Ask())
-            assert (await store.admit("r3", [(wanted[0][0], Ask())])).refused is None
+            store.settle("r1", wanted, Amounts())
+            assert (await store.admit("r3", [(wanted[0][0], Amounts())])).refused is None
             assert [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")] == before
-            store.settle("r2", wanted, Ask())
-            assert (await store.admit("r4", [(wanted[0][0], Ask())])).refused is None
+            store.settle("r2", wanted, Amounts())
+            assert (await store.admit("r4", [(wanted[0][0], Amounts())])).refused is None
             found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
             assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
 
@@ -165,7 +165,7 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
     with server.client() as each:
         each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
         async with opened(server.place()) as store:
-            assert (await store.admit("r1", [(holder, Ask(1, 1, 4))])).refused is None
+            assert (await store.admit("r1", [(holder, Amounts(1, 1, 4))])).refused is None
         kept = each.hgetall("vllm-gateway:key a")
     now = int(datetime.now(UTC).timestamp() // 86400)
     if now == today:  # or the test ran over midnight
@@ -177,8 +177,8 @@ async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, ca
     holder = Holder("key a", Limits(requests_per_minute=10), 0)
     place = server.place(patience=0.25)
     async with opened(place) as store:
-        assert (await store.admit("r1", [(holder, Ask(1, 1, 0))])).refused is None
-        asked = asyncio.create_task(store.admit("r2", [(holder, Ask(1, 1, 0))]))
+        assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).refused is None
+        asked = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
         await asyncio.sleep(0)
         sleep(2 * place.patience)  # noqa: ASYNC251  # it is held up
         store.tick()
@@ -190,10 +190,10 @@ async def test_what_the_store_says(server: RedisServer) -> None:
     holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
     async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
         before = monotonic()
-        answer = await store.admit("r1", [(holder, Ask(1, 1, 10))])
+        answer = await store.admit("r1", [(holder, Amounts(1, 1, 10))])
         after, now = monotonic(), datetime.now(UTC)
         assert before + 0.9 < answer.standings[0][2] < after + 1.1
-        answer = await store.admit("r2", [(holder, Ask(1, 1, 1))])
+        answer = await store.admit("r2", [(holder, Amounts(1, 1, 1))])
         assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
     with server.client() as each:
         each.execute_command("SELECT", 3)
@@ -203,28 +203,28 @@ async def test_what_the_store_says(server: RedisServer) -> None:
 
 async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
     holder = Holder("key a", Limits(requests_per_minute=100, concurrent=1), 0)
-    wanted = [(holder, Ask(1, 1))]
+    wanted = [(holder, Amounts(1, 1))]
     async with opened(server.place()) as store:
         for number in range(3):
             answer = await store.admit(f"r{number}", wanted)
             assert answer.refused is None
             with server.client() as each:
                 each.script_flush()
-            store.settle(f"r{number}", wanted, Ask(1))
+            store.settle(f"r{number}", wanted, Amounts(1))
 
 
 async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
     holder = Holder("key a", Limits(requests_per_minute=100), 0)
     async with opened(LimitsStore("127.0.0.1", 1)) as store:
         for number in range(3):
-            with pytest.raises(StoreAwayError):
-                await store.admit(f"r{number}", [(holder, Ask(1, 1))])
+            with pytest.raises(StoreUnavailableError):
+                await store.admit(f"r{number}", [(holder, Amounts(1, 1))])
 
 
 async def test_a_change_of_its_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
     reported: list[str | None] = []
     async with opened(server.place(), on_change=reported.append) as store:
-        await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+        await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
         assert reported == [None]
     echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
 
@@ -239,31 +239,31 @@ async def test_a_change_of_its_state_is_reported_once_and_without_the_password(s
         place = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
         async with opened(place, on_change=reported.append) as store:
             for number in range(3):
-                with pytest.raises(StoreAwayError):
-                    await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Ask(1, 1))])
+                with pytest.raises(StoreUnavailableError):
+                    await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
     assert reported == ["ERR unknown command 'AUTH', with args beginning with: '…'"]
 
 
 def test_the_stores_clock_by_ones_own() -> None:
     """It is between what a reply says at the moment at which its command was sent, and at that at which it was read."""
-    clock = Clock()
-    clock.heed(1000.4, sent=10.0, now=11.0)
-    assert clock.at(10.0) == pytest.approx(999.4), "never too late"
-    clock.heed(1010.1, sent=20.0, now=20.3)
-    assert clock.at(20.0) == pytest.approx(1009.8), "what a quick one says is nearer"
-    clock.heed(1020.1, sent=30.0, now=35.0)
-    assert clock.at(30.0) == pytest.approx(1019.8), "a slow one knows no better"
-    clock.heed(1090.1, sent=40.0, now=40.1)
-    assert clock.at(40.0) == pytest.approx(1090.0), "it was set forward"
-    clock.heed(1050.0, sent=50.0, now=51.0)
-    assert clock.at(50.0) == pytest.approx(1050.0), "it was set back"
+    clock = StoreClock()
+    clock.synchronize(1000.4, sent=10.0, now=11.0)
+    assert clock.time_at(10.0) == pytest.approx(999.4), "never too late"
+    clock.synchronize(1010.1, sent=20.0, now=20.3)
+    assert clock.time_at(20.0) == pytest.approx(1009.8), "what a quick one says is nearer"
+    clock.synchronize(1020.1, sent=30.0, now=35.0)
+    assert clock.time_at(30.0) == pytest.approx(1019.8), "a slow one knows no better"
+    clock.synchronize(1090.1, sent=40.0, now=40.1)
+    assert clock.time_at(40.0) == pytest.approx(1090.0), "it was set forward"
+    clock.synchronize(1050.0, sent=50.0, now=51.0)
+    assert clock.time_at(50.0) == pytest.approx(1050.0), "it was set back"
 
 
 async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServer) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Ask(1, 1, 10))]
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).refused is None
-        store.settle("r1", wanted, Ask(1, 0, 5))
+        store.settle("r1", wanted, Amounts(1, 0, 5))
         store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
         assert (await store.admit("r2", wanted)).refused is None
     with server.client() as each:
@@ -272,7 +272,7 @@ async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServe
 
 async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServer) -> None:
     """Though nobody else asks the store meanwhile."""
-    wanted = [(Holder("key a", Limits(concurrent=1), 0), Ask(1, 1, 10))]
+    wanted = [(Holder("key a", Limits(concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).refused is None
         store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
@@ -287,7 +287,7 @@ async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServe
 
 async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: RedisServer) -> None:
     """What it had asked waits in the socket, and nobody will give it back."""
-    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Ask(1, 1, 10))]
+    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Amounts(1, 1, 10))]
     async with opened(server.place(patience=1.0)) as store:
         assert (await store.admit("r1", wanted)).refused is None
         server.signal(signal.SIGSTOP)
@@ -296,7 +296,7 @@ async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: Re
             while not asked.done():
                 store.tick()
                 await asyncio.sleep(0.02)
-            assert isinstance(asked.exception(), StoreAwayError)
+            assert isinstance(asked.exception(), StoreUnavailableError)
             store.close()
             await asyncio.sleep(0.02)
         finally:
@@ -313,15 +313,15 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
 
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """The holder, and what it has used; once the store has heard of it."""
-        wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Ask(1, 1, 900))]
+        wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Amounts(1, 1, 900))]
         async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).refused is None
-            except StoreAwayError:
+            except StoreUnavailableError:
                 used = 0
             else:
                 used = 7
-                store.settle("r1", wanted, Ask(1, 0, used))
+                store.settle("r1", wanted, Amounts(1, 0, used))
             await heard(store)
         return f"vllm-gateway:key {number}", used
 
@@ -337,21 +337,21 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
         assert [name for name in each.scan_iter() if name.endswith(b"leases")] == []
 
 
-async def heard(store: Store) -> None:
+async def heard(store: RedisStore) -> None:
     """Wait until the store has been told everything."""
     async with asyncio.timeout(60):
-        while store._owed:
+        while store._unacknowledged:
             store.tick()
             await asyncio.sleep(0.02)
 
 
 async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).refused is None
-        assert store._line is not None
-        store._line.transport.abort()
-        store.settle("r1", wanted, Ask(1, 0, 7))
+        assert store._open_connection is not None
+        store._open_connection.transport.abort()
+        store.settle("r1", wanted, Amounts(1, 0, 7))
         await heard(store)
     with server.client() as each:
         assert each.hget("vllm-gateway:key a", "dt") == b"7"
@@ -368,17 +368,17 @@ async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> N
 async def test_a_settlement_that_the_store_cannot_write_is_told_again(
     server: RedisServer, full: tuple[str, ...], free: tuple[str, ...]
 ) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Ask(1, 1, 900))]
+    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     with server.client() as each:
         async with opened(server.place()) as store:
             assert (await store.admit("r1", wanted)).refused is None
             each.execute_command(*full)
             try:
-                store.settle("r1", wanted, Ask(1, 0, 7))
-                await until(lambda: store._line is None)
-                with pytest.raises(StoreAwayError):
+                store.settle("r1", wanted, Amounts(1, 0, 7))
+                await until(lambda: store._open_connection is None)
+                with pytest.raises(StoreUnavailableError):
                     await store.admit("r2", wanted)
-                assert len(store._owed) == 1, "and nothing of what it has not taken"
+                assert len(store._unacknowledged) == 1, "and nothing of what it has not taken"
             finally:
                 each.execute_command(*free)
             await heard(store)
@@ -387,14 +387,14 @@ async def test_a_settlement_that_the_store_cannot_write_is_told_again(
 
 async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server: RedisServer) -> None:
     """It would keep all others from being heard."""
-    wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Ask(1, 1, 900)) for name in ("key a", "key b")]
+    wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900)) for name in ("key a", "key b")]
     with server.client() as each:
         async with opened(server.place()) as store:
             for identity, ask in zip(("r1", "r2"), wanted, strict=True):
                 assert (await store.admit(identity, [ask])).refused is None
             each.set("vllm-gateway:key a", "what somebody else has put here")
             for identity, ask in zip(("r1", "r2"), wanted, strict=True):
-                store.settle(identity, [ask], Ask(1, 0, 7))
+                store.settle(identity, [ask], Amounts(1, 0, 7))
             await heard(store)
         assert each.hget("vllm-gateway:key b", "dt") == b"7"
 
@@ -489,7 +489,7 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
         meters = served.worker.limits.meters
-        assert meters.in_flight(meters.holder("key team-a", Limits()).meter) == 0
+        assert meters.in_flight(meters.holder("key team-a", Limits()).offset) == 0
 
 
 async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisServer) -> None:

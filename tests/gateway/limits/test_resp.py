@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits.resp import NoReplyError, Parser, Reply, ReplyError, command
+from gateway.limits.resp import Parser, ProtocolError, Reply, ReplyError, command
 
 _SIMPLE = st.one_of(st.integers(-(2**63), 2**63 - 1), st.binary(max_size=30), st.none())
 REPLIES = st.recursive(_SIMPLE, lambda below: st.lists(below, max_size=4), max_leaves=8)
@@ -40,7 +40,7 @@ def test_words_and_errors() -> None:
 
 @pytest.mark.parametrize("data", [b"HTTP/1.1 400 Bad Request\r\n", b":x\r\n", b"$a\r\n"])
 def test_what_is_no_reply(data: bytes) -> None:
-    with pytest.raises(NoReplyError):
+    with pytest.raises(ProtocolError):
         list(Parser().feed(data))
 
 

@@ -13,14 +13,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gateway.limits import rules
-from gateway.limits.buckets import Holder, Meters
-from gateway.limits.rules import DAY, QUOTAS, REQUESTS, SIZE, TOKENS, USED, Ask, Moment, Refused, Standing, moment, month_of, standing
+from gateway.limits.buckets import Buckets, Holder
+from gateway.limits.rules import (
+    DAY,
+    QUOTAS,
+    REQUESTS,
+    SIZE,
+    TOKENS,
+    USED,
+    Amounts,
+    BucketState,
+    ExceededLimit,
+    Moment,
+    bucket_state,
+    moment,
+    month_of,
+)
 from gateway.snapshot.snapshot import Limits
 from tests.support.examples import examples
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)
-REQUEST = Ask(requests=1, slots=1)
+REQUEST = Amounts(requests=1, slots=1)
 
 
 def later(at: Moment, seconds: float) -> Moment:
@@ -34,13 +48,13 @@ class Meter:
         self.cells = list(cells)
         self.in_flight = in_flight
 
-    def admit(self, limits: Limits, ask: Ask, at: Moment = AT, ends: dict[int, float] | None = None) -> Refused | None:
+    def admit(self, limits: Limits, ask: Amounts, at: Moment = AT, ends: dict[int, float] | None = None) -> ExceededLimit | None:
         refused = rules.admit(limits, self.cells, 0, self.in_flight, ask, at, {} if ends is None else ends)
         if refused is None:
             self.in_flight += ask.slots
         return refused
 
-    def fill(self, limits: Limits, ask: Ask, at: Moment = AT) -> tuple[int, Refused]:
+    def fill(self, limits: Limits, ask: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
         """Ask until it is refused: how often it was admitted, and why not any more."""
         count = 0
         while (refused := self.admit(limits, ask, at)) is None:
@@ -52,17 +66,17 @@ class Meter:
     ("limits", "ask", "times", "wait"),
     [
         (Limits(requests_per_minute=6), REQUEST, 6, 10),
-        (Limits(tokens_per_minute=600), Ask(tokens=100), 6, 10),
-        (Limits(tokens_per_minute=600), Ask(tokens=250), 2, 15),
-        (Limits(tokens_per_minute=600), Ask(tokens=5000), 1, 60),
-        (Limits(tokens_per_day=600), Ask(tokens=250), 2, 1800),
-        (Limits(tokens_per_month=600), Ask(tokens=600), 1, 1800),
-        (Limits(cost_per_day=1.0), Ask(tokens=1, cost=0.25), 4, 1800),
-        (Limits(cost_per_month=1.0), Ask(tokens=1, cost=0.3), 3, 1800),
+        (Limits(tokens_per_minute=600), Amounts(tokens=100), 6, 10),
+        (Limits(tokens_per_minute=600), Amounts(tokens=250), 2, 15),
+        (Limits(tokens_per_minute=600), Amounts(tokens=5000), 1, 60),
+        (Limits(tokens_per_day=600), Amounts(tokens=250), 2, 1800),
+        (Limits(tokens_per_month=600), Amounts(tokens=600), 1, 1800),
+        (Limits(cost_per_day=1.0), Amounts(tokens=1, cost=0.25), 4, 1800),
+        (Limits(cost_per_month=1.0), Amounts(tokens=1, cost=0.3), 3, 1800),
         (Limits(concurrent=3), REQUEST, 3, None),
     ],
 )
-def test_a_limit_holds_and_says_when_there_is_room(limits: Limits, ask: Ask, times: int, wait: float | None) -> None:
+def test_a_limit_holds_and_says_when_there_is_room(limits: Limits, ask: Amounts, times: int, wait: float | None) -> None:
     meter = Meter()
     count, refused = meter.fill(limits, ask)
     assert count == times
@@ -81,16 +95,16 @@ def test_the_turn_of_a_minute_means_nothing() -> None:
 
 def test_the_longest_wait_is_told() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=60, tokens_per_day=10)
-    _, refused = Meter().fill(limits, Ask(1, 1, 10))
+    _, refused = Meter().fill(limits, Amounts(1, 1, 10))
     assert refused.reason == "tokens_per_day"
-    _, refused = Meter().fill(Limits(requests_per_minute=60, tokens_per_minute=60), Ask(1, 1, 60))
+    _, refused = Meter().fill(Limits(requests_per_minute=60, tokens_per_minute=60), Amounts(1, 1, 60))
     assert refused.reason == "tokens_per_minute" and refused.wait == pytest.approx(60)
 
 
 def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
     account = Account(Limits(tokens_per_minute=600))
-    account.settle(Ask(tokens=100), Ask(tokens=1200), account.take(Ask(tokens=100)))
-    refused = account.meter.admit(account.limits, Ask(tokens=1))
+    account.settle(Amounts(tokens=100), Amounts(tokens=1200), account.take(Amounts(tokens=100)))
+    refused = account.meter.admit(account.limits, Amounts(tokens=1))
     assert refused is not None and refused.wait == pytest.approx(60.1)
 
 
@@ -103,17 +117,17 @@ class Account:
     at: Moment = AT
     passed: int = 0
 
-    def take(self, ask: Ask) -> dict[int, float]:
+    def take(self, ask: Amounts) -> dict[int, float]:
         """Until when it is missing."""
         ends: dict[int, float] = {}
         assert self.meter.admit(self.limits, ask, self.at, ends) is None
         return ends
 
-    def fill(self, ask: Ask) -> None:
+    def fill(self, ask: Amounts) -> None:
         """As often as there is room."""
         self.passed += self.meter.fill(self.limits, ask, self.at)[0]
 
-    def settle(self, ask: Ask, used: Ask, ends: dict[int, float]) -> None:
+    def settle(self, ask: Amounts, used: Amounts, ends: dict[int, float]) -> None:
         rules.settle(self.limits, self.meter.cells, 0, ask, used, ends, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
@@ -127,7 +141,7 @@ def test_requests_that_fail_late_make_no_room_twice() -> None:
     account.wait(60)
     account.fill(REQUEST)
     for ends in failing:
-        account.settle(REQUEST, Ask(), ends)
+        account.settle(REQUEST, Amounts(), ends)
         account.wait(1)
         account.fill(REQUEST)
     assert account.passed <= 60 * 2
@@ -135,24 +149,24 @@ def test_requests_that_fail_late_make_no_room_twice() -> None:
 
 def test_tokens_that_time_has_given_back_are_not_given_back_again() -> None:
     account = Account(Limits(tokens_per_minute=1000))
-    ends = account.take(Ask(tokens=1000))
+    ends = account.take(Amounts(tokens=1000))
     account.wait(120)
-    account.fill(Ask(tokens=10))
-    account.settle(Ask(tokens=1000), Ask(tokens=20), ends)
-    account.fill(Ask(tokens=10))
+    account.fill(Amounts(tokens=10))
+    account.settle(Amounts(tokens=1000), Amounts(tokens=20), ends)
+    account.fill(Amounts(tokens=10))
     assert account.passed == 100
 
 
 def test_what_moved_up_is_not_given_back_as_if_it_had_not() -> None:
     """Half a bucket each for two. The first gives its half back at once, so the second's is filled up half a minute earlier."""
-    account, half = Account(Limits(tokens_per_minute=600)), Ask(tokens=300)
+    account, half = Account(Limits(tokens_per_minute=600)), Amounts(tokens=300)
     first, second = account.take(half), account.take(half)
-    account.settle(half, Ask(), first)
+    account.settle(half, Amounts(), first)
     account.wait(29)
     account.take(half)
     account.wait(1)
-    account.settle(half, Ask(), second)
-    account.fill(Ask(tokens=1))
+    account.settle(half, Amounts(), second)
+    account.fill(Amounts(tokens=1))
     assert account.passed <= 600 * (1 + 1 / 60) - 300
 
 
@@ -160,11 +174,11 @@ def test_what_moved_up_is_not_given_back_as_if_it_had_not() -> None:
 def test_what_is_still_missing_is_given_back(after: float, missing: float) -> None:
     """Half a bucket is reserved where half a minute was missing: it is missing for a minute, and of 28.8 seconds so much is given back."""
     account = Account(Limits(tokens_per_minute=100))
-    account.fill(Ask(tokens=50))
+    account.fill(Amounts(tokens=50))
     account.wait(30)
-    ends = account.take(Ask(tokens=50))
+    ends = account.take(Amounts(tokens=50))
     account.wait(after)
-    account.settle(Ask(tokens=50), Ask(tokens=2), ends)
+    account.settle(Amounts(tokens=50), Amounts(tokens=2), ends)
     assert account.meter.cells[TOKENS] - account.at.now == pytest.approx(missing)
 
 
@@ -172,17 +186,17 @@ def test_standing() -> None:
     account = Account(Limits(requests_per_minute=60))
     account.take(REQUEST)
     full = account.meter.cells[REQUESTS]
-    assert standing(60, full, AT.now) == Standing(60, 59, 1.0)
-    assert standing(60, full, AT.now + 1) == Standing(60, 60, 0.0)
-    assert standing(60, AT.now + 90, AT.now) == Standing(60, 0, 90.0)
+    assert bucket_state(60, full, AT.now) == BucketState(60, 59, 1.0)
+    assert bucket_state(60, full, AT.now + 1) == BucketState(60, 60, 0.0)
+    assert bucket_state(60, AT.now + 90, AT.now) == BucketState(60, 0, 90.0)
 
 
 def test_the_latest_other_day_is_remembered() -> None:
     """A clock goes a day on, back, two on and one back: that day's count is still known."""
     limits, meter, days = Limits(tokens_per_day=5), Meter(), [later(AT, day * 86400) for day in range(3)]
-    assert meter.admit(limits, Ask(tokens=5), days[1]) is None
-    assert [meter.admit(limits, Ask(tokens=1), days[day]) for day in (0, 2)] == [None, None]
-    assert meter.admit(limits, Ask(tokens=1), days[1]) is not None
+    assert meter.admit(limits, Amounts(tokens=5), days[1]) is None
+    assert [meter.admit(limits, Amounts(tokens=1), days[day]) for day in (0, 2)] == [None, None]
+    assert meter.admit(limits, Amounts(tokens=1), days[1]) is not None
 
 
 def test_months() -> None:
@@ -217,13 +231,15 @@ meters = st.builds(
     st.tuples(periods, periods),
     st.tuples(periods, periods),
 )
-asks = st.builds(Ask, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
+asks = st.builds(Amounts, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
 
 
 @given(limits_of_all_kinds, meters, st.integers(0, 4), asks)
-def test_admitted_is_who_is_not_refused_and_nothing_is_taken_from_others(limits: Limits, cells: list[float], flying: int, ask: Ask) -> None:
+def test_admitted_is_who_is_not_refused_and_nothing_is_taken_from_others(
+    limits: Limits, cells: list[float], flying: int, ask: Amounts
+) -> None:
     assert len(cells) == SIZE
-    before, expected = list(cells), rules.refused(limits, cells, 0, flying, ask, AT)
+    before, expected = list(cells), rules.exceeded_limit(limits, cells, 0, flying, ask, AT)
     ends: dict[int, float] = {}
     assert rules.admit(limits, cells, 0, flying, ask, AT, ends) == expected
     assert expected is None or (cells == before and not ends)
@@ -247,7 +263,7 @@ class Request:
 
     key: str
     worker: int
-    ask: Ask
+    ask: Amounts
     then: Moment
     ends: dict[int, float]
     used: int | None = None
@@ -275,7 +291,7 @@ class Limiting(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.control = Meters.create("limits", 3)
+        self.control = Buckets.create("limits", 3)
         self.workers = [self._worker(1), self._worker(2)]
         self.team = self.control.holder("team", TEAM)
         self.keys = {name: self.control.holder(name, KEYS) for name in "ab"}
@@ -283,25 +299,25 @@ class Limiting(RuleBasedStateMachine):
         self.newest = AT.day
         self.all: list[Request] = []
 
-    def _worker(self, number: int) -> Meters:
-        return Meters.inherited(os.dup(self.control.fd), number)
+    def _worker(self, number: int) -> Buckets:
+        return Buckets.inherited(os.dup(self.control.fd), number)
 
     def _meter(self, holder: Holder) -> list[float]:
-        return list(self.control.cells[holder.meter : holder.meter + SIZE])
+        return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
-    def _refusal(self, holder: Holder, ask: Ask, at: Moment) -> Refused | None:
-        return rules.refused(holder.limits, self.control.cells, holder.meter, self.control.in_flight(holder.meter), ask, at)
+    def _refusal(self, holder: Holder, ask: Amounts, at: Moment) -> ExceededLimit | None:
+        return rules.exceeded_limit(holder.limits, self.control.cells, holder.offset, self.control.in_flight(holder.offset), ask, at)
 
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
 
     @rule(target=requests, key=st.sampled_from("ab"), worker=st.integers(0, 1), tokens=st.integers(1, 250))
     def come(self, key: str, worker: int, tokens: int) -> Request | None:
-        request = Request(key, worker, Ask(1, 1, tokens, tokens / 100), self.at, {})
+        request = Request(key, worker, Amounts(1, 1, tokens, tokens / 100), self.at, {})
         holders = self.keys[key], self.team
         before = [self._meter(holder) for holder in holders]
         refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.ask, self.at)) is not None]
-        found = self.workers[worker].take([(holder, request.ask) for holder in holders], self.at, request.ends)
+        found = self.workers[worker].reserve([(holder, request.ask) for holder in holders], self.at, request.ends)
         assert found in refusing if refusing else found is None
         if found is None:
             self.all.append(request)
@@ -313,7 +329,7 @@ class Limiting(RuleBasedStateMachine):
             self._comes_in_after(key, request.ask, found[1])
         return None
 
-    def _comes_in_after(self, key: str, ask: Ask, refused: Refused) -> None:
+    def _comes_in_after(self, key: str, ask: Amounts, refused: ExceededLimit) -> None:
         """Who waits as long as he is told gets in, or is told to wait for another limit, which then says the truth."""
         at, told, holders = self.at, (self.keys[key], refused), (self.keys[key], self.team)
         for _ in range(8):
@@ -353,7 +369,7 @@ class Limiting(RuleBasedStateMachine):
             return
         request.is_open, request.counts = False, share is not None
         request.used = 0 if share is None else int(request.ask.tokens * share) + more
-        used = Ask(int(request.counts), 0, request.used, request.used / 100)
+        used = Amounts(int(request.counts), 0, request.used, request.used / 100)
         reserved = [(holder, request.ask) for holder in (self.keys[request.key], self.team)]
         self.workers[request.worker].settle(reserved, request.ends, used, request.then, self.at.now)
 
@@ -383,7 +399,7 @@ class Limiting(RuleBasedStateMachine):
         for holder in (*self.keys.values(), self.team):
             cells, limit = self._meter(holder), holder.limits.tokens_per_day
             assert limit is not None
-            assert self.control.in_flight(holder.meter) == sum(each.is_open for each in self._of(holder))
+            assert self.control.in_flight(holder.offset) == sum(each.is_open for each in self._of(holder))
             for window in (DAY, DAY + 3):
                 period, tokens = cells[window], cells[window + USED]
                 assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
@@ -393,7 +409,7 @@ class Limiting(RuleBasedStateMachine):
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            meter, limits = Meter(self._meter(holder), self.control.in_flight(holder.meter)), holder.limits
+            meter, limits = Meter(self._meter(holder), self.control.in_flight(holder.offset)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
             debt = max(meter.cells[TOKENS], meter.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))

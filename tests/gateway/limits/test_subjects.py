@@ -10,7 +10,7 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.limits import Limiter
-from gateway.limits.buckets import Meters
+from gateway.limits.buckets import Buckets
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.running import board
@@ -30,8 +30,8 @@ def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
     memory = mmap.mmap(-1, request.param)
     struct.pack_into("<QQ", memory, 0, 1, 0)
     with board() as counts:
-        made = Limiter(WorkerMetrics(counts), Meters(memory), lambda _: None)
-        made.take(Snapshot(1, (ENTRY,), (), teams=LAB))
+        made = Limiter(WorkerMetrics(counts), Buckets(memory), lambda _: None)
+        made.apply_snapshot(Snapshot(1, (ENTRY,), (), teams=LAB))
         yield made
 
 
@@ -42,7 +42,7 @@ async def admitted(limiter: Limiter, key: Key, times: int) -> list[str | None]:
 
 async def refusal_of(limiter: Limiter, key: Key, identity: str) -> str | None:
     try:
-        await limiter.permit(key, identity).arrive()
+        await limiter.reservation(key, identity).reserve_request()
     except Refusal as refusal:
         return refusal.code
     return None
@@ -70,5 +70,5 @@ async def test_a_key_that_a_reload_brings_has_room_however_many_subjects_came(li
     for number in range(100):
         await admitted(limiter, subject(f"subject-{number}"), 1)
     new = Key("new", allowances=(Allowance("key new", TWO),))
-    limiter.take(Snapshot(2, (ENTRY, new), (), teams=LAB))
+    limiter.apply_snapshot(Snapshot(2, (ENTRY, new), (), teams=LAB))
     assert await admitted(limiter, new, 3) == [None, None, FULL]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body, Route
-from gateway.auth.body_policy import FORBIDDEN, NUMBERS, REFUSED, Policy
+from gateway.auth.body_policy import FORBIDDEN, NUMBERS, REFUSED, BodyPolicy
 from gateway.auth.catalog import Catalog, named_model
 from gateway.proxy.body import MAX_DEPTH, Prepared, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
 from gateway.proxy.body import prepare as prepared_by
@@ -27,7 +27,7 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 
 
 def prepare(document: dict[str, Any], model: Model, route: Route) -> Prepared:
-    return prepared_by(document, Policy.of(model), route, len(orjson.dumps(document)))
+    return prepared_by(document, BodyPolicy.for_model(model), route, len(orjson.dumps(document)))
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
@@ -48,7 +48,7 @@ def test_what_is_forbidden_is_absent_or_refused(document: dict[str, Any], route:
     try:
         sent = orjson.loads(prepare(merge(parse(orjson.dumps(document))), MODEL, route).encode("inside"))
     except Refusal as caught:
-        status = caught.row.status
+        status = caught.spec.status
     else:
         status = 200
     if status != 200:
@@ -223,9 +223,9 @@ def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None
     def outcome(at_once: bool) -> object:
         try:
             if at_once:
-                return prepared_by(merge(parse(body)), Policy.of(MODEL), route, len(body))
+                return prepared_by(merge(parse(body)), BodyPolicy.for_model(MODEL), route, len(body))
             parsed = merge(finished(parse_in_steps(body)))
-            return finished(prepare_in_steps(parsed, Policy.of(MODEL), route, len(body)))
+            return finished(prepare_in_steps(parsed, BodyPolicy.for_model(MODEL), route, len(body)))
         except Refusal as refusal:
             return refusal.code, refusal.message
 

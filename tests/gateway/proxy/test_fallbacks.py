@@ -12,7 +12,7 @@ import pytest
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Model, Queue
 from gateway.telemetry.access_log import line
-from gateway.telemetry.metrics import Series, summed
+from gateway.telemetry.metrics import Series, sum_series
 from tests.support.ports import refusing, silent
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -50,7 +50,7 @@ async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None
         other = model(server.port, identity="other", served="inside", aliases=("o",), defaults={"top_p": 0.5}, overrides={"seed": 3})
         async with serving([asked, other]) as served:
             down(served, asked)
-            assert Series("fallbacks_total", ("tiny", "other")) in summed([served.board]), "there from the start, with 0"
+            assert Series("fallbacks_total", ("tiny", "other")) in sum_series([served.board]), "there from the start, with 0"
             reply = await ask(served.port, request(chat(extra_body={"min_p": 0.1})))
             assert (reply.status, reply.body, reply.headers[TOLD]) == (200, COMPLETION, "other")
             messages = chat()["messages"]

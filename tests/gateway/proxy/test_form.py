@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
-from gateway.auth.body_policy import FORBIDDEN, Policy
+from gateway.auth.body_policy import FORBIDDEN, BodyPolicy
 from gateway.proxy.form import MAX_PARTS, Form
 from gateway.snapshot.snapshot import Allowance, BodyRules, Limits
 from tests.support.running import KEY, Served, key, model, serving, until
@@ -150,7 +150,7 @@ def test_what_a_form_costs(name: str) -> None:
 def _costs(body: bytes) -> list[float]:
     """CPU seconds of each piece of a form, of which each is processed in one event-loop iteration."""
     one = Form(BOUNDARY.encode())
-    one.obey(Policy(BodyRules(), {}, {}))
+    one.obey(BodyPolicy(BodyRules(), {}, {}))
     pieces, costs = [body[at : at + 65536] for at in range(0, len(body), 65536)], []
 
     async def next_bytes() -> bytes:
@@ -405,7 +405,7 @@ async def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
 
         one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
         assert await one.read_model(next_bytes) == "tiny"
-        one.obey(Policy(BodyRules(max_tokens=of_model), {}, {}), of_key)
+        one.obey(BodyPolicy(BodyRules(max_tokens=of_model), {}, {}), of_key)
         sent += one.opening("tiny")
         await one.upload(next_bytes, chunked=False)(lambda data, _, sent=sent: sent.extend(data), drained)  # type: ignore[misc]
         assert bytes(sent) == whole

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from gateway.api.errors import ROWS
+from gateway.api.errors import ERRORS
 from gateway.api.routes import ROUTES
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[bytes, int, str, str | None]] = {
 def check(reply: Reply, status: int, code: str, param: str | None) -> None:
     assert (reply.status, reply.error["code"], reply.error["param"]) == (status, code, param), reply.body
     assert set(reply.error) == {"message", "type", "param", "code"} and reply.error["message"]
-    assert reply.error["type"] == ROWS[code].type
+    assert reply.error["type"] == ERRORS[code].type
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"].startswith("req_")
     assert reply.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)

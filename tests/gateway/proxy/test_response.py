@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.auth.body_policy import MAX_BATCH
-from gateway.auth.catalog import Catalog, Entry
+from gateway.auth.catalog import Catalog, CatalogEntry
 from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.snapshot import Allowance, Key, Limits
 from tests.gateway.proxy.test_response_bytes import chunked, cut
@@ -284,7 +284,7 @@ async def test_as_many_vectors_in_bytes_as_a_request_may_ask_for() -> None:
 class _Broken(Catalog):
     """A part of the gateway that fails."""
 
-    def visible(self, key: Key, mounted: Entry | None = None) -> list[Entry]:
+    def visible(self, key: Key, mounted: CatalogEntry | None = None) -> list[CatalogEntry]:
         raise RuntimeError
 
 

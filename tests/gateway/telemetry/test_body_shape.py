@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.client.request import request_ids
-from gateway.telemetry.body_shape import PARTS, SETTINGS, WORDS, Sample, shape
+from gateway.telemetry.body_shape import PARTS, SETTINGS, WORDS, ShapeSample, shape
 from tests.support.process import configuration, gateway, launched, wait_for, write
 
 CANARY = "canary"
@@ -83,8 +83,8 @@ def test_no_name_is_shown_that_could_be_a_value() -> None:
 
 @given(st.floats(min_value=0.01, max_value=1))
 def test_a_share_of_the_requests_is_taken(share: float) -> None:
-    sample, ids = Sample(share), request_ids()
-    taken = sum(sample.takes(next(ids)) for _ in range(2000))
+    sample, ids = ShapeSample(share), request_ids()
+    taken = sum(sample.includes(next(ids)) for _ in range(2000))
     assert abs(taken - 2000 * share) < 250  # ten deviations at least
 
 

@@ -17,9 +17,9 @@ from gateway.admin.app import registry
 from gateway.admin.engine_metrics import Engine
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key, Snapshot
-from gateway.telemetry.metrics import FAMILIES, PREFIX, Gaps, Series, Tally, WorkerMetrics, observe, summed
-from gateway.telemetry.request_record import Record
-from gateway.telemetry.shared_counters import Board
+from gateway.telemetry.metrics import FAMILIES, PREFIX, CounterSums, ReadGaps, Series, WorkerMetrics, observe, sum_series
+from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.shared_counters import SharedCounters
 from tests.support.running import key, model
 
 NOTHING: dict[str, Any] = {
@@ -31,13 +31,13 @@ NOTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def record(**fields: Any) -> Record:
-    return Record(**{**NOTHING, **fields})
+def record(**fields: Any) -> RequestRecord:
+    return RequestRecord(**{**NOTHING, **fields})
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.create("test", 1 << 20)
+def board() -> Iterator[SharedCounters]:
+    made = SharedCounters.create("test", 1 << 20)
     yield made
     made.close()
 
@@ -45,11 +45,11 @@ def board() -> Iterator[Board]:
 class Shown:
     """An overview of boards alone."""
 
-    def __init__(self, *boards: Board) -> None:
+    def __init__(self, *boards: SharedCounters) -> None:
         self._boards = boards
 
     def series(self) -> dict[Series, list[float]]:
-        return summed(self._boards)
+        return sum_series(self._boards)
 
     def not_ready(self) -> str | None:
         return None
@@ -73,7 +73,7 @@ class Shown:
         return {}
 
 
-def samples(*boards: Board) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def samples(*boards: SharedCounters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     text = generate_latest(registry(Shown(*boards))).decode()
     return {
         (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
@@ -87,17 +87,17 @@ def value(shown: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str,
     return shown[name, frozenset(labels.items())]
 
 
-def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
-    gaps = Gaps(0.0)
+def test_a_request_is_counted_once_in_all_its_families(board: SharedCounters) -> None:
+    gaps = ReadGaps(0.0)
     for now in (0.01, 0.03, 200.0):
         gaps.mark(now)
     metrics = WorkerMetrics(board)
-    metrics.settle(
+    metrics.record_request(
         record(
             usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny", "tiny#0", "stale"),)
         )
     )
-    metrics.settle(record(model=None, key=None, status=401, code="invalid_api_key", usage=Usage(1, 1)))
+    metrics.record_request(record(model=None, key=None, status=401, code="invalid_api_key", usage=Usage(1, 1)))
     shown = samples(board)
     for kind, tokens in (("prompt", 10), ("completion", 5), ("cached", 3), ("reasoning", 2)):
         assert value(shown, "tokens_total", key="team-a", model="tiny", type=kind) == tokens
@@ -116,10 +116,10 @@ def test_a_request_is_counted_once_in_all_its_families(board: Board) -> None:
     assert value(shown, "overhead_seconds_count") == 2
 
 
-def test_requests_that_fail_alike_are_told_apart_by_their_error(board: Board) -> None:
+def test_requests_that_fail_alike_are_told_apart_by_their_error(board: SharedCounters) -> None:
     metrics = WorkerMetrics(board)
     for code in ("no_healthy_server", "overloaded", "overloaded"):
-        metrics.settle(record(status=503, code=code))
+        metrics.record_request(record(status=503, code=code))
     shown = samples(board)
     labels = {"model": "tiny", "endpoint": "/v1/chat/completions", "code": "503"}
     assert value(shown, "requests_total", **labels, error="no_healthy_server") == 1
@@ -127,14 +127,14 @@ def test_requests_that_fail_alike_are_told_apart_by_their_error(board: Board) ->
     assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 3
 
 
-def test_a_keys_requests_are_counted_by_their_status(board: Board) -> None:
+def test_a_keys_requests_are_counted_by_their_status(board: SharedCounters) -> None:
     """For a token's subject, by the entry of the configuration: a token's own words never become a label."""
     metrics = WorkerMetrics(board)
-    metrics.settle(record(usage=Usage(10, 5)))
-    metrics.settle(record())
-    metrics.settle(record(status=429, code="rate_limit_exceeded", model=None))
-    metrics.settle(record(key=Key("staff/alice", entry="staff"), usage=Usage(1, 1)))
-    metrics.settle(record(key=None, status=401, code="invalid_api_key"))
+    metrics.record_request(record(usage=Usage(10, 5)))
+    metrics.record_request(record())
+    metrics.record_request(record(status=429, code="rate_limit_exceeded", model=None))
+    metrics.record_request(record(key=Key("staff/alice", entry="staff"), usage=Usage(1, 1)))
+    metrics.record_request(record(key=None, status=401, code="invalid_api_key"))
     shown = {labels: count for (name, labels), count in samples(board).items() if name == "key_requests_total"}
     assert {(dict(labels)["key"], dict(labels)["code"]): count for labels, count in shown.items()} == {
         ("team-a", "200"): 2,
@@ -146,7 +146,7 @@ def test_a_keys_requests_are_counted_by_their_status(board: Board) -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 10_000), max_size=30))
 def test_a_histogram_is_its_values(values: list[float]) -> None:
-    board = Board.create("test", 1 << 20)
+    board = SharedCounters.create("test", 1 << 20)
     try:
         metrics, family = WorkerMetrics(board), FAMILIES["overhead_seconds"]
         for each in values:
@@ -161,8 +161,8 @@ def test_a_histogram_is_its_values(values: list[float]) -> None:
         board.close()
 
 
-def test_series_exist_from_the_start(board: Board) -> None:
-    WorkerMetrics(board).expect(Snapshot(1, (key(),), (model(1),)))
+def test_series_exist_from_the_start(board: SharedCounters) -> None:
+    WorkerMetrics(board).create_series(Snapshot(1, (key(),), (model(1),)))
     shown = samples(board)
     for name in ("tiny", "other"):
         assert value(shown, "inflight_requests", model=name) == 0
@@ -172,14 +172,14 @@ def test_series_exist_from_the_start(board: Board) -> None:
     assert value(shown, "auth_failures_total", reason="missing") == 0
 
 
-def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
+def test_a_successor_keeps_counters_and_clears_gauges(board: SharedCounters) -> None:
     first = WorkerMetrics(board)
-    first.settle(record())
+    first.record_request(record())
     for _ in range(3):
         first.in_flight("tiny").__enter__()
-    successor = Board(os.dup(board.fd))
+    successor = SharedCounters(os.dup(board.fd))
     try:
-        WorkerMetrics(successor).settle(record())
+        WorkerMetrics(successor).record_request(record())
         shown = samples(board)
         assert value(shown, "inflight_requests", model="tiny") == 0
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
@@ -188,12 +188,12 @@ def test_a_successor_keeps_counters_and_clears_gauges(board: Board) -> None:
         successor.close()
 
 
-def test_boards_are_added_up(board: Board) -> None:
-    other = Board.create("other", 1 << 20)
+def test_boards_are_added_up(board: SharedCounters) -> None:
+    other = SharedCounters.create("other", 1 << 20)
     try:
-        WorkerMetrics(board).settle(record())
-        WorkerMetrics(other).settle(record())
-        WorkerMetrics(other).settle(record(model="more"))
+        WorkerMetrics(board).record_request(record())
+        WorkerMetrics(other).record_request(record())
+        WorkerMetrics(other).record_request(record(model="more"))
         shown = samples(board, other)
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
         assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200", error="") == 1
@@ -205,7 +205,7 @@ def test_boards_are_added_up(board: Board) -> None:
 @settings(deadline=None)
 @given(st.text(max_size=12).filter(lambda text: text.isprintable()), st.text(max_size=12).filter(lambda text: text.isprintable()))
 def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> None:
-    board = Board.create("test", 1 << 20)
+    board = SharedCounters.create("test", 1 << 20)
     try:
         WorkerMetrics(board).cells("server_inflight", name, server)[0] = 1
         assert Series.decode(Series("server_inflight", (name, server)).encode()).labels == (name, server)
@@ -214,17 +214,17 @@ def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> Non
         board.close()
 
 
-def test_every_family_is_shown_with_its_type(board: Board) -> None:
+def test_every_family_is_shown_with_its_type(board: SharedCounters) -> None:
     WorkerMetrics(board)
     text = generate_latest(registry(Shown(board))).decode()
     types = dict(line.split()[2:] for line in text.splitlines() if line.startswith(f"# TYPE {PREFIX}"))
     assert types == {PREFIX + name: family.kind for name, family in FAMILIES.items()}
 
 
-def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
-    other = Board.create("other", 1 << 20)
+def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: SharedCounters) -> None:
+    other = SharedCounters.create("other", 1 << 20)
     try:
-        tally = Tally([board, other], {"requests_total": 0, "server_inflight": 1})
+        tally = CounterSums([board, other], {"requests_total": 0, "server_inflight": 1})
         assert tally.sum("requests_total", "tiny") == 0
         here, there = WorkerMetrics(board), WorkerMetrics(other)
         for metrics, code in ((here, "200"), (here, "503"), (there, "200")):
@@ -239,14 +239,14 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: Board) -> None:
 
 
 def test_what_finds_no_room_is_dropped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    board = Board.create("little", 1 << 13)
+    board = SharedCounters.create("little", 1 << 13)
     try:
         metrics = WorkerMetrics(board)
         for number in range(1000):
             metrics.cells("limited_total", f"key-{number}", "concurrent")[0] += 1
-        metrics.settle(record(usage=Usage(1, 2, 0, 0)))
+        metrics.record_request(record(usage=Usage(1, 2, 0, 0)))
         assert metrics.cells("limited_total", "key-999", "concurrent")[0] == 1
-        shown = summed([board])
+        shown = sum_series([board])
         told = sum(series.family == "limited_total" for series in shown)
         assert 10 < told < 1000 and shown[Series("limited_total", ("key-0", "concurrent"))] == [1.0]
         assert shown[Series("series_dropped_total", ())][0] >= 1000 - told

@@ -9,42 +9,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.telemetry.shared_counters import Board, BoardFullError, Reading
+from gateway.telemetry.shared_counters import CounterReading, SharedCounters, SharedCountersFullError
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.create("test", 4096)
+def board() -> Iterator[SharedCounters]:
+    made = SharedCounters.create("test", 4096)
     yield made
     made.close()
 
 
-def again(board: Board) -> Board:
+def again(board: SharedCounters) -> SharedCounters:
     """The same memory in another's hands."""
-    return Board(os.dup(board.fd))
+    return SharedCounters(os.dup(board.fd))
 
 
-def test_a_reader_sees_what_is_written(board: Board) -> None:
+def test_a_reader_sees_what_is_written(board: SharedCounters) -> None:
     reader = again(board)
     try:
         assert list(reader.readings()) == []
         cells = board.cells("a", 2)
-        assert list(reader.readings()) == [Reading("a", (0.0, 0.0))]
+        assert list(reader.readings()) == [CounterReading("a", (0.0, 0.0))]
         cells[1] += 2.5
         board.cells("ü" * 9, 1)[0] = 1.0
-        assert list(reader.readings()) == [Reading("a", (0.0, 2.5)), Reading("ü" * 9, (1.0,))]
+        assert list(reader.readings()) == [CounterReading("a", (0.0, 2.5)), CounterReading("ü" * 9, (1.0,))]
         assert list(reader.readings()) == list(board.readings())
     finally:
         reader.close()
 
 
-def test_a_series_is_made_once(board: Board) -> None:
+def test_a_series_is_made_once(board: SharedCounters) -> None:
     board.cells("a", 1)[0] = 1.0
     assert board.cells("a", 1)[0] == 1.0
     assert len(list(board.readings())) == 1
 
 
-def test_a_successor_goes_on_where_its_predecessor_ended(board: Board) -> None:
+def test_a_successor_goes_on_where_its_predecessor_ended(board: SharedCounters) -> None:
     board.cells("a", 1)[0] = 5.0
     successor = again(board)
     try:
@@ -56,7 +56,7 @@ def test_a_successor_goes_on_where_its_predecessor_ended(board: Board) -> None:
         successor.close()
 
 
-def test_a_predecessor_that_died_in_the_middle_leaves_nothing(board: Board) -> None:
+def test_a_predecessor_that_died_in_the_middle_leaves_nothing(board: SharedCounters) -> None:
     board.cells("a", 1)[0] = 5.0
     used = int.from_bytes(os.pread(board.fd, 8, 0), "little")
     os.pwrite(board.fd, b"\xff" * 512, used)  # a record that it had not made visible
@@ -64,9 +64,9 @@ def test_a_predecessor_that_died_in_the_middle_leaves_nothing(board: Board) -> N
     assert list(board.cells("b", 8)) == [0.0] * 8
 
 
-def test_a_full_board_refuses_what_does_not_fit_and_keeps_the_rest(board: Board) -> None:
+def test_a_full_board_refuses_what_does_not_fit_and_keeps_the_rest(board: SharedCounters) -> None:
     made = 0
-    with pytest.raises(BoardFullError):  # noqa: PT012  # how many fit is the layout's business
+    with pytest.raises(SharedCountersFullError):  # noqa: PT012  # how many fit is the layout's business
         while True:
             board.cells(f"series {made}", 4)[0] = made
             made += 1
@@ -78,14 +78,14 @@ def test_a_full_board_refuses_what_does_not_fit_and_keeps_the_rest(board: Board)
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=20), st.lists(st.floats(allow_nan=False), max_size=5), max_size=12))
 def test_what_was_written_is_read(series: dict[str, list[float]]) -> None:
-    board = Board.create("test", 1 << 16)
+    board = SharedCounters.create("test", 1 << 16)
     try:
         for name, values in series.items():
             cells = board.cells(name, len(values))
             for index, value in enumerate(values):
                 cells[index] = value
         other = again(board)
-        assert list(other.readings()) == [Reading(name, tuple(values)) for name, values in series.items()]
+        assert list(other.readings()) == [CounterReading(name, tuple(values)) for name, values in series.items()]
         other.close()
     finally:
         board.close()

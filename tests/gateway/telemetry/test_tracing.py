@@ -185,19 +185,19 @@ async def test_neither_key_nor_prompt_is_in_a_span(collected: Collector) -> None
     ],
 )  # fmt: skip
 def test_a_header_that_is_not_valid_counts_as_none(given: str) -> None:
-    trace = Sampler(Tracing("-")).begin(given.encode())
+    trace = Sampler(Tracing("-")).start_trace(given.encode())
     assert trace.parent is None and trace.trace_id != TRACE
 
 
 @pytest.mark.parametrize("given", [TRACEPARENT, TRACEPARENT[:-2] + "00", f"cc-{TRACE}-{PARENT}-01-what-comes-later"])
 def test_a_valid_one_is_continued(given: str) -> None:
-    trace = Sampler(Tracing("-")).begin(given.encode())
+    trace = Sampler(Tracing("-")).start_trace(given.encode())
     assert (trace.trace_id, trace.parent, trace.sampled) == (TRACE, PARENT, True)
 
 
 @given(st.integers(1, (1 << 128) - 1), st.floats(1e-9, 1))
 def test_the_share_is_decided_as_the_sdks_do(trace_id: int, share: float) -> None:
-    ours = Sampler(Tracing("-", share)).begin(f"00-{trace_id:032x}-{PARENT}-01".encode())
+    ours = Sampler(Tracing("-", share)).start_trace(f"00-{trace_id:032x}-{PARENT}-01".encode())
     theirs = TraceIdRatioBased(share).should_sample(None, trace_id, "-").decision is Decision.RECORD_AND_SAMPLE
     assert ours.sampled == theirs
 
@@ -220,7 +220,7 @@ def test_the_words_are_those_of_the_conventions() -> None:
 
 def test_a_collector_that_stands_still_holds_nobody_up(collected: Collector) -> None:
     collected.held.clear()
-    trace = Sampler(Tracing("-")).begin(None)
+    trace = Sampler(Tracing("-")).start_trace(None)
     since = time.monotonic()
     gathered = Spans()
     gathered.endpoint = collected.url
@@ -238,7 +238,7 @@ def test_a_collector_that_stands_still_holds_nobody_up(collected: Collector) -> 
 def test_a_collector_that_is_not_there_is_survived() -> None:
     with spans() as gathered:
         gathered.endpoint = "http://127.0.0.1:1"
-        gathered.add(record(trace=Sampler(Tracing("-")).begin(None)))
+        gathered.add(record(trace=Sampler(Tracing("-")).start_trace(None)))
         gathered.flush()
     for thread in threading.enumerate():
         if thread.name == "spans":

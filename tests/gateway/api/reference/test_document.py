@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
 from gateway.admin.openapi import document as admin_document
-from gateway.api.errors import ROWS, Refusal, anthropic_error, openai_error, render_event
+from gateway.api.errors import ERRORS, Refusal, anthropic_error, openai_error, render_event
 from gateway.api.reference import page, words
 from gateway.api.routes import ENDPOINTS, ROUTES, Body, Dialect
 from gateway.auth.body_policy import FORBIDDEN, MOST
@@ -46,11 +46,11 @@ def test_every_code_is_told_with_its_status_and_no_other() -> None:
     for prefix in ("Error", "MessagesError"):
         told = {(code, int(name.removeprefix(prefix))) for name, each in shared.items() if re.fullmatch(rf"{prefix}\d+", name)
                 for code in re.findall(r"`(\w+)`", each["description"])}  # fmt: skip
-        assert told == {(code, row.status) for code, row in ROWS.items()}
-    assert SCHEMAS["Error"]["properties"]["error"]["properties"]["code"]["enum"] == list(ROWS)
+        assert told == {(code, row.status) for code, row in ERRORS.items()}
+    assert SCHEMAS["Error"]["properties"]["error"]["properties"]["code"]["enum"] == list(ERRORS)
 
 
-@pytest.mark.parametrize("code", ROWS)
+@pytest.mark.parametrize("code", ERRORS)
 def test_errors_have_the_shape_that_is_told(code: str) -> None:
     refusal = Refusal(code, "-", param="model")
     for name, error in (("Error", openai_error(refusal)), ("MessagesError", anthropic_error(refusal))):
