@@ -50,7 +50,8 @@ def module(name: str) -> ModuleType:
 def stages(test: Callable[..., Any]) -> set[str]:
     """What a test runs against, in the page's words."""
     found = [mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize" and mark.args[0] == "stage"]
-    names = {parameter.values[0] for parameters in found for parameter in parameters} or {"simulator"}
+    each = (parameter for parameters in found for parameter in parameters)
+    names = {parameter if isinstance(parameter, str) else parameter.values[0] for parameter in each} or {"simulator"}
     return {"real vLLM" if name in REAL else "simulator" for name in names}
 
 
