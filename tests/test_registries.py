@@ -68,6 +68,17 @@ def chart_settings() -> set[str]:
     return found
 
 
+def modules(folder: str, prefix: str = "") -> Callable[[], set[str]]:
+    """Return a reader of the modules in a folder whose names start with ``prefix``, without it."""
+    return lambda: {path.stem.removeprefix(prefix) for path in (ROOT / folder).glob(f"{prefix}*.py")}
+
+
+def documented_policies() -> set[str]:
+    """Return the names in the table of balance policies."""
+    section = (DOCS / "configuration.md").read_text().partition("\n## Balance policies\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
 SETTINGS = {setting.name for group in groups() for setting in group.settings}
 KINDS = {
     "error code": Kind(
@@ -113,11 +124,12 @@ KINDS = {
         ),
     ),
     "balance policy": Kind(
-        "upstream/balancing/policies.py, POLICIES",
+        "upstream/balancing/policies/__init__.py, POLICIES",
         POLICIES,
         (
-            Place("gateway/config/models.py, balance", lambda: schema()["$defs"]["Model"]["properties"]["balance"]["enum"], "add its name"),
-            Place("docs/configuration.md", described("docs/configuration.md"), "run docs/reference.py"),
+            Place("upstream/balancing/policies", modules("upstream/balancing/policies"), "add a module of this name"),
+            Place("tests/upstream/balancing/policies", modules("tests/upstream/balancing/policies", "test_"), "add its test"),
+            Place("docs/configuration.md, Balance policies", documented_policies, "add a row, and run docs/reference.py"),
         ),
     ),
 }

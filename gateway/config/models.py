@@ -28,6 +28,7 @@ from pydantic import (
 from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.values import (
+    Balance,
     BodyFields,
     Count,
     FilePath,
@@ -58,6 +59,7 @@ from gateway.config.values import (
 from gateway.system.logs import PARTS
 from gateway.system.tls import CertificateError, Pair
 from gateway.system.tls import Tls as Files
+from upstream.balancing import policies
 from upstream.http.address import Address
 from upstream.vllm import path_options
 from upstream.vllm.command_line import takes_vllms_flags
@@ -288,7 +290,7 @@ class Model(Section):
     servers: Annotated[tuple[Server, ...], Field(min_length=1)] | None = Field(default=None, description="servers that run already")
     discover: Discover | None = Field(default=None, description="servers that come and go")
     loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
-    balance: Literal["least_busy", "round_robin", "prefix"] = Field(default="least_busy", description="how a server is chosen")
+    balance: Balance = Field(default=policies.DEFAULT, description="how a server is chosen")
     timeouts: Timeouts = Field(default=Timeouts(), description="how long a server may take")
     queue: Queue | None = Field(
         default=None,

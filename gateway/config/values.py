@@ -20,6 +20,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    GetCoreSchemaHandler,
     PlainSerializer,
     PlainValidator,
     SecretStr,
@@ -27,11 +28,14 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
 )
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import literal_schema
 
 from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
 from gateway.system.logs import PARTS
+from upstream.balancing.policies import POLICIES
 from upstream.http.address import Address
 from upstream.vllm.presets import PRESETS
 
@@ -100,6 +104,20 @@ def _one_or_many(value: object) -> object:
 
 def _one_text_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """Accept one of these texts, like a ``Literal`` whose values are those of a table."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, _source: type[str], _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return literal_schema(list(self.names))
+
+
+Balance = Annotated[str, _OneOf(tuple(POLICIES))]
+"""The name of a balance policy."""
 
 
 @dataclass(frozen=True, slots=True)

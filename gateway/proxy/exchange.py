@@ -18,15 +18,15 @@ from gateway.auth.catalog import Catalog, CatalogEntry, named_model
 from gateway.auth.keyring import Keyring
 from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
+from gateway.proxy.balancing_facts import balancing_facts
 from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.proxy.context import Account, Elsewhere
 from gateway.proxy.form import Form
 from gateway.proxy.gate import Gate
-from gateway.proxy.prefix import hint
 from gateway.proxy.response import BodyRelay, BytesRelay, EventRelay, TranslatedRelay, is_bytes, is_stream
 from gateway.proxy.upstream_request import Outbound
 from gateway.snapshot.snapshot import Key
-from gateway.system.steps import SMALL, Pace
+from gateway.system.steps import SMALL, Pace, finished
 from gateway.telemetry.body_shape import shape
 from upstream.balancing.attempt import Answer, Attempt
 from upstream.balancing.pool import NoServerError
@@ -77,7 +77,7 @@ async def _sent(outbound: Outbound, key: Key, account: Account) -> None:
     """Choose a server, or wait for one; send; relay. Raises what ``Attempt.answer`` and ``_relay`` raise."""
     gate, model = account.gate, outbound.entry.model
     account.outbound = outbound
-    with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.hint) as attempt:
+    with gate.metrics.in_flight(model.id), Attempt(outbound.entry.pool, model.timeouts, gate.deadlines, outbound.facts) as attempt:
         account.attempt = attempt
         if model.keepalive is not None and account.stream and outbound.call.target.route.streams:
             account.keep_alive(model.keepalive)
@@ -157,8 +157,9 @@ async def _prepared(
             await pace.run(permit.estimate_usage_in_steps(prepared.document, prepared.upstream, body, entry.model))
     account.stream = prepared.stream
     outbound = Outbound.of_json(call, entry, name, prepared)
-    if entry.pool.wants_hint:
-        outbound.hint = hint(prepared.document, call.head.headers.get(b"x-session-id"))
+    if required := entry.pool.required_facts:
+        work = balancing_facts(required, prepared.document, prepared.upstream, body, call.head.headers.get(b"x-session-id"))
+        outbound.facts = finished(work) if pace is None else await pace.run(work)
     if size > _WRITTEN_AT_ONCE:
         if pace is not None:
             await pace.rest()

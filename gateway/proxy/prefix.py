@@ -1,4 +1,4 @@
-"""The number that requests share when they begin alike: the hint by which ``balance: prefix`` chooses a server.
+"""The affinity key of a request: the number that requests with the same prefix share, by which ``balance: prefix`` chooses a server.
 
 vLLM caches prompts in blocks, from the beginning on. What is hashed of a request, and why:
 
@@ -33,7 +33,7 @@ MESSAGES = 8
 """Messages, or parts of one, that are looked at."""
 
 
-def hint(document: Mapping[str, Any], session: bytes | None = None) -> int | None:
+def affinity_key(document: Mapping[str, Any], session: bytes | None = None) -> int | None:
     """The number of a merged request body; None for one without a text to begin with. ``session``: the value of x-session-id."""
     if session:
         return crc32(session[:HEAD])

@@ -17,12 +17,13 @@ from gateway.client.request import ClientRequest
 from gateway.proxy.body import Document, Prepared
 from gateway.proxy.form import Form
 from upstream.balancing.attempt import Upload
+from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
 from upstream.balancing.server import Server
 
 
 class Outbound(msgspec.Struct):
     """What is to be sent. ``name`` is the model in the client's words; ``composed_at`` when it was first written;
-    ``hint`` is the same for requests that begin alike, where the model's servers are chosen by it."""
+    ``facts`` is what the model's balance policy requires to know of the request."""
 
     call: ClientRequest
     entry: CatalogEntry
@@ -37,7 +38,7 @@ class Outbound(msgspec.Struct):
     behind: int | None = 0
     """Bytes of the body that are uploaded behind what is encoded; None where nobody knows."""
     composed_at: float | None = None
-    hint: int | None = None
+    facts: RequestFacts = NO_FACTS
     form: Form | None = None
     """What the upload is read from."""
     more_head: bytes = b""

@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.system.logs import LogSettings
 from gateway.system.tls import Tls
+from upstream.balancing import policies
 from upstream.balancing.server import ServerSpec
 from upstream.http.deadlines import Timeouts
 
@@ -194,7 +195,7 @@ class Model:
     servers: tuple[ServerSpec, ...]
     aliases: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
-    balance: str = "least_busy"
+    balance: str = policies.DEFAULT
     timeouts: Timeouts = field(default_factory=Timeouts)
     queue: Queue | None = None
     max_inflight: int | None = None

@@ -39,7 +39,7 @@ from gateway.config import ConfigurationError, drafted, load
 from gateway.fleet import plan
 from gateway.proxy.body import Prepared, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.proxy.form import Form
-from gateway.proxy.prefix import hint
+from gateway.proxy.prefix import affinity_key
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished
@@ -111,7 +111,7 @@ def payload(data: bytes) -> None:
         assert refusal.spec.status in (400, 413) and orjson.loads(render(refusal))
         return
     sent = orjson.loads(prepared.encode("inside"))
-    hint(prepared.document)
+    affinity_key(prepared.document)
     assert sent["model"] == "inside" and "extra_body" not in sent and sent == prepared.document
     if number and (output := OUTPUTS.get(prepared.upstream)) is not None:
         assert any(sent.get(name) is not None for name in output.names), "an answer without a bound"

@@ -13,7 +13,7 @@ from gateway.api.routes import ROUTES
 from gateway.auth.body_policy import BodyPolicy
 from gateway.limits.estimate import estimate_in_steps
 from gateway.proxy.body import merge, parse_in_steps, prepare_in_steps
-from gateway.proxy.prefix import hint
+from gateway.proxy.prefix import affinity_key
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.body_shape import shape
@@ -146,7 +146,7 @@ def processed(path: str, body: bytes) -> dict[str, Cost]:
             meter.step("shape", lambda: shape(document))
             prepared = meter.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
             meter.steps("estimate", estimate_in_steps(prepared.document, prepared.upstream, body))
-            meter.step("hint", lambda: hint(prepared.document))
+            meter.step("affinity_key", lambda: affinity_key(prepared.document))
             meter.step("encode", lambda: prepared.encoded("m"))
         except Refusal as refusal:
             meter.costs["refused: " + refusal.message[:60]] = Cost(0.0, 0.0)

@@ -16,6 +16,7 @@ from types import TracebackType
 import msgspec
 from msgspec import field
 
+from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.connection import Connection, Headers
@@ -266,16 +267,16 @@ class Answer(msgspec.Struct, eq=False):
 class Attempt:
     """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good.
 
-    ``hint``: the same for requests that begin alike, for a pool that wants one.
+    ``facts``: what the pool's policy requires to know of the request.
     """
 
-    __slots__ = ("_answer", "_deadlines", "_hint", "_pool", "_timeouts", "failures", "server", "tried")
+    __slots__ = ("_answer", "_deadlines", "_facts", "_pool", "_timeouts", "failures", "server", "tried")
 
-    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, hint: int | None = None) -> None:
+    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
-        self._hint = hint
+        self._facts = facts
         self.tried: list[Server] = []
         self._answer: Answer | None = None
         self.server: Server | None = None
@@ -316,9 +317,9 @@ class Attempt:
             try:
                 # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
                 fresh = upload is not None or bool(self.tried)
-                server = self.server = self._pool.choose(self.tried, self._hint)
+                server = self.server = self._pool.choose(self.tried, self._facts)
                 self.tried.append(server)
-                server.start_exchange()
+                server.start_exchange(self._facts.tokens)
                 connection = (None if fresh else server.take_idle_connection()) or await server.connect(self._timeouts.connect)
                 answer = self._send(server, connection, compose, more=upload is not None)
                 if upload is not None:
@@ -350,7 +351,7 @@ class Attempt:
             self._answer = None
         server, self.server = self.server, None
         if server is not None:
-            server.finish_exchange()  # another request may get its turn in there
+            server.finish_exchange(self._facts.tokens)  # another request may get its turn in there
 
     def _failed(self, server: Server, error: UpstreamError) -> None:
         if error not in self.failures and not isinstance(error, LocalLimit):

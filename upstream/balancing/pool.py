@@ -1,7 +1,8 @@
-"""A model's servers, and the fleet of all of them.
+"""The servers of one model and the choice among them, and all live servers of a worker.
 
-``LiveServers`` owns the live servers. The rule: a server whose spec did not change is the same object before and
-after a reload, with its connections and its count; one that is gone is retired, never cut.
+The rules: a server that has failed, or was tried before, is chosen only where no other server is left, so the last server that is up always
+gets requests. A full server is never chosen. A server whose specification did not change is the same object before and after a reload,
+with its connections and its requests in flight; a removed server is retired and finishes its requests.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
-from upstream.balancing.affinity import Affinity
-from upstream.balancing.policies import POLICIES, Policy, least_busy
-from upstream.balancing.ranking import BoundedRanking, Ranking
+from upstream.balancing.policies import POLICIES
+from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
+from upstream.balancing.ranking import BoundedRanking, CandidateList, Ranking
 from upstream.balancing.retry_budget import RetryBudget
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.write_batching import WriteBatch
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now. ``loading`` says that one will be able to, ``full`` that some are up and have all
-    that they may have."""
+    """No server of a model can take a request now.
+
+    ``loading``: a server is starting. ``full``: servers are up, and all of them have as many requests as they may have.
+    """
 
     def __init__(self, *, loading: bool = False, full: bool = False) -> None:
         super().__init__("full" if full else "loading" if loading else "none is up")
@@ -30,13 +33,14 @@ class NoServerError(Exception):
 
 
 class Pool:
-    """The servers of one model and how to choose among them."""
+    """The servers of one model. ``balance``: the name of the policy that chooses among them."""
 
     def __init__(self, servers: Sequence[Server], balance: str) -> None:
         self.servers = tuple(servers)
-        self._policy: Policy[Server] = POLICIES[balance]  # type: ignore[assignment]  # a Server is a Candidate
-        self._affinity = Affinity(self.servers) if balance == "prefix" and len(servers) > 1 else None
-        self._by_load = self._policy is least_busy
+        policy = POLICIES[balance]
+        self._policy: Policy[Server] = policy(self.servers)
+        self.required_facts: frozenset[Fact] = policy.requires if len(servers) > 1 else frozenset()
+        """Facts of a request that ``choose`` requires. Empty if the pool has one server."""
         bounded = any(server.limit < math.inf for server in self.servers)
         self._only = self.servers[0] if len(servers) == 1 and not bounded else None
         self._bounded = BoundedRanking(self.servers) if bounded else None
@@ -48,7 +52,7 @@ class Pool:
         self._retry_budget = RetryBudget()
 
     def retire(self) -> None:
-        """The next snapshot has another pool; who is still served by this one chooses the long way."""
+        """Stop following the servers' load: the next snapshot has another pool. Requests of this one choose without a ranking."""
         ranking, self._ranking = self._ranking, None
         if ranking is not None:
             for server in self.servers:
@@ -56,72 +60,60 @@ class Pool:
 
     @property
     def is_up(self) -> bool:
-        """Whether one of them is up."""
+        """Whether at least one server is up."""
         return any(server.condition is Condition.UP for server in self.servers)
 
     def has_capacity(self) -> bool:
-        """Whether ``choose`` gives a server now to who has tried none."""
+        """Return whether ``choose`` would now return a server for a request that has tried none."""
         if self._ranking is not None and self._ranking.members:
             return True
         up = self._up_servers()
-        return bool(up) and not _all_taken(up)
+        return bool(up) and not _all_full(up)
 
-    def on_capacity(self, tell: Callable[[], None]) -> None:
-        """Have somebody told whenever a server that may be full has room. Nobody waits for the others."""
+    def on_capacity(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever a server with a concurrency limit has capacity. Requests never wait for the other servers."""
         if self._bounded is not None:
-            self._bounded.on_capacity = tell
+            self._bounded.on_capacity = callback
 
     def _up_servers(self) -> list[Server]:
         return [server for server in self.servers if server.condition is Condition.UP]
 
-    @property
-    def wants_hint(self) -> bool:
-        """Whether ``choose`` has a use for a hint."""
-        return self._affinity is not None
-
     def try_spend_retry(self) -> bool:
-        """Whether the traffic so far allows for one more second attempt, which is then used up."""
+        """Return whether the traffic so far allows one more second attempt, and count it."""
         return self._retry_budget.try_spend(self._choices, monotonic())
 
-    def choose(self, tried: Sequence[Server] = (), hint: int | None = None) -> Server:
-        """The server for the next attempt: an untried, available one by the policy; else what is left.
+    def choose(self, tried: Sequence[Server] = (), request: RequestFacts = NO_FACTS) -> Server:
+        """Return the server for the next attempt.
 
-        A server that is up but passed over for its failures, or was tried, is taken only when there is no other, so the last one
-        that is up is never passed over; one that is full never, and one that is passed over not as long as others are merely
-        full. ``hint`` is the same for requests that begin alike.
-        Raises NoServerError when none is up, or all are full.
+        The policy chooses among the servers that are available and untried. If none is left, it chooses among those that are up and not
+        full. While other servers are merely full, an ejected server is not chosen. Raises NoServerError when no server is up, or all are
+        full.
         """
         self._choices += 1
         only = self._only
         if only is not None and only.condition is Condition.UP:
             return only
-        if not tried and self._ranking is not None and self._ranking.members:
-            return self._choose_ranked(self._ranking, hint)
+        ranking = self._ranking
+        if not tried and ranking is not None and ranking.members:
+            return self._policy.choose(ranking, request)
         up = self._up_servers()
         if not up:
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
-        if _all_taken(up):
+        if _all_full(up):
             raise NoServerError(full=True)
-        room = [server for server in up if not server.full]
-        fresh = [server for server in room if server not in tried] or room
-        among = [server for server in fresh if server.available] or fresh
-        known = self._affinity.choose(among, hint) if self._affinity is not None and hint is not None else None
-        return known or self._policy(among, self._choices)
-
-    def _choose_ranked(self, ranking: Ranking[Server], hint: int | None) -> Server:
-        """The choice among all that are available, without a look at each."""
-        known = self._affinity.choose(ranking.available, hint) if self._affinity is not None and hint is not None else None
-        return known or (ranking.least_busy() if self._by_load else None) or self._policy(ranking.members, self._choices)
+        with_capacity = [server for server in up if not server.full]
+        untried = [server for server in with_capacity if server not in tried] or with_capacity
+        candidates = [server for server in untried if server.available] or untried
+        return self._policy.choose(CandidateList(candidates, self._choices), request)
 
 
-def _all_taken(up: Sequence[Server]) -> bool:
-    """Whether the servers that can be trusted with a request are full. Where all are passed over for their failures, these are all."""
-    trusted = [server for server in up if not server.is_ejected]
-    return all(server.full for server in trusted or up)
+def _all_full(up: Sequence[Server]) -> bool:
+    """Return whether all servers that are not ejected are full. Where all are ejected, all of them count."""
+    return all(server.full for server in [server for server in up if not server.is_ejected] or up)
 
 
 class LiveServers:
-    """Every live server by name. ``write_batch``: that of all who write in this process."""
+    """Every live server of a worker, by name. ``write_batch``: shared by all connections of the process."""
 
     def __init__(self, write_batch: WriteBatch | None = None) -> None:
         self.write_batch = write_batch or WriteBatch()
@@ -131,23 +123,23 @@ class LiveServers:
         return iter(self._servers.values())
 
     def reconcile(self, specs: Iterable[ServerSpec]) -> Mapping[str, Server]:
-        """Make the live servers those of ``specs``: the same ones stay, new ones begin, others retire."""
+        """Make the live servers match ``specs``: keep those with an unchanged specification, add new ones, retire the others."""
         wanted = {spec.name: spec for spec in specs}
-        kept = {name: server for name, server in self._servers.items() if wanted.get(name) == server.spec}
+        unchanged = {name: server for name, server in self._servers.items() if wanted.get(name) == server.spec}
         for name, server in self._servers.items():
-            if name not in kept:
+            if name not in unchanged:
                 server.retire()
-        self._servers = {name: kept.get(name) or Server(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
+        self._servers = {name: unchanged.get(name) or Server(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
         return self._servers
 
     def set_condition(self, name: str, condition: Condition) -> None:
-        """Take over what control found out; a name that is no longer here is ignored."""
+        """Apply what control reports of a server. Ignores a name that is not live."""
         server = self._servers.get(name)
         if server is not None:
             server.condition = condition
 
     def expire(self) -> None:
-        """Close idle connections that were kept too long."""
+        """Close expired idle connections, and end expired ejections."""
         for server in self._servers.values():
             server.expire()
 
@@ -159,7 +151,7 @@ class LiveServers:
 
 @contextmanager
 def live_servers(write_batch: WriteBatch | None = None) -> Iterator[LiveServers]:
-    """A fleet whose idle connections are closed in the end."""
+    """Yield a set of live servers, and close their idle connections on exit."""
     servers = LiveServers(write_batch)
     try:
         yield servers

@@ -1,42 +1,68 @@
-"""A pool's servers that can take a request, in the order of their load, kept up to date instead of being worked out.
+"""A pool's available servers, sorted by load and updated incrementally.
 
-A choice among two hundred servers must not cost more than one among two. The rules: what is in here is available, and each
-stands under the load that it has; a server tells its rankings of every change of either. Who has just been looked at goes
-behind those of the same load, so that an idle pool is used evenly.
+A choice among two hundred servers must not cost more than a choice among two. The rules: a ranking contains exactly the available servers,
+each under its current load, and a server reports every change of either to its rankings. ``least_busy`` moves the server that it returns
+behind the others of the same load, so that an idle pool is used evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
-class Ranked(Protocol):
-    """What is known of a server here."""
+class Loaded(Protocol):
+    """A server, as far as a list of candidates knows it."""
 
     @property
     def load(self) -> float:
-        """In flight by weight."""
+        """The requests in flight divided by the weight."""
+
+
+class Ranked(Loaded, Protocol):
+    """A server, as far as a ranking knows it."""
 
     @property
     def available(self) -> bool:
-        """It can take a request."""
+        """Whether the server can take a request."""
 
 
-class Fillable(Ranked, Protocol):
-    """What is known of a server that is given only so many requests."""
+class Limited(Ranked, Protocol):
+    """A server with a concurrency limit."""
 
     @property
     def full(self) -> bool:
-        """It has as many as it may have."""
+        """Whether the server has as many requests as its limit allows."""
 
 
+L = TypeVar("L", bound=Loaded)
 R = TypeVar("R", bound=Ranked)
-F = TypeVar("F", bound=Fillable)
+F = TypeVar("F", bound=Limited)
+
+
+class CandidateList(Generic[L]):
+    """A few servers, for the rare choice that a ranking does not cover. ``offset``: which of several idle servers is returned."""
+
+    __slots__ = ("members", "offset")
+
+    def __init__(self, servers: Sequence[L], offset: int) -> None:
+        self.members = servers
+        self.offset = offset
+
+    def __contains__(self, server: object) -> bool:
+        return server in self.members
+
+    def __iter__(self) -> Iterator[L]:
+        return iter(self.members)
+
+    def least_busy(self) -> L:
+        """Return a server with the smallest load."""
+        first = self.offset % len(self.members)
+        return min((*self.members[first:], *self.members[:first]), key=lambda server: server.load)
 
 
 class Ranking(Generic[R]):
-    """Some servers by load. ``members`` are those that are available, in the order in which they were given."""
+    """The available ones of some servers, by load. ``members``: in the order in which the servers were given."""
 
     __slots__ = ("_levels", "_load_of", "_servers", "members")
 
@@ -50,16 +76,15 @@ class Ranking(Generic[R]):
                 self._insert(server)
         self._update_members()
 
-    @property
-    def available(self) -> Mapping[R, float]:
-        """The members and their loads."""
-        return self._load_of
+    def __contains__(self, server: object) -> bool:
+        return server in self._load_of
 
-    def least_busy(self) -> R | None:
-        """One of the smallest load, another one each time; None when none is available."""
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.members)
+
+    def least_busy(self) -> R:
+        """Return a server with the smallest load, another one each time. Raises ValueError where no server is available."""
         levels = self._levels
-        if not levels:
-            return None
         level = levels[min(levels)]
         server = next(iter(level))
         del level[server]
@@ -67,13 +92,13 @@ class Ranking(Generic[R]):
         return server
 
     def update_load(self, server: R) -> None:
-        """Its load has changed."""
+        """Move a server whose load has changed."""
         if server in self._load_of:
             self._remove(server)
             self._insert(server)
 
     def update_availability(self, server: R) -> None:
-        """It may have become available, or be so no more."""
+        """Add a server that has become available, or remove a server that no longer is."""
         known = server in self._load_of
         if known is server.available:
             return
@@ -102,23 +127,24 @@ class Ranking(Generic[R]):
         self.members = tuple(server for server in self._servers if server in self._load_of)
 
 
-def _nobody_waits() -> None:
-    """Nobody is to be told."""
+def _ignore_capacity() -> None:
+    """Do nothing: no request is queued."""
 
 
 class BoundedRanking(Ranking[F]):
-    """Servers that are given only so many requests at once: one that is full is no member until it has given one back.
+    """Servers with a concurrency limit. A full server is left out until one of its requests finishes.
 
-    ``on_capacity`` is called whenever one of them has room.
+    ``on_capacity`` is called whenever one of the servers may have capacity.
     """
 
     __slots__ = ("on_capacity",)
 
     def __init__(self, servers: Sequence[F]) -> None:
         super().__init__(servers)
-        self.on_capacity: Callable[[], None] = _nobody_waits
+        self.on_capacity: Callable[[], None] = _ignore_capacity
 
     def update_load(self, server: F) -> None:
+        """Move a server whose load has changed; remove it when it became full, add it when it no longer is."""
         full = server.full
         if full is (server in self._load_of):
             super().update_availability(server)
@@ -128,6 +154,7 @@ class BoundedRanking(Ranking[F]):
             self.on_capacity()
 
     def update_availability(self, server: F) -> None:
+        """Add a server that has become available, or remove a server that no longer is."""
         super().update_availability(server)
-        if server.available:
+        if server.available or not self.members:  # when the last server was ejected, ejected servers get requests again
             self.on_capacity()

@@ -1,9 +1,8 @@
-"""One vLLM server as a worker sees it: what the configuration says of it, and what is live.
+"""One vLLM server as a worker sees it: its specification from the configuration, and its live state.
 
-``ServerSpec`` is a value and may be swapped with the next snapshot. ``Server`` is the
-live side: what is in flight, the parked connections, whether it can take a request. It outlives a reload as
-long as its spec is the same. The rule: ``in_flight`` changes only in
-``attempt.Attempt``, which gives back on every way out what it took.
+``ServerSpec`` is a value of the snapshot. ``Server`` is the live side: requests in flight, idle connections, ejection. It survives a reload
+for as long as its specification is the same. The rule: ``in_flight`` changes only in ``attempt.Attempt``, whose ``with`` block releases on
+every exit what it acquired.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from upstream.http.write_batching import WriteBatch
 
 
 class Condition(StrEnum):
-    """What control knows of a server from its probes and its process. ``OUT_OF_ROTATION``: the gateway
-    sends it no requests: it is stopped, asleep or draining."""
+    """The state of a server by its probes and its process, as control reports it.
+
+    ``OUT_OF_ROTATION``: the gateway sends it no requests, because it is stopped, asleep or draining.
+    """
 
     UP = "up"
     LOADING = "loading"
@@ -37,10 +38,10 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What the configuration or the launcher says of one server.
+    """A server as the configuration or the launcher specifies it.
 
-    ``name`` is unique in the gateway; ``model`` is the name the server serves its model under; ``keep_idle``
-    is how long, in seconds, an idle connection to it is kept.
+    ``name``: unique in the gateway. ``model``: the name under which the server serves its model. ``keep_idle``: seconds for which an idle
+    connection to it stays open.
     """
 
     name: str
@@ -52,13 +53,13 @@ class ServerSpec:
 
 
 class Cells(Protocol):
-    """A place where a number is left for others to read."""
+    """Numbers in memory that another process reads, e.g. of the shared counters."""
 
     def __getitem__(self, index: int, /) -> float:
-        """The number."""
+        """Return a number."""
 
     def __setitem__(self, index: int, value: float, /) -> None:
-        """Leave the number."""
+        """Store a number."""
 
 
 class Server:
@@ -71,24 +72,29 @@ class Server:
         write_batch: WriteBatch | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``write_batch``: that of the process, if there are more who write. ``clock`` times ejections, in seconds."""
+        """Create a server without connections.
+
+        ``write_batch``: shared by all connections of the process. ``clock``: monotonic seconds, for ejections.
+        """
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
+        self.tokens_in_flight = 0
+        """Estimated tokens of the requests in flight; 0 if the pool's policy does not require them."""
         self.limit = math.inf
-        """Exchanges that it is given at once."""
+        """Requests that may be in flight at once."""
         self.in_flight_cells: Cells = [0.0]
         self.rankings: list[Ranking[Server]] = []
-        """Those that are to be told when its load or its availability changes."""
+        """The rankings to update when the load or the availability changes."""
         self.ejected_cells: Cells = [0.0]
-        """1 at its index 0 while it is passed over, for whoever reads it from outside."""
+        """Cell 0 is 1 while the server is ejected."""
         self.recently_failed = False
-        """It has failed since it last succeeded."""
+        """Whether a request has failed since the last success."""
         self._ejection = EjectionState()
         self._clock = clock
         self._idle = IdleConnections(spec.keep_idle)
         self._write_batch = write_batch or WriteBatch()
-        self._request_heads: dict[str, bytes] = {}
+        self._request_prefixes: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
     def __repr__(self) -> str:
@@ -96,7 +102,7 @@ class Server:
 
     @property
     def condition(self) -> Condition:
-        """What is known of it."""
+        """The condition that control reported last."""
         return self._condition
 
     @condition.setter
@@ -104,79 +110,83 @@ class Server:
         comes_up = condition is Condition.UP and self._condition is not Condition.UP
         self._condition = condition
         if comes_up:
-            self.record_success()  # what it did before is another life's
+            self.record_success()  # earlier failures belong to an earlier process
         else:
             self._update_rankings()
 
-    def start_exchange(self) -> None:
-        """An exchange begins; it is added to ``mirror[0]``, for whoever reads that from outside."""
+    def start_exchange(self, tokens: int = 0) -> None:
+        """Count a request as in flight. ``tokens``: its estimate, where the policy requires one."""
         self.in_flight += 1
+        if tokens:
+            self.tokens_in_flight += tokens
         self.in_flight_cells[0] += 1
         for ranking in self.rankings:
             ranking.update_load(self)
 
-    def finish_exchange(self) -> None:
-        """An exchange is over."""
+    def finish_exchange(self, tokens: int = 0) -> None:
+        """Count a request as finished. ``tokens``: as in ``start_exchange``."""
         self.in_flight -= 1
+        if tokens:
+            self.tokens_in_flight -= tokens
         self.in_flight_cells[0] -= 1
         for ranking in self.rankings:
             ranking.update_load(self)
 
-    def publish_in_flight(self, mirror: Cells) -> None:
-        """Leave the number there from now on, that of what is under way too. Servers of one name may share a place."""
-        if mirror is not self.in_flight_cells:
+    def publish_in_flight(self, cells: Cells) -> None:
+        """Count the requests in flight in cell 0 of ``cells`` from now on. Servers of the same name may share a cell."""
+        if cells is not self.in_flight_cells:
             self.in_flight_cells[0] -= self.in_flight
-            mirror[0] += self.in_flight
-            self.in_flight_cells = mirror
+            cells[0] += self.in_flight
+            self.in_flight_cells = cells
 
     def _update_rankings(self) -> None:
         for ranking in self.rankings:
             ranking.update_availability(self)
 
     def request_head(self, path: str) -> bytes:
-        """How a POST to it begins: request line, Host and its own key; made once for each path."""
-        found = self._request_heads.get(path)
-        if found is None:
+        """Return the first lines of a POST: request line, Host and the server's own key. Computed once for each path."""
+        head = self._request_prefixes.get(path)
+        if head is None:
             address, key = self.spec.address, self.spec.api_key
             lines = f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n" + (
                 f"authorization: Bearer {key}\r\n" if key else ""
             )
-            found = self._request_heads[path] = lines.encode()
-        return found
+            head = self._request_prefixes[path] = lines.encode()
+        return head
 
     @property
     def name(self) -> str:
-        """As in its spec."""
+        """The name in the specification."""
         return self.spec.name
 
     @property
     def weight(self) -> float:
-        """As in its spec."""
+        """The weight in the specification."""
         return self.spec.weight
 
     @property
     def load(self) -> float:
-        """In flight by weight: the measure of busyness."""
+        """The requests in flight divided by the weight."""
         return self.in_flight / self.spec.weight
 
     @property
     def full(self) -> bool:
-        """It has as many exchanges as it is given at once."""
+        """Whether as many requests are in flight as the limit allows."""
         return self.in_flight >= self.limit
 
     @property
     def is_ejected(self) -> bool:
-        """It gets no requests for its failures, as long as there is another server."""
+        """Whether the server gets no requests because of its failures, while there is another server."""
         until = self._ejection.ejected_until
         return until != 0.0 and self._clock() < until
 
     @property
     def available(self) -> bool:
-        """It is up, not full, and not passed over for its failures."""
+        """Whether the server is up, not full and not ejected."""
         return self._condition is Condition.UP and not self.full and not self.is_ejected
 
     def record_failure(self, error: UpstreamError) -> None:
-        """A request failed on it: when that was too much, it is passed over for a while, where another one can take requests."""
+        """Record that a request failed on the server, and eject the server after too many failures."""
         ejected = self._ejection.record_failure(error, self._clock())
         self.recently_failed = self._ejection.has_failures
         if ejected:
@@ -184,40 +194,40 @@ class Server:
             self._update_rankings()
 
     def record_success(self) -> None:
-        """It has given a whole answer, or has come up anew."""
+        """Record a complete response, or that the server came up: forget its failures."""
         self._ejection.reset()
         self.recently_failed = False
         self.ejected_cells[0] = 0.0
         self._update_rankings()
 
     def add_idle_connection(self, connection: Connection) -> None:
-        """Keep a connection that has nothing to do."""
+        """Store a connection without an exchange, for the next request."""
         self._idle.add(connection)
 
     def take_idle_connection(self) -> Connection | None:
-        """A kept connection that is still good, if there is one."""
+        """Return an idle connection that is still usable, or None."""
         return self._idle.pop()
 
     async def connect(self, timeout: float) -> Connection:
-        """A new connection; raises ConnectTimeout or ConnectFailed."""
+        """Open a connection. Raises ConnectTimeout, LocalLimit and ConnectFailed."""
         connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._idle.add, self._write_batch))
         try:
             return await connecting
         except asyncio.CancelledError:
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-                connecting.result().close()  # it was made in the very moment in which nobody wanted it any more
+                connecting.result().close()  # it was established at the moment of the cancellation
             raise
 
     def expire(self) -> None:
-        """Close connections that were kept too long; let a server that was passed over be tried again when it is time."""
+        """Close expired idle connections, and end an expired ejection."""
         self._idle.close_expired()
         if self._ejection.expire(self._clock()):
             self.ejected_cells[0] = 0.0
             self._update_rankings()
 
     def retire(self) -> None:
-        """The configuration no longer names it: close what is idle; what is busy ends in its own time, and is counted until then."""
+        """Close the idle connections: the server is no longer configured. Requests in flight finish, and are counted until then."""
         self.ejected_cells[0] = 0.0
-        self.ejected_cells = [0.0]  # its name, and the number left under it, may be another's by now
+        self.ejected_cells = [0.0]  # another server may soon use the name and its cells
         self._idle.max_idle = 0.0
         self._idle.close_all()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.proxy.prefix import hint
+from gateway.proxy.prefix import affinity_key
 from tests.benchmarks.prefix.traces import Segment, document
-from upstream.balancing.affinity import Affinity
-from upstream.balancing.policies import least_busy, round_robin
+from upstream.balancing.policies import POLICIES
+from upstream.balancing.policies.policy import Policy, RequestFacts
+from upstream.balancing.ranking import CandidateList
 
 
 @dataclass(eq=False)
@@ -23,6 +24,7 @@ class Machine:
     name: str
     in_flight: int = 0
     weight: float = 1.0
+    tokens_in_flight: int = 0
 
     @property
     def load(self) -> float:
@@ -36,25 +38,29 @@ class Chooser(Protocol):
         """The server for a prompt."""
 
 
-def by_turns(machines: Sequence[Machine]) -> Chooser:
-    turns = iter(range(10**9))
-    return lambda _: round_robin(machines, next(turns))
+class _InRotation(CandidateList[Machine]):
+    """All machines. Those with the same load take turns."""
+
+    def least_busy(self) -> Machine:
+        machine = super().least_busy()
+        self.offset += 1
+        return machine
 
 
-def by_load(machines: Sequence[Machine]) -> Chooser:
-    turns = iter(range(10**9))
-    return lambda _: least_busy(machines, next(turns))
+def by_policy(balance: str) -> Callable[[Sequence[Machine]], Chooser]:
+    """The gateway's own policy of this name."""
 
+    def chooser(machines: Sequence[Machine]) -> Chooser:
+        policy: Policy[Machine] = POLICIES[balance](machines)
+        candidates = _InRotation(machines, 0)
 
-def by_beginning(machines: Sequence[Machine]) -> Chooser:
-    """``balance: prefix``: what is hashed of a request, and what is made of it."""
-    affinity, other = Affinity(machines), by_load(machines)
+        def choose(prompt: tuple[Segment, ...]) -> Machine:
+            key = affinity_key(document(prompt)) if "affinity_key" in policy.requires else None
+            return policy.choose(candidates, RequestFacts(key))
 
-    def choose(prompt: tuple[Segment, ...]) -> Machine:
-        number = hint(document(prompt))
-        return (affinity.choose(machines, number) if number is not None else None) or other(prompt)
+        return choose
 
-    return choose
+    return chooser
 
 
 THRESHOLD, APART, TIMES = 0.3, 64, 1.5
@@ -106,8 +112,6 @@ class Tree:
 
 
 CHOOSERS: Mapping[str, Callable[[Sequence[Machine]], Chooser]] = {
-    "`round_robin`": by_turns,
-    "`least_busy`": by_load,
-    "`prefix`": by_beginning,
+    **{f"`{balance}`": by_policy(balance) for balance in ("round_robin", "least_busy", "prefix")},
     "tree": Tree,
 }

@@ -14,6 +14,7 @@ from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
 from tests.support.examples import examples
 from upstream.balancing.ejection import LONGEST_PAUSE
+from upstream.balancing.policies import POLICIES
 from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
@@ -108,7 +109,7 @@ class World(RuleBasedStateMachine):
     @rule(
         limits=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
         size=st.integers(1, 6),
-        balance=st.sampled_from(["least_busy", "round_robin"]),
+        balance=st.sampled_from(sorted(POLICIES)),
     )
     def reload(self, limits: list[int], size: int, balance: str) -> None:
         for server, limit in zip(self.servers, limits, strict=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.config import ConfigurationError, Model, load, schema
 from tests.support.certificates import certificate
 from tests.support.examples import examples
+from upstream.balancing.policies import POLICIES
 
 HASH = "sha256:" + "9f" * 32
 CANARY = "canary-9f2c41"
@@ -64,7 +65,7 @@ models:
       replicas: 2
       gpus: [[0, 1]]
       args: {{--max-model-len: 1, api_key: {CANARY}}}
-    balance: least_bussy
+    task: embeding
   - id: qwen
     servers:
       - {{url: "10.0.0.5:8000", api_key: {CANARY}}}
@@ -96,7 +97,7 @@ g.yaml:7: server.drain: this key is already on line 5
 g.yaml:13: models[0].launch.gpus: has GPUs for 1 replicas, but replicas is 2; write one list of GPUs for each, e.g. [[0, 1]]
 g.yaml:14: models[0].launch.args.--max-model-len: write the option without its dashes
 g.yaml:14: models[0].launch.args.api_key: the gateway gives every launched server a key of its own
-g.yaml:15: models[0].balance: expected `least_busy`, `round_robin` or `prefix`; did you mean `least_busy`?
+g.yaml:15: models[0].task: expected `chat`, `completion`, `embedding`, `rerank`, `classify` or `transcription`; did you mean `embedding`?
 g.yaml:16: models[1].id: this name of a model is already on line 10; ids, aliases and LoRA ids are one set of names
 g.yaml:18: models[1].servers[0].url: a server's URL starts with http://, https:// or unix:; expected e.g. http://10.0.0.5:8000
 g.yaml:18: models[1].servers[0].api_key: a secret is not written into this file: write {env: NAME} or {file: PATH}
@@ -114,6 +115,12 @@ g.yaml:31: keys[2].hash: is missing: sha256:… of the key (`vllm-gateway keys n
 g.yaml:33: ledger: a password is not written into this file: write {env: NAME} or {file: PATH} for the whole URL
 g.yaml:34: default_model: names no model; did you mean `Qwen/Qwen3`?
 """.splitlines()
+
+
+def test_an_unknown_balance_policy_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "models: [{id: a, servers: [{url: http://a}], balance: least_bussy}]\nkeys: [{id: b, anonymous: true}]")
+    assert found.startswith("g.yaml:1: models[0].balance: expected ") and found.endswith("; did you mean `least_busy`?")
+    assert all(f"`{balance}`" in found for balance in POLICIES)
 
 
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.proxy.prefix import HEAD, hint
+from gateway.proxy.prefix import HEAD, affinity_key
 from tests.support.examples import examples
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -54,27 +54,27 @@ APART: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_what_begins_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert hint(one) == hint(other) is not None
+    assert affinity_key(one) == affinity_key(other) is not None
 
 
 @pytest.mark.parametrize(("one", "other"), APART)
 def test_what_begins_otherwise(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert None is not hint(one) != hint(other) is not None
+    assert None is not affinity_key(one) != affinity_key(other) is not None
 
 
 @pytest.mark.parametrize("document", [{}, chat(), chat(user("")), {"prompt": ""}, {"input": []}, {"query": "q", "documents": ["d"]}])
 def test_where_there_is_no_beginning_there_is_no_number(document: dict[str, Any]) -> None:
-    assert hint(document) is None
-    assert hint({"cache_salt": "one", **document}) is None
+    assert affinity_key(document) is None
+    assert affinity_key({"cache_salt": "one", **document}) is None
 
 
 def test_a_session_says_it_all() -> None:
-    assert hint(chat(user("a")), b"s1") == hint({"prompt": "b"}, b"s1") != hint(chat(user("a")), b"s2")
-    assert hint(chat(user("a")), b"") == hint(chat(user("a")))
+    assert affinity_key(chat(user("a")), b"s1") == affinity_key({"prompt": "b"}, b"s1") != affinity_key(chat(user("a")), b"s2")
+    assert affinity_key(chat(user("a")), b"") == affinity_key(chat(user("a")))
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    assert hint(chat(SYSTEM, user("Who are you?"))) == crc32(b"You are a helpful assistant.28Who are you?") == 2566133171
+    assert affinity_key(chat(SYSTEM, user("Who are you?"))) == crc32(b"You are a helpful assistant.28Who are you?") == 2566133171
 
 
 NAMES = st.sampled_from(["role", "content", "text", "image_url", "url", "x"])
@@ -89,5 +89,5 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["messages", "system", "instructions", "input", "prompt", "cache_salt"]), JSON, max_size=4))
 def test_whatever_a_body_holds_it_has_a_number_or_none(document: dict[str, Any]) -> None:
     """What makes no sense is the server's to refuse."""
-    assert hint(document) == hint(document)
-    assert hint(document) is None or 0 < (hint(document) or 0) < 2**32
+    assert affinity_key(document) == affinity_key(document)
+    assert affinity_key(document) is None or 0 < (affinity_key(document) or 0) < 2**32

@@ -195,5 +195,5 @@ def _cost(path: str, body: bytes) -> float:
 
 def test_the_costs_are_those_of_all_transformations() -> None:
     costs = processed(*filled("messages", UNITS["developer messages"], 100_000))
-    assert costs.keys() == {"parse", "shape", "prepare", "estimate", "hint", "encode"}
+    assert costs.keys() == {"parse", "shape", "prepare", "estimate", "affinity_key", "encode"}
     assert all(cost.total >= cost.longest > 0 for cost in costs.values())

@@ -11,6 +11,8 @@ import pytest
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.attempt import Attempt
+from upstream.balancing.policies import POLICIES
+from upstream.balancing.policies.policy import RequestFacts
 from upstream.balancing.pool import LiveServers, NoServerError, Pool, live_servers
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
@@ -27,10 +29,11 @@ def servers(*conditions: Condition) -> list[Server]:
 
 
 REFUSED = ConnectFailed("x", "refused")
+SHARED = RequestFacts(affinity_key=7)
 UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 
 
-@pytest.mark.parametrize("balance", ["least_busy", "round_robin"])
+@pytest.mark.parametrize("balance", POLICIES)
 async def test_only_those_that_are_up(balance: str) -> None:
     each = servers(UP, DOWN, LOADING, UP)
     pool = Pool(each, balance)
@@ -133,17 +136,17 @@ async def test_a_key_is_not_shown() -> None:
 async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them() -> None:
     each = servers(UP, UP, UP)
     pool = Pool(each, "prefix")
-    assert pool.wants_hint and not Pool(each, "least_busy").wants_hint and not Pool(each[:1], "prefix").wants_hint
-    chosen = {hint: pool.choose(hint=hint) for hint in range(50)}
+    assert [one.required_facts for one in (pool, Pool(each, "least_busy"), Pool(each[:1], "prefix"))] == [{"affinity_key"}, set(), set()]
+    chosen = {key: pool.choose(request=RequestFacts(key)) for key in range(50)}
     assert set(chosen.values()) == set(each)
-    assert all(pool.choose(hint=hint) is server for hint, server in chosen.items())
+    assert all(pool.choose(request=RequestFacts(key)) is server for key, server in chosen.items())
     first = chosen[7]
-    second = pool.choose([first], hint=7)
+    second = pool.choose([first], request=SHARED)
     assert second is not first
     first.record_failure(REFUSED)
-    assert pool.choose(hint=7) is second
+    assert pool.choose(request=SHARED) is second
     second.condition = DOWN
-    assert {pool.choose(hint=7)} == set(each) - {first, second}
+    assert {pool.choose(request=SHARED)} == set(each) - {first, second}
 
 
 async def test_a_request_without_a_beginning_goes_where_there_is_least_to_do() -> None:
@@ -156,7 +159,7 @@ async def test_a_hint_that_many_share_does_not_fill_one_server() -> None:
     each = servers(UP, UP, UP, UP)
     pool = Pool(each, "prefix")
     for _ in range(100):
-        pool.choose(hint=7).start_exchange()
+        pool.choose(request=SHARED).start_exchange()
     assert sorted(server.in_flight for server in each)[-1] <= 32
 
 
@@ -170,20 +173,20 @@ def bounded(*limits: float) -> list[Server]:
     return each
 
 
-@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+@pytest.mark.parametrize("balance", POLICIES)
 @pytest.mark.parametrize("limits", [(2,), (2, 3), (1, 2, 4)])
 async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str, limits: tuple[int, ...]) -> None:
     each = bounded(*limits)
     pool = Pool(each, balance)
     for _ in range(sum(limits)):
         assert pool.has_capacity()
-        pool.choose(hint=7).start_exchange()
+        pool.choose(request=SHARED).start_exchange()
     assert [server.in_flight for server in each] == list(limits) and not pool.has_capacity()
     with pytest.raises(NoServerError) as caught:
-        pool.choose(hint=7)
+        pool.choose(request=SHARED)
     assert caught.value.full and not caught.value.loading
     each[-1].finish_exchange()
-    assert pool.has_capacity() and pool.choose(hint=7) is each[-1]
+    assert pool.has_capacity() and pool.choose(request=SHARED) is each[-1]
 
 
 async def test_whoever_waits_is_told_of_room() -> None:
@@ -207,6 +210,17 @@ async def test_whoever_waits_is_told_of_room() -> None:
     assert told == [], "the next snapshot has another pool"
 
 
+async def test_a_queued_request_is_resumed_when_the_last_server_is_ejected_too() -> None:
+    ejected, full = bounded(1, 1)
+    pool, reported = Pool([ejected, full], "least_busy"), []
+    ejected.record_failure(REFUSED)
+    full.start_exchange()
+    assert not pool.has_capacity()
+    pool.on_capacity(lambda: reported.append(pool.has_capacity()))
+    full.record_failure(REFUSED)
+    assert reported == [True] and pool.choose() is ejected
+
+
 async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_full() -> None:
     a, b = bounded(2, 1)
     pool = Pool([a, b], "least_busy")
@@ -222,7 +236,7 @@ async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_ful
     assert pool.has_capacity() and pool.choose() in (a, b), "all have refused, and none is full"
 
 
-@pytest.mark.parametrize("balance", ["least_busy", "round_robin", "prefix"])
+@pytest.mark.parametrize("balance", POLICIES)
 async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_full(balance: str) -> None:
     each = bounded(1, 1, 1, 1)
     pool = Pool(each, balance)
@@ -231,12 +245,12 @@ async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_f
         server.record_failure(REFUSED)
     assert pool.has_capacity()
     for _ in range(3):
-        chosen = pool.choose(hint=7)
+        chosen = pool.choose(request=SHARED)
         assert not chosen.full
         chosen.start_exchange()
     assert not pool.has_capacity()
     with pytest.raises(NoServerError) as caught:
-        pool.choose(hint=7)
+        pool.choose(request=SHARED)
     assert caught.value.full
     each[2].finish_exchange()
     assert pool.has_capacity() and pool.choose() is each[2]

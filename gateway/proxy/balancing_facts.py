@@ -1,0 +1,30 @@
+"""Computes the facts of a request that a balance policy requires. Pure.
+
+The rule: only the required facts are computed, so that a policy that requires none costs nothing. The work is a generator, because an
+estimate of a large body is done in steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Set
+from typing import Any
+
+from gateway.limits.estimate import estimate_in_steps
+from gateway.proxy.prefix import affinity_key
+from upstream.balancing.policies.policy import Fact, RequestFacts
+
+
+def balancing_facts(
+    required: Set[Fact], document: Mapping[str, Any], path: str, body: bytes | bytearray, session: bytes | None
+) -> Generator[None, None, RequestFacts]:
+    """Return the required facts of a request.
+
+    ``document``: the merged body. ``path``: the server's route. ``body``: as the client sent it. ``session``: the value of x-session-id.
+    """
+    key, tokens = None, 0
+    if "affinity_key" in required:
+        key = affinity_key(document, session)
+    if "tokens" in required:
+        estimate = yield from estimate_in_steps(document, path, body)
+        tokens = estimate.prompt + estimate.completion
+    return RequestFacts(key, tokens)

@@ -1,0 +1,30 @@
+"""Balance policies: how a pool chooses one of the servers that can take a request.
+
+Each policy is a class in a separate module, which states the facts of a request that it requires. It must not change a server, and it
+sees only servers that are up and have capacity. A reader starts with ``policy``.
+
+To add a policy, write its module and its test, and add a line here and a row to the table of policies in docs/configuration.md. Allowed
+values, schema and reference are derived from the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from upstream.balancing.policies.least_busy import LeastBusy
+from upstream.balancing.policies.policy import Policy
+from upstream.balancing.policies.prefix import Prefix
+from upstream.balancing.policies.round_robin import RoundRobin
+
+POLICIES: Mapping[str, type[Policy[Any]]] = MappingProxyType(
+    {
+        "least_busy": LeastBusy,
+        "round_robin": RoundRobin,
+        "prefix": Prefix,
+    }
+)
+"""By the name that ``balance`` takes in the configuration."""
+
+DEFAULT = "least_busy"

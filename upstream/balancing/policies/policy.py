@@ -1,0 +1,82 @@
+"""The base of all balance policies: their view of servers and requests, and their one decision.
+
+The rule: ``Policy.choose`` does no I/O and returns one of the candidates. Its cost must not grow with the number of servers where the
+policy is meant for large pools; a ranking keeps the candidates sorted by load for that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+
+class Candidate(Protocol):
+    """A server, as far as a policy may know it."""
+
+    in_flight: int
+    tokens_in_flight: int
+    """The sum of ``RequestFacts.tokens`` of the requests in flight; 0 if the pool's policy does not require them."""
+
+    @property
+    def name(self) -> str:
+        """The server's name. It stays the same for as long as the server's cache does."""
+
+    @property
+    def weight(self) -> float:
+        """The server's share next to the other servers."""
+
+    @property
+    def load(self) -> float:
+        """The requests in flight divided by the weight."""
+
+
+C = TypeVar("C", bound=Candidate)
+C_co = TypeVar("C_co", bound=Candidate, covariant=True)
+
+
+class Candidates(Protocol[C_co]):
+    """The servers that can take a request, at least one."""
+
+    @property
+    def members(self) -> Sequence[C_co]:
+        """The servers, in the order of the configuration."""
+
+    def __contains__(self, server: object, /) -> bool:
+        """Return whether a server is among them, at a cost that does not grow with their number."""
+
+    def __iter__(self) -> Iterator[C_co]:
+        """Iterate over the servers."""
+
+    def least_busy(self) -> C_co:
+        """Return a server with the smallest load. Servers with the same load take turns, so that an idle pool is used evenly."""
+
+
+Fact = Literal["affinity_key", "tokens"]
+"""A fact of a request that a policy can require. ``gateway/proxy/balancing_facts.py`` computes each of them."""
+
+
+class RequestFacts(NamedTuple):
+    """Facts of a request. A fact that the policy does not require keeps its default."""
+
+    affinity_key: int | None = None
+    """The same number for requests that begin alike; None for a request without a text."""
+    tokens: int = 0
+    """The tokens that the request may use at most, prompt and completion: an estimate."""
+
+
+NO_FACTS = RequestFacts()
+
+
+class Policy(ABC, Generic[C]):
+    """A way to choose a server, for one pool. An instance lives as long as its pool and is called for each request."""
+
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    """The facts that ``choose`` reads. Only these are computed."""
+
+    def __init__(self, servers: Sequence[C]) -> None:
+        """Prepare for the servers of a pool, among them those that are down."""
+
+    @abstractmethod
+    def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:
+        """Return the candidate that gets the request."""
