@@ -23,13 +23,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from upstream.simulator import audio, behavior, chat, chat_batch, completions, messages, meters, pooling, refusals, responses, tokenization
-from upstream.simulator.engine import Engine
-from upstream.simulator.exchange import Generation
+from upstream.simulator import behavior, errors
+from upstream.simulator.endpoints import audio, chat, chat_batch, completions, messages, pooling, responses, tokenization
+from upstream.simulator.engine import metrics
+from upstream.simulator.engine.engine import Engine
+from upstream.simulator.engine.generation import Generation
+from upstream.simulator.engine.job import Call, Job, now, random_id
+from upstream.simulator.errors import Refusal
 from upstream.simulator.flags import Lora, Settings
-from upstream.simulator.job import Call, Job, now, random_id
 from upstream.simulator.journal import Entry, Journal
-from upstream.simulator.refusals import Refusal
 
 VERSION = "0.32.0"
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -151,7 +153,7 @@ class Simulator:
         call = self._call(request, _parsed(request))
         refused = call.behavior.status
         if refused is not None:
-            raise refusals.status(refused)
+            raise errors.status(refused)
         return Generation(self.engine, read(call), request.state.entry)
 
     async def _hear(self, task: audio.Task, request: Request) -> Any:
@@ -186,7 +188,7 @@ class Simulator:
         try:
             return behavior.for_request(self.settings.behavior, given)
         except ValidationError as error:
-            raise refusals.malformed(error.errors(include_url=False), ("body", "simulate")) from error
+            raise errors.malformed(error.errors(include_url=False), ("body", "simulate")) from error
 
     async def _requests(self, request: Request) -> Response:
         if request.method == "DELETE":
@@ -209,7 +211,7 @@ class Simulator:
 
     async def _metrics(self, _: Request) -> Response:
         text = self.engine.meters.text(self.settings.served[0])
-        return Response(text, headers={"content-type": meters.CONTENT_TYPE})
+        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _models(self, _: Request) -> Response:
         cards = [self._card(name, self.settings.model, None, self.settings.max_model_len) for name in self.settings.served]
@@ -264,14 +266,14 @@ def _parsed(request: Request) -> dict[str, Any]:
     """The body as an object, by FastAPI's rules and in its order. Raises Refusal and Unparsable."""
     media_type = request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0]
     if media_type != "application/json":
-        raise refusals.wrong_content_type()
+        raise errors.wrong_content_type()
     body: bytes = request.state.entry.body
     if not body:
-        raise refusals.malformed([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
+        raise errors.malformed([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     parsed = _loaded(body)
     if not isinstance(parsed, dict):
         message = "Input should be a valid dictionary or object to extract fields from"
-        raise refusals.malformed([{"type": "model_attributes_type", "loc": ("body",), "msg": message, "input": parsed}])
+        raise errors.malformed([{"type": "model_attributes_type", "loc": ("body",), "msg": message, "input": parsed}])
     return parsed
 
 
@@ -279,7 +281,7 @@ def _loaded(body: bytes) -> Any:
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
-        raise refusals.bad_json(error) from error
+        raise errors.bad_json(error) from error
     except (ValueError, RecursionError) as error:
         raise Unparsable from error
 

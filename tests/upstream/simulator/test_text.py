@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from upstream.simulator import schema, tokens
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.plan import Ask, Kind, Prompt, plan
-from upstream.simulator.prefix_cache import PrefixCache
-from upstream.simulator.words import Speaker
+from upstream.simulator.engine.prefix_cache import PrefixCache
+from upstream.simulator.text import json_schema, tokenizer
+from upstream.simulator.text.plan import Ask, Kind, Prompt, plan
+from upstream.simulator.text.speaker import Speaker
 
 
 @given(some.text())
 def test_every_text_survives_its_tokens(text: str) -> None:
-    ids = tokens.encode(text)
-    assert tokens.decode(ids) == text
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
     assert all(0 <= number < 2**49 for number in ids)
 
 
 @given(some.lists(some.integers(0, 2**63 - 1)))
 def test_any_ids_have_a_text(ids: list[int]) -> None:
-    assert isinstance(tokens.decode(ids), str)
+    assert isinstance(tokenizer.decode(ids), str)
 
 
 @given(some.integers(0, 2**64), some.integers(0, 300))
@@ -56,37 +56,37 @@ SCHEMAS: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("given_schema", "wanted"), SCHEMAS)
 def test_a_schema_has_a_small_instance(given_schema: dict[str, Any], wanted: Any) -> None:
-    assert schema.instance(given_schema, Speaker(0)) == wanted
+    assert json_schema.instance(given_schema, Speaker(0)) == wanted
 
 
 def test_lengths_bound_a_string() -> None:
-    assert len(schema.instance({"type": "string", "minLength": 40, "maxLength": 40}, Speaker(0))) == 40
-    assert len(schema.instance({"type": "string", "maxLength": 2}, Speaker(0))) <= 2
+    assert len(json_schema.instance({"type": "string", "minLength": 40, "maxLength": 40}, Speaker(0))) == 40
+    assert len(json_schema.instance({"type": "string", "maxLength": 2}, Speaker(0))) <= 2
 
 
 @pytest.mark.parametrize("bad", [{"type": "nothing"}, {"$ref": "#/no"}, {"type": "object", "properties": {"a": 5}, "required": ["a"]}])
 def test_a_schema_that_is_none_is_told(bad: dict[str, Any]) -> None:
-    with pytest.raises(schema.Unmeetable):
-        schema.instance(bad, Speaker(0))
+    with pytest.raises(json_schema.Unmeetable):
+        json_schema.instance(bad, Speaker(0))
 
 
 def test_a_schema_without_end_is_told() -> None:
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
-    with pytest.raises(schema.Unmeetable):
-        schema.instance(endless, Speaker(0))
+    with pytest.raises(json_schema.Unmeetable):
+        json_schema.instance(endless, Speaker(0))
 
 
 @pytest.mark.parametrize(
     "pattern", ["[ab]{3}", r"\d{3}-\d{2}", "(yes|no)", "^a+b*c?$", "x{2,5}", "[^a]", r"\w+@\w+\.(com|org)", "(?:ab){2}"]
 )
 def test_a_simple_expression_is_matched_whole(pattern: str) -> None:
-    assert re.fullmatch(pattern, schema.matching(pattern, Speaker(0)))
+    assert re.fullmatch(pattern, json_schema.matching(pattern, Speaker(0)))
 
 
 @pytest.mark.parametrize("pattern", ["(", "[", "(?=a)b(?=c)c{3}"])
 def test_an_expression_that_cannot_be_met_is_told(pattern: str) -> None:
-    with pytest.raises(schema.Unmeetable):
-        schema.matching(pattern, Speaker(0))
+    with pytest.raises(json_schema.Unmeetable):
+        json_schema.matching(pattern, Speaker(0))
 
 
 def ask(**more: Any) -> Ask:
@@ -97,7 +97,7 @@ def ask(**more: Any) -> Ask:
 def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking: bool) -> None:
     (choice,) = plan(ask(limit=limit, thinking=thinking), Behavior(tokens=wanted, reasoning_tokens=1 if thinking else None), 0).choices
     assert len(choice.tokens) <= limit
-    assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokens.END)
+    assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokenizer.END)
 
 
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:

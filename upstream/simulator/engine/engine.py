@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from upstream.simulator import refusals
+from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
+from upstream.simulator.engine.metrics import Meters
+from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.flags import Start
-from upstream.simulator.meters import Meters
-from upstream.simulator.plan import Choice, Plan, Token
-from upstream.simulator.prefix_cache import PrefixCache
+from upstream.simulator.text.plan import Choice, Plan, Token
 
 DIED = 1
 
@@ -87,7 +87,7 @@ class Engine:
     def slot(self) -> Iterator[Slot]:
         """A place in the batch. Raises Refusal once the server is shutting down."""
         if self.draining:
-            raise refusals.shut_down()
+            raise errors.shut_down()
         slot, began = Slot(), time.monotonic()
         self._slots.add(slot)
         self.idle.clear()
@@ -138,7 +138,7 @@ class Engine:
                 return
             if _reached(behavior.error_after, slot.made):
                 slot.finish = "error"
-                raise refusals.engine_dead()
+                raise errors.engine_dead()
             yield self._step(slot, plan.choices, number, behavior)
         slot.finish = slot.finish or "stop"
 

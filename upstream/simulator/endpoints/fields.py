@@ -15,9 +15,10 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from upstream.simulator import refusals, schema
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.words import Speaker
+from upstream.simulator import errors
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text import json_schema
+from upstream.simulator.text.speaker import Speaker
 
 MOST_LOGPROBS: Final = 20
 MOST_CHOICES: Final = 16384
@@ -88,17 +89,17 @@ def read(model: type[Model], body: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise refusals.malformed(error.errors(include_url=False), ("body",)) from error
+        raise errors.malformed(error.errors(include_url=False), ("body",)) from error
 
 
 def check_body(body: Mapping[str, Any]) -> None:
     """The rules that vLLM checks on the raw object, before any type (its ``mode="before"`` validators)."""
     _check_salt(body.get("cache_salt"))
     if body.get("stream_options") and not body.get("stream"):
-        raise refusals.bad("Stream options can only be defined when `stream=True`.", "stream_options")
+        raise errors.bad("Stream options can only be defined when `stream=True`.", "stream_options")
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema" and wanted.get("json_schema") is None:
-        raise refusals.bad("When response_format type is 'json_schema', the 'json_schema' field must be provided.", "response_format")
+        raise errors.bad("When response_format type is 'json_schema', the 'json_schema' field must be provided.", "response_format")
     _check_constraints(body.get("structured_outputs"))
 
 
@@ -106,15 +107,15 @@ def _check_salt(salt: object) -> None:
     if salt is None:
         return
     if not isinstance(salt, str) or not salt:
-        raise refusals.bad("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+        raise errors.bad("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
     if len(salt) > 128 or not set("@/\\\0").isdisjoint(salt):
         message = "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', '\\\\', or NUL."
-        raise refusals.bad(message, "cache_salt")
+        raise errors.bad(message, "cache_salt")
 
 
 def _check_constraints(given: object) -> None:
     if isinstance(given, dict) and sum(given.get(name) is not None for name in ("json", "regex", "choice")) > 1:
-        raise refusals.plain("You can only use one kind of constraints for structured outputs ('json', 'regex' or 'choice').")
+        raise errors.plain("You can only use one kind of constraints for structured outputs ('json', 'regex' or 'choice').")
 
 
 def check_logprobs(body: Mapping[str, Any], name: str) -> None:
@@ -122,21 +123,21 @@ def check_logprobs(body: Mapping[str, Any], name: str) -> None:
     for field in ("prompt_logprobs", name):
         value = body.get(field)
         if value is not None and not isinstance(value, int | float):
-            raise refusals.bad(f"`{field}` must be an integer.", field, value)
+            raise errors.bad(f"`{field}` must be an integer.", field, value)
         if value is not None and value < 0 and value != -1:
-            raise refusals.bad(f"`{field}` must be a positive value or -1.", field, value)
+            raise errors.bad(f"`{field}` must be a positive value or -1.", field, value)
     asked = body.get("prompt_logprobs")
     if body.get("stream") and asked is not None and (asked > 0 or asked == -1):
-        raise refusals.bad("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+        raise errors.bad("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
 def check_sampling(request: Sampling, limit: int) -> None:
     """The rules of vLLM's SamplingParams, in its order. ``limit`` is the token limit after clamping."""
     n, temperature = request.n or 1, request.temperature
     if n < 1 or request.n == 0:
-        raise refusals.plain(f"n must be at least 1, got {request.n}.")
+        raise errors.plain(f"n must be at least 1, got {request.n}.")
     if n > MOST_CHOICES:
-        raise refusals.plain(
+        raise errors.plain(
             f"n must be at most {MOST_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
         )
     for name in ("presence_penalty", "frequency_penalty"):
@@ -144,43 +145,43 @@ def check_sampling(request: Sampling, limit: int) -> None:
     if temperature is not None:
         _check_temperature(temperature)
     if request.top_p is not None and not 0 < request.top_p <= 1:
-        raise refusals.bad(f"top_p must be in (0, 1], got {request.top_p}.", "top_p", request.top_p)
+        raise errors.bad(f"top_p must be in (0, 1], got {request.top_p}.", "top_p", request.top_p)
     if request.top_k is not None and request.top_k < -1:
-        raise refusals.plain(f"top_k must be 0 (disable), or at least 1, got {request.top_k}.")
+        raise errors.plain(f"top_k must be 0 (disable), or at least 1, got {request.top_k}.")
     _within(request.min_p, 0, 1, f"min_p must be in [0, 1], got {request.min_p}.")
     if limit < 1:
-        raise refusals.bad(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+        raise errors.bad(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     if request.min_tokens > limit:
-        raise refusals.plain(f"min_tokens must be less than or equal to max_tokens={limit}, got {request.min_tokens}.")
+        raise errors.plain(f"min_tokens must be less than or equal to max_tokens={limit}, got {request.min_tokens}.")
     if "" in request.stops:
-        raise refusals.plain("stop cannot contain an empty string.")
+        raise errors.plain("stop cannot contain an empty string.")
     if n > 1 and temperature is not None and temperature < 1e-5:
-        raise refusals.plain(f"n must be 1 when using greedy sampling, got {n}.")
+        raise errors.plain(f"n must be 1 when using greedy sampling, got {n}.")
 
 
 def _check_temperature(given: float) -> None:
     if not math.isfinite(given):
-        raise refusals.bad(f"temperature must be a finite number, got {given}.", "temperature", given)
+        raise errors.bad(f"temperature must be a finite number, got {given}.", "temperature", given)
     if given < 0:
-        raise refusals.bad(f"temperature must be non-negative, got {given}.", "temperature", given)
+        raise errors.bad(f"temperature must be non-negative, got {given}.", "temperature", given)
     if given > 2:
-        raise refusals.bad(f"temperature must be in [0, 2], got {given}.", "temperature", given)
+        raise errors.bad(f"temperature must be in [0, 2], got {given}.", "temperature", given)
 
 
 def _within(value: float | None, low: float, high: float, message: str) -> None:
     if value is not None and not low <= value <= high:
-        raise refusals.plain(message)
+        raise errors.plain(message)
 
 
 def engine_refusal(request: Sampling, logprobs: int | None) -> Refusal | None:
     """What vLLM finds only in the engine: a 400 where nothing is streamed, the first event of a stream otherwise."""
     if logprobs is not None and logprobs > MOST_LOGPROBS:
         message = f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {MOST_LOGPROBS}"
-        return refusals.bad(message, "logprobs", logprobs)
+        return errors.bad(message, "logprobs", logprobs)
     unknown = [int(token) for token in request.logit_bias or {} if not 0 <= int(token) < VOCABULARY]
     if unknown:
         message = f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. Vocabulary size: {VOCABULARY}"
-        return refusals.bad(message, "logit_bias", unknown)
+        return errors.bad(message, "logit_bias", unknown)
     return None
 
 
@@ -199,7 +200,7 @@ def _structured(wanted: StructuredOutputs) -> Callable[[Speaker], str] | None:
     if wanted.json_ is not None:
         return partial(_json_text, wanted.json_)
     if wanted.regex is not None:
-        return partial(schema.matching, wanted.regex)
+        return partial(json_schema.matching, wanted.regex)
     if wanted.choice:
         choices = wanted.choice
         return lambda speaker: choices[speaker.between(0, len(choices) - 1)]
@@ -208,7 +209,7 @@ def _structured(wanted: StructuredOutputs) -> Callable[[Speaker], str] | None:
 
 def _json_text(given: dict[str, Any] | str, speaker: Speaker) -> str:
     wanted = loads(given) if isinstance(given, str) else given
-    return dumps(schema.instance(wanted, speaker), ensure_ascii=False, separators=(",", ":"))
+    return dumps(json_schema.instance(wanted, speaker), ensure_ascii=False, separators=(",", ":"))
 
 
 def _json_object(speaker: Speaker) -> str:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from upstream.simulator import chat, fields, refusals, usage
-from upstream.simulator.fields import Fields
-from upstream.simulator.job import Call, Job, Transcript
+from upstream.simulator import errors
+from upstream.simulator.endpoints import chat, fields, usage
+from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.engine.job import Call, Job, Transcript
 
 _SINGLE = ("messages", "stream", "stream_options", "tools", "tool_choice")
 
@@ -36,7 +37,7 @@ def job(call: Call) -> Job:
 def _calls(call: Call) -> list[Call]:
     """Each conversation as a chat request. Raises Refusal."""
     if call.body.get("n", 1) not in (None, 1):
-        raise refusals.bad("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", call.body["n"])
+        raise errors.bad("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", call.body["n"])
     fields.read(Conversations, call.body)
     shared = {name: value for name, value in call.body.items() if name not in _SINGLE}
     return [replace(call, body={**shared, "messages": messages}) for messages in call.body["messages"]]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from upstream.simulator import schema, tokens
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.words import Speaker, seed_of
+from upstream.simulator.text import json_schema, tokenizer
+from upstream.simulator.text.speaker import Speaker, seed_of
 
 
 class Kind(Enum):
@@ -54,11 +54,11 @@ class Prompt:
 
     @classmethod
     def of_text(cls, text: str) -> Prompt:
-        return cls(text, tuple(tokens.encode(text)))
+        return cls(text, tuple(tokenizer.encode(text)))
 
     @classmethod
     def of_ids(cls, ids: list[int]) -> Prompt:
-        return cls(tokens.decode(ids), tuple(ids))
+        return cls(tokenizer.decode(ids), tuple(ids))
 
 
 def prompts_of(given: str | list[Any] | None) -> list[Prompt]:
@@ -127,19 +127,19 @@ def _choice(ask: Ask, behavior: Behavior, speaker: Speaker) -> Choice:
     return _limited(_stopped([*thoughts, *_said(ask, speaker, total - len(thoughts) - 1), _END], ask.stops), ask.limit)
 
 
-_END = Token(Kind.SILENT, "", tokens.END)
+_END = Token(Kind.SILENT, "", tokenizer.END)
 
 
 def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
     count = behavior.reasoning_tokens if behavior.reasoning_tokens is not None else max(1, min(16, total // 3))
-    return [*_shown(Kind.REASONING, speaker.pieces(count)), Token(Kind.SILENT, "", tokens.THOUGHT)]
+    return [*_shown(Kind.REASONING, speaker.pieces(count)), Token(Kind.SILENT, "", tokenizer.THOUGHT)]
 
 
 def _said(ask: Ask, speaker: Speaker, count: int) -> list[Token]:
     if ask.calls:
         return [token for tool in ask.calls for token in _call(tool, speaker)]
     if ask.forced is not None:
-        return _shown(Kind.CONTENT, tokens.pieces(ask.forced(speaker)))
+        return _shown(Kind.CONTENT, tokenizer.pieces(ask.forced(speaker)))
     return _shown(Kind.CONTENT, speaker.pieces(max(count, 0)))
 
 
@@ -149,11 +149,11 @@ def _shown(kind: Kind, pieces: list[str]) -> list[Token]:
 
 def _call(tool: Tool, speaker: Speaker) -> list[Token]:
     """A call as a model writes it: markup that nobody sees, the name, the arguments in Python's JSON spacing."""
-    arguments = json.dumps(schema.instance(tool.parameters, speaker), ensure_ascii=False)
+    arguments = json.dumps(json_schema.instance(tool.parameters, speaker), ensure_ascii=False)
     return [
         Token(Kind.SILENT, "", "<tool_call>"),
         Token(Kind.CALL, tool.name, tool.name),
-        *_shown(Kind.ARGUMENTS, tokens.pieces(arguments)),
+        *_shown(Kind.ARGUMENTS, tokenizer.pieces(arguments)),
         Token(Kind.SILENT, "", "</tool_call>"),
     ]
 

@@ -12,13 +12,14 @@ from typing import Any, Literal
 import orjson
 from starlette.datastructures import FormData, UploadFile
 
-from upstream.simulator import fields, refusals, usage
-from upstream.simulator.chat import DONE
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import Fields
-from upstream.simulator.job import Call, Job, Transcript, now
-from upstream.simulator.plan import Ask, Prompt
-from upstream.simulator.refusals import Refusal
+from upstream.simulator import errors
+from upstream.simulator.endpoints import fields, usage
+from upstream.simulator.endpoints.chat import DONE
+from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Transcript, now
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text.plan import Ask, Prompt
 
 TOKENS_PER_SECOND = 50
 _BYTES_PER_SECOND = 16000
@@ -51,10 +52,10 @@ class Recording:
         """Read the upload. Raises Refusal where there is none, or an empty one."""
         file = form.get("file")
         if not isinstance(file, UploadFile):
-            raise refusals.malformed([{"type": "missing", "loc": ("file",), "msg": "Field required", "input": {}}], ("body",))
+            raise errors.malformed([{"type": "missing", "loc": ("file",), "msg": "Field required", "input": {}}], ("body",))
         content = await file.read()
         if not content:
-            raise refusals.plain("Invalid or unsupported audio file.")
+            raise errors.plain("Invalid or unsupported audio file.")
         return cls(content, _seconds(content))
 
 
@@ -71,7 +72,7 @@ def job(call: Call, recording: Recording, task: Task) -> Job:
     request = fields.read(AudioRequest, call.body)
     model = call.model()
     if request.response_format not in ("json", "text", "verbose_json"):
-        raise refusals.plain("Currently only support response_format: `text`, `json`, `verbose_json` or `diarized_json`")
+        raise errors.plain("Currently only support response_format: `text`, `json`, `verbose_json` or `diarized_json`")
     prompt = Prompt.of_text(f"<|im_start|>{task}\n{request.prompt}" + "\x00" * math.ceil(recording.seconds * TOKENS_PER_SECOND))
     room = call.settings.max_model_len - len(prompt.ids)
     ask = Ask((prompt,), max(1, min(room, request.max_completion_tokens or room)), seed=request.seed)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from upstream.simulator.words import Speaker
+from upstream.simulator.text.speaker import Speaker
 
 Schema = Mapping[str, Any]
 

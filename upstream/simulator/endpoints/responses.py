@@ -13,13 +13,14 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field
 
-from upstream.simulator import chat, fields, refusals
-from upstream.simulator.chat import Prepared
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import Fields, OrZero
-from upstream.simulator.job import Call, Job, Said, Transcript, now, output_checked, random_id
-from upstream.simulator.plan import Kind, Token
-from upstream.simulator.refusals import Refusal
+from upstream.simulator import errors
+from upstream.simulator.endpoints import chat, fields
+from upstream.simulator.endpoints.chat import Prepared
+from upstream.simulator.endpoints.fields import Fields, OrZero
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Said, Transcript, now, output_checked, random_id
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text.plan import Kind, Token
 
 
 class ResponsesRequest(Fields):
@@ -71,9 +72,9 @@ def not_found(response_id: str) -> Refusal:
 
 def _check(body: dict[str, Any]) -> None:
     if body.get("prompt") is not None:
-        raise refusals.bad("prompt template is not supported", "prompt")
+        raise errors.bad("prompt template is not supported", "prompt")
     if body.get("background") and not body.get("store", True):
-        raise refusals.bad("background can only be used when `store` is true", "background")
+        raise errors.bad("background can only be used when `store` is true", "background")
     if body.get("background"):
         message = (
             "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable these "
@@ -81,9 +82,9 @@ def _check(body: dict[str, Any]) -> None:
         )
         raise Refusal(message, 400, "invalid_request_error", "background")
     if not body.get("tools") and body.get("tool_choice") == "required":
-        raise refusals.bad("Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
+        raise errors.bad("Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
     if isinstance(body.get("tool_choice"), dict) and body["tool_choice"].get("name") not in _names(body.get("tools")):
-        raise refusals.bad("Tool choice 'function' not found in 'tools' parameter.", "tool_choice")
+        raise errors.bad("Tool choice 'function' not found in 'tools' parameter.", "tool_choice")
 
 
 def _names(tools: Any) -> list[Any]:

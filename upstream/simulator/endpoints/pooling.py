@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from upstream.simulator import fields, refusals, usage
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import Fields
-from upstream.simulator.job import Call, Job, Transcript, context_checked, now
-from upstream.simulator.plan import Prompt, nothing, prompts_of
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.words import seed_of
+from upstream.simulator import errors
+from upstream.simulator.endpoints import fields, usage
+from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Transcript, context_checked, now
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text.plan import Prompt, nothing, prompts_of
+from upstream.simulator.text.speaker import seed_of
 
 DIMENSIONS = 16
 LABELS = ("negative", "positive")
@@ -112,9 +113,9 @@ def cohere_embeddings(call: Call) -> Job:
     given = [each for each in (request.texts, request.images, request.inputs) if each is not None]
     if len(given) != 1 or not given[0]:
         message = "Value error, Exactly one of texts, images, or inputs must be provided, and it must be non-empty"
-        raise refusals.malformed([{"type": "value_error", "loc": (), "msg": message, "input": call.body, "ctx": {"error": {}}}], ("body",))
+        raise errors.malformed([{"type": "value_error", "loc": (), "msg": message, "input": call.body, "ctx": {"error": {}}}], ("body",))
     if request.input_type is not None:
-        raise refusals.plain(f"Unsupported input_type {request.input_type!r}. This model does not define any input_type task instructions.")
+        raise errors.plain(f"Unsupported input_type {request.input_type!r}. This model does not define any input_type task instructions.")
     call.model()
     inputs = request.inputs or [_of_image(url) for url in request.images or ()]
     prompts = [Prompt.of_text(text) for text in request.texts or [_content_of(each) for each in inputs]]
@@ -183,9 +184,9 @@ def score(call: Call) -> Job:
     given = (option for option in (request.text_2, request.documents, request.items) if option is not None)
     second = _listed(next(given, None))
     if not first or not second:
-        raise refusals.plain("At least one text element must be given" if first else "At least one text_pair element must be given")
+        raise errors.plain("At least one text element must be given" if first else "At least one text_pair element must be given")
     if len(first) not in (1, len(second)):
-        raise refusals.plain("Input lengths must be either 1:1, 1:N or N:N")
+        raise errors.plain("Input lengths must be either 1:1, 1:N or N:N")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     shown = [{"index": at, "object": "score", "score": _draw(call, *pair)} for at, pair in enumerate(pairs)]
     return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_head(call, "score"), "data": shown})
@@ -214,7 +215,7 @@ def _texts(call: Call) -> tuple[TextRequest, list[Prompt]]:
     request = fields.read(TextRequest, call.body)
     if request.input is None and request.messages is None:
         missing = {"type": "missing", "loc": ("input",), "msg": "Field required", "input": call.body}
-        raise refusals.malformed([missing], ("body",))
+        raise errors.malformed([missing], ("body",))
     if request.messages is not None:
         return request, [Prompt.of_text("\n".join(_text(message.get("content") or "") for message in request.messages))]
     return request, prompts_of(request.input)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from upstream.simulator import refusals
-from upstream.simulator.engine import Engine, Slot
-from upstream.simulator.job import Job
+from upstream.simulator import errors
+from upstream.simulator.engine.engine import Engine, Slot
+from upstream.simulator.engine.job import Job
+from upstream.simulator.engine.wire import Cut, Wire
+from upstream.simulator.errors import Refusal
 from upstream.simulator.journal import Entry
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.wire import Cut, Wire
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -106,7 +106,7 @@ class Generation:
     def _check(self) -> None:
         """Raise what the engine says to the request, once it has begun."""
         if self.job.behavior.error_first:
-            raise refusals.engine_dead()
+            raise errors.engine_dead()
         if self.job.refusal is not None:
             raise self.job.refusal
 

@@ -9,7 +9,7 @@ import random
 from hashlib import blake2b
 from typing import Final
 
-from upstream.simulator import tokens
+from upstream.simulator.text import tokenizer
 
 WORDS: Final = tuple(
     """
@@ -52,7 +52,7 @@ class Speaker:
         """Exactly ``count`` pieces of text; the first has no space before it."""
         said: list[str] = []
         while len(said) < count:
-            said += tokens.pieces(self._next_word(first=not said))
+            said += tokenizer.pieces(self._next_word(first=not said))
         return said[:count]
 
     def _next_word(self, *, first: bool) -> str:

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from upstream.simulator import fields, refusals, usage
-from upstream.simulator.chat import DONE
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import Sampling
-from upstream.simulator.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
-from upstream.simulator.plan import Ask, Prompt, prompts_of
-from upstream.simulator.probabilities import completion_logprobs
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.tokens import number, piece_of
+from upstream.simulator import errors
+from upstream.simulator.endpoints import fields, usage
+from upstream.simulator.endpoints.chat import DONE
+from upstream.simulator.endpoints.fields import Sampling
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text.logprobs import completion_logprobs
+from upstream.simulator.text.plan import Ask, Prompt, prompts_of
+from upstream.simulator.text.tokenizer import number, piece_of
 
 DEFAULT_TOKENS = 16
 
@@ -38,7 +39,7 @@ def job(call: Call) -> Job:
     fields.check_body(body)
     fields.check_logprobs(body, "logprobs")
     if body.get("prompt") in (None, ""):
-        raise refusals.bad("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise errors.bad("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     request = fields.read(
         CompletionRequest, {**body, "max_tokens": DEFAULT_TOKENS if body.get("max_tokens") is None else body["max_tokens"]}
     )

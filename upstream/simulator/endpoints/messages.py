@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, field_validator
 
-from upstream.simulator import chat, fields, usage
-from upstream.simulator.chat import Prepared
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import MOST_STOPS, Fields
+from upstream.simulator.endpoints import chat, fields, usage
+from upstream.simulator.endpoints.chat import Prepared
+from upstream.simulator.endpoints.fields import MOST_STOPS, Fields
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Said, Transcript
+from upstream.simulator.errors import Refusal
 from upstream.simulator.flags import Settings
-from upstream.simulator.job import Call, Job, Said, Transcript
-from upstream.simulator.plan import Kind, Token
-from upstream.simulator.refusals import Refusal
+from upstream.simulator.text.plan import Kind, Token
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

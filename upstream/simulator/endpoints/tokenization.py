@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from upstream.simulator import chat, fields, tokens
-from upstream.simulator.fields import Fields
-from upstream.simulator.job import Call
+from upstream.simulator.endpoints import chat, fields
+from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.engine.job import Call
+from upstream.simulator.text import tokenizer
 
 
 class TokenizeRequest(Fields):
@@ -28,11 +29,11 @@ def tokenize(call: Call) -> dict[str, Any]:
     """The ids of a prompt, or of messages as the chat template renders them. Raises Refusal."""
     call.model()
     text, wants_strings = _chat_text(call) if "messages" in call.body else _text(call)
-    pieces = tokens.pieces(text)
+    pieces = tokenizer.pieces(text)
     return {
         "count": len(pieces),
         "max_model_len": call.settings.max_model_len,
-        "tokens": [tokens.number(piece) for piece in pieces],
+        "tokens": [tokenizer.number(piece) for piece in pieces],
         "token_strs": pieces if wants_strings else None,
     }
 
@@ -51,4 +52,4 @@ def detokenize(call: Call) -> dict[str, Any]:
     """The text of ids. Raises Refusal."""
     request = fields.read(DetokenizeRequest, call.body)
     call.model()
-    return {"prompt": tokens.decode(request.tokens)}
+    return {"prompt": tokenizer.decode(request.tokens)}

@@ -9,14 +9,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field
 
-from upstream.simulator import fields, refusals, usage
-from upstream.simulator.engine import Emission
-from upstream.simulator.fields import Fields, OrZero, Sampling
-from upstream.simulator.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
-from upstream.simulator.plan import Ask, Kind, Prompt, Tool
-from upstream.simulator.probabilities import chat_entry
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.tokens import number
+from upstream.simulator import errors
+from upstream.simulator.endpoints import fields, usage
+from upstream.simulator.endpoints.fields import Fields, OrZero, Sampling
+from upstream.simulator.engine.engine import Emission
+from upstream.simulator.engine.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
+from upstream.simulator.errors import Refusal
+from upstream.simulator.text.logprobs import chat_entry
+from upstream.simulator.text.plan import Ask, Kind, Prompt, Tool
+from upstream.simulator.text.tokenizer import number
 
 DONE = b"data: [DONE]\n\n"
 
@@ -78,7 +79,7 @@ def read(call: Call) -> ChatRequest:
     fields.check_body(body)
     _check_logprobs(body)
     if body.get("continue_final_message") and body.get("add_generation_prompt"):
-        raise refusals.plain("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        raise errors.plain("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     return fields.read(ChatRequest, {**body, **_tool_choice(body)})
 
 
@@ -86,7 +87,7 @@ def _check_logprobs(body: dict[str, Any]) -> None:
     fields.check_logprobs(body, "top_logprobs")
     top = body.get("top_logprobs")
     if top is not None and (top == -1 or top > 0) and not body.get("logprobs"):
-        raise refusals.bad("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        raise errors.bad("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
 
 
 def _tool_choice(body: dict[str, Any]) -> dict[str, Any]:
@@ -94,17 +95,17 @@ def _tool_choice(body: dict[str, Any]) -> dict[str, Any]:
     tools = body.get("tools")
     if tools == []:
         message = "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely."
-        raise refusals.bad(message, "tools")
+        raise errors.bad(message, "tools")
     if "tool_choice" not in body:
         return {"tool_choice": "auto"} if tools else {}
     choice = body["tool_choice"]
     if choice is None or choice == "none":
         return {}
     if tools is None:
-        raise refusals.bad("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        raise errors.bad("When using `tool_choice`, `tools` must be set.", "tool_choice")
     if choice not in ("auto", "required") and not isinstance(choice, dict):
         message = f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or "required" are supported.'
-        raise refusals.bad(message, "tool_choice")
+        raise errors.bad(message, "tool_choice")
     if isinstance(choice, dict):
         _check_named(choice, tools)
     return {}
@@ -114,11 +115,11 @@ def _check_named(choice: dict[str, Any], tools: Any) -> None:
     usage_hint = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
     function = choice.get("function")
     if not isinstance(function, dict):
-        raise refusals.bad(f"Invalid value for `function`: `{function}` in `tool_choice`! {usage_hint}", "tool_choice.function")
+        raise errors.bad(f"Invalid value for `function`: `{function}` in `tool_choice`! {usage_hint}", "tool_choice.function")
     if "name" not in function:
-        raise refusals.bad(f"Expected field `name` in `function` in `tool_choice`! {usage_hint}", "tool_choice.function.name")
+        raise errors.bad(f"Expected field `name` in `function` in `tool_choice`! {usage_hint}", "tool_choice.function.name")
     if function["name"] not in _names(tools):
-        raise refusals.bad("The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice")
+        raise errors.bad("The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice")
 
 
 def _names(tools: Any) -> list[Any]:
@@ -153,7 +154,7 @@ def prepare(call: Call, request: ChatRequest) -> Prepared:
     _check_tools(call, request)
     untrusted = request.chat_template is not None or "chat_template" in (request.chat_template_kwargs or {})
     if untrusted and not settings.trust_chat_template:
-        raise refusals.plain(
+        raise errors.plain(
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
             "Refused request with untrusted chat template."
         )
@@ -187,9 +188,9 @@ def _check_tools(call: Call, request: ChatRequest) -> None:
     if choice in (None, "none") or (settings.tool_parser and (settings.auto_tools or choice != "auto")):
         return
     if choice == "auto":
-        raise refusals.plain('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+        raise errors.plain('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
     named = f'function "{choice.function.name}"' if isinstance(choice, NamedTool) else f'"{choice}"'
-    raise refusals.plain(f"tool_choice={named} requires --tool-call-parser to be set")
+    raise errors.plain(f"tool_choice={named} requires --tool-call-parser to be set")
 
 
 def _thinks(call: Call, request: ChatRequest) -> bool:

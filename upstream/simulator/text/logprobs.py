@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from upstream.simulator.tokens import number
-from upstream.simulator.words import WORDS, seed_of
+from upstream.simulator.text.speaker import WORDS, seed_of
+from upstream.simulator.text.tokenizer import number
 
 Ranked = list[tuple[str, float]]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from upstream.simulator.fields import StreamOptions
+from upstream.simulator.endpoints.fields import StreamOptions
+from upstream.simulator.engine.job import Transcript
 from upstream.simulator.flags import Settings
-from upstream.simulator.job import Transcript
 
 
 @dataclass(frozen=True, slots=True)

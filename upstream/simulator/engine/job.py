@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from upstream.simulator import refusals
+from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.engine import Emission, Slot
+from upstream.simulator.engine.engine import Emission, Slot
+from upstream.simulator.errors import Refusal
 from upstream.simulator.flags import Settings
-from upstream.simulator.plan import Ask, Kind, Plan, Token, nothing, plan
-from upstream.simulator.refusals import Refusal
-from upstream.simulator.schema import Unmeetable
-from upstream.simulator.tokens import MAX_CHARS_PER_TOKEN
+from upstream.simulator.text.json_schema import Unmeetable
+from upstream.simulator.text.plan import Ask, Kind, Plan, Token, nothing, plan
+from upstream.simulator.text.tokenizer import MAX_CHARS_PER_TOKEN
 
 
 def random_id() -> str:
@@ -149,7 +149,7 @@ class Call:
         if asked in {lora.name for lora in self.settings.loras}:
             return str(asked)
         if asked and asked not in self.settings.served:
-            raise refusals.unknown_model(asked, self.settings.served)
+            raise errors.unknown_model(asked, self.settings.served)
         return self.settings.served[0]
 
     def request_id(self) -> str:
@@ -161,7 +161,7 @@ class Call:
         try:
             return plan(ask, self.behavior, self.settings.seed), None
         except (Unmeetable, ValueError, TypeError, KeyError, IndexError) as error:
-            return nothing(ask.prompts), refusals.plain(f"Grammar error: {error}")
+            return nothing(ask.prompts), errors.plain(f"Grammar error: {error}")
 
 
 def now() -> int:
@@ -187,11 +187,11 @@ def context_checked(prompt_text: str, prompt_length: int, settings: Settings) ->
 
 def _overflow(limit: int, contained: str, param: str, value: int) -> Refusal:
     message = f"This model's maximum context length is {limit} tokens. However, your prompt contains {contained}. "
-    return refusals.bad(message + "Please reduce the length of the input prompt.", param, value)
+    return errors.bad(message + "Please reduce the length of the input prompt.", param, value)
 
 
 def output_checked(asked: int | None, param: str, settings: Settings) -> None:
     """Raise the Refusal of a token limit that alone is above the context."""
     if asked is not None and asked > settings.max_model_len:
         message = f"{param}={asked} cannot be greater than max_model_len={settings.max_model_len}. Please request fewer output tokens."
-        raise refusals.bad(message, param, asked)
+        raise errors.bad(message, param, asked)
