@@ -42,7 +42,7 @@ format: $(READY)
 vllm: $(READY)  ## a real vLLM for the CPU, with the project's tiny models, in .venv-vllm
 	$(BIN)/python tests/vllm/install.py
 
-clients: $(READY)  ## the client packages that the suite tries, each in an environment of its own
+clients: $(READY)  ## the client packages that the suite tests, each in a separate environment
 	$(BIN)/python tests/clients/install.py
 
 deploy-tools: $(READY)  ## the tools that check what is deployed and released: Helm, Kubernetes' schemas, linters, CycloneDX, wheels, a base for images (needs Debian's mmdebstrap)
@@ -70,7 +70,7 @@ soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, and it
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
 	$(BIN)/python -m tests.benchmarks $(CASES)
 
-bench-peers: $(READY)  ## the peers that come from PyPI, each in an environment of its own
+bench-peers: $(READY)  ## the peers that come from PyPI, each in a separate environment
 	$(BIN)/python tests/benchmarks/install.py
 
 pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debian's prometheus
@@ -110,7 +110,7 @@ release-images:  ## both images of a release; BASE and VLLM_BASE name what they 
 	$(MAKE) image image-vllm
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
-lock:  ## write requirements.lock and those of the images anew (needs uv)
+lock:  ## write requirements.lock and the images' locks (needs uv)
 	$(COMPILE) pyproject.toml --extra otel --extra jwt --group dev -o requirements.lock
 	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt -o deploy/docker/runtime.lock
 	$(COMPILE) --constraint requirements.lock --group build -o deploy/docker/build.lock

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the secrets that compose.yaml mounts, those that are missing, in the folder "secrets" beside this file, and prints the gateway's
-# first key. The folder is closed to others. The files in it are not: containers read them as users of their own.
+# first key. The folder is closed to others. The files in it are not: each container reads them as another user.
 set -eu
 cd "$(dirname "$0")"
 umask 022

@@ -242,8 +242,8 @@ def _at(values: Any, path: list[str]) -> Any:
 _README = """\
 # vllm-gateway
 
-The chart of [vllm-gateway](../../../README.md): the gateway, and the vLLM servers behind it. How to install, upgrade, scale and drain it is
-told in [docs/kubernetes.md](../../../docs/kubernetes.md); [examples](examples) has values to begin with.
+The chart of [vllm-gateway](../../../README.md): the gateway, and the vLLM servers behind it. To install, upgrade, scale and drain it, see
+[docs/kubernetes.md](../../../docs/kubernetes.md); [examples](examples) has values to start from.
 
 This page is made from values.yaml by `python deploy/helm/sync.py`.
 

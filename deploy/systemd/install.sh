@@ -8,10 +8,10 @@ usage() {
 Usage: install.sh [--wheel FILE] [--prefix DIR] [--dry-run]
        install.sh --uninstall [--purge] [--prefix DIR] [--dry-run]
 
-  --wheel FILE   the gateway; default: the one that `make dist` has put into dist/
-  --prefix DIR   put everything below DIR, for a look: no user is made, and systemd is not told
+  --wheel FILE   the gateway; default: the wheel that `make dist` has put into dist/
+  --prefix DIR   put everything below DIR, for inspection: no user is created, and systemd is not reloaded
   --dry-run      print what would be done, and do nothing
-  --uninstall    take away the program and the service; the configuration and what was kept stay
+  --uninstall    remove the program and the service; the configuration and stored data stay
   --purge        take these away too, and the user
 
 PYTHON names the interpreter, 3.11 or newer; default: python3.
@@ -172,7 +172,7 @@ start() {
     run systemctl restart "$name" # it returns when the gateway is ready
     run echo "$name runs: systemctl status $name"
   else
-    run echo "$name is installed; systemd is not told: $home/bin/$name serve $config"
+    run echo "$name is installed; systemd was not reloaded: $home/bin/$name serve $config"
   fi
 }
 

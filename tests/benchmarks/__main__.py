@@ -84,13 +84,13 @@ async def run(cases: list[str], proxies: list[str], scale: Scale, to: Path) -> N
     """Run the cases one after the other; what each brought is kept, and in the report, at once."""
     for name in cases:
         section = await measured(name, proxies, scale)
-        kept = results.read(to / KEPT) | {name: section}
-        results.write(to / KEPT, kept)
-        report.write(to, kept)
+        stored = results.read(to / KEPT) | {name: section}
+        results.write(to / KEPT, stored)
+        report.write(to, stored)
 
 
 async def measured(name: str, proxies: list[str], scale: Scale) -> Section:
-    """One case, in a folder of its own that is gone afterwards."""
+    """Run one case in a temporary folder."""
     say(f"== {name}")
     section = Section(name, "", scale.rounds, 0.0, results.machine(), {})
     began = monotonic()

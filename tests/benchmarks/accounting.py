@@ -39,11 +39,11 @@ class Tree:
         return sum(_cpu(each) for each in self.processes())
 
     def first(self) -> float:
-        """Of the first process alone."""
+        """The first process alone."""
         return sum(_cpu(each, with_children=False) for each in self.processes()[:1])
 
     def workers(self) -> list[psutil.Process]:
-        """Those of the gateway; no other proxy has any."""
+        """The gateway's workers; no other proxy has any."""
         return [each for each in self.processes() if "worker" in each.cmdline()]
 
     def rss(self) -> int:
@@ -66,7 +66,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def connections(process: psutil.Process, port: int) -> int:
-    """How many clients of a port of its own a process is connected with."""
+    """Count the clients that are connected to a port of a process."""
     found = process.net_connections("tcp4")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)
 

@@ -25,7 +25,7 @@ ALONE = (GATEWAY.name,)
 
 @contextmanager
 def _direct(stage: Stage, port: int) -> Iterator[Running]:
-    """The upstream itself, as one of those who have turns."""
+    """The upstream itself, measured in the same rotation."""
     place = stage.place("direct")
     place.mkdir()
     yield Running(DIRECT, port, Tree(None), place)
@@ -43,7 +43,7 @@ async def json(stage: Stage) -> None:
 
 
 async def streams(stage: Stage) -> None:
-    """300 streams of 50 events a second, fewer for who cannot carry them."""
+    """300 streams of 50 events a second, fewer for proxies that cannot carry them."""
     with (
         standin.stream_server(stage.place("upstream"), 50) as port,
         stage.running(Setting((port,))) as alive,
@@ -89,7 +89,7 @@ async def prompts(stage: Stage) -> None:
 
 
 async def ttfb(stage: Stage) -> None:
-    """New streams while 64 connections ask for JSON."""
+    """New streams while 64 connections request JSON."""
     with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
         for proxy in stage.turns([*alive, direct]):
             await first_events(stage, proxy, "64 connections of JSON beside", 4.0 * stage.scale.seconds)
@@ -107,17 +107,17 @@ async def books(stage: Stage) -> None:
     """The JSON loads of the cases `json` and `prompts`, on gateways that count limits and keep a ledger as well; up to a thousand keys
     ask in turn.
 
-    What is written behind the requests is counted: the turn is over when the ledger has had the time to write its last rows.
+    Writes after the requests are counted: a round ends when the ledger has had the time to write its last rows.
     """
     with standin.json_servers(stage.place("upstream")) as ports, ExitStack() as stack:
-        setting, kept = Setting(ports), dict(_BOOKS)
+        setting, stored = Setting(ports), dict(_BOOKS)
         if (missing := debian("redis-server")) is None:
-            kept["… and the limits in Redis"] = Books(
+            stored["… and the limits in Redis"] = Books(
                 limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.place("redis")))
             )
         else:
             stage.absent("… and the limits in Redis", missing)
-        more = [gateway_keeping(each, name) for name, each in kept.items()]
+        more = [gateway_keeping(each, name) for name, each in stored.items()]
         alive = stack.enter_context(stage.running(setting, (GATEWAY.name, NGINX.name, "vllm-router"), more))
         used = [token(number) for number in setting.key_numbers]
         for proxy in stage.turns(alive):
@@ -225,7 +225,7 @@ def counted(count: int, thing: str) -> str:
 
 
 async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[Running], Awaitable[None]]) -> None:
-    """A turn with a process of its own; where that does not start, the proxy is absent."""
+    """Run a round with a separate process; if it does not start, the proxy is absent."""
     try:
         with started(proxy, setting, stage.place(proxy.name)) as running:
             await turn(running)

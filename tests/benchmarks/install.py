@@ -1,8 +1,8 @@
 """Owns the environments of the peers that come from PyPI. Run by `make bench-peers`; standard library only.
 
 Each is a virtual environment in the user's cache, named after what it is made from (`environments/NAME.lock`, the interpreter and the
-machine), so that a second clone pays nothing. Rule: the mark is written last; a folder without it is made anew. A peer that cannot be
-installed is no error of the others: it is told, and the run reports it as absent.
+machine), so that a second clone pays nothing. Rule: the mark is written last; a folder without it is created again. A peer that cannot be
+installed does not affect the others: it is printed, and the run reports it as absent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JSON requests as fast as the answers come: wrk (Debian's) with a script, as many connections as asked for, one thread.
+"""JSON requests, each sent when the previous response has arrived: wrk (Debian's) with a script and one thread.
 
-The rule: nobody is timed on errors. One answer is compared in full before each run (`whole_answer`), and in the run every status and the
-number of bytes are held against it.
+The rule: errors are never timed. One response is compared in full before each run (`whole_answer`). During the run every status and the
+number of bytes are compared with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Load:
 
 
 async def load(
-    port: int, body: bytes, answer: int, connections: int, seconds: float, folder: Path, tokens: Sequence[str] = (TOKEN,)
+    port: int, body: bytes, response: int, connections: int, seconds: float, folder: Path, tokens: Sequence[str] = (TOKEN,)
 ) -> Load:
     """Load a proxy whose answers have a body of `answer` bytes, for whole seconds, at least one; files for wrk go to `folder`.
 
@@ -53,25 +53,25 @@ async def load(
     pipe = asyncio.subprocess.PIPE
     wrk = await asyncio.create_subprocess_exec("wrk", *words, url, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ)
     try:
-        said, _ = await asyncio.wait_for(wrk.communicate(), seconds + _MARGIN)
+        text, _ = await asyncio.wait_for(wrk.communicate(), seconds + _MARGIN)
     except TimeoutError as error:
         raise LoadFailed("wrk did not end in time") from error
     finally:
         if wrk.returncode is None:
             wrk.kill()
             await wrk.wait()
-    return summary(said.decode(errors="replace"), answer)
+    return summary(text.decode(errors="replace"), response)
 
 
-def summary(said: str, answer: int) -> Load:
+def summary(text: str, response: int) -> Load:
     """What wrk and its script printed, where an answer's body has so many bytes. Raises LoadFailed."""
-    line = next((line for line in said.splitlines() if line.startswith("RESULT ")), None)
+    line = next((line for line in text.splitlines() if line.startswith("RESULT ")), None)
     if line is None:
-        raise LoadFailed(said.strip()[-400:])
+        raise LoadFailed(text.strip()[-400:])
     result = json.loads(line.removeprefix("RESULT "))
     faults = [f"{result[name]} × {name}" for name in _ERRORS if result[name]]
-    if result["bytes"] < result["requests"] * answer:
-        faults.append(f"{result['requests'] * answer - result['bytes']} bytes too few")
+    if result["bytes"] < result["requests"] * response:
+        faults.append(f"{result['requests'] * response - result['bytes']} bytes too few")
     return Load(result["requests"], result["microseconds"] / 1e6, result["p50"] / 1e6, result["p99"] / 1e6, tuple(faults))
 
 
@@ -89,5 +89,5 @@ def difference(status: int, body: bytes) -> str | None:
 def whole_answer(port: int, body: bytes) -> tuple[int, bytes]:
     """Status and body of one answer. Raises httpx2.HTTPError."""
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
-    answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=20, verify=False)
-    return answer.status_code, answer.content
+    response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=20, verify=False)
+    return response.status_code, response.content

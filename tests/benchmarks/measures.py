@@ -36,7 +36,7 @@ async def loaded(
 ) -> None:
     """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`.
 
-    `behind`: for so many seconds after the last answer what the proxy still does is counted too; `control` is then what the gateway's
+    `behind`: seconds after the last response during which the proxy's work is still counted; `control` is then what the gateway's
     control has taken of `cpu`.
     """
     fault, length = await inspected(proxy.port, body)
@@ -60,17 +60,17 @@ def latencies(run: Load) -> dict[str, float]:
 
 
 def per_unit(proxy: Running, seconds: float, count: int) -> dict[str, float]:
-    """CPU for each of so many; nothing where there is no proxy or nothing came."""
+    """Return the CPU time per request; empty without a proxy or without responses."""
     return {"cpu": seconds / count} if proxy.tree.pid and count else {}
 
 
 async def inspected(port: int, body: bytes) -> tuple[str | None, int]:
     """What is wrong with a proxy's answer, if anything, and how long its body is."""
     try:
-        status, answer = await asyncio.to_thread(whole_answer, port, body)
+        status, response = await asyncio.to_thread(whole_answer, port, body)
     except httpx2.HTTPError as error:
         return f"no answer: {error!r}", 0
-    return difference(status, answer), len(answer)
+    return difference(status, response), len(response)
 
 
 async def streaming(stage: Stage, proxy: Running, variant: str, count: int, rate: float, seconds: float) -> None:
@@ -139,7 +139,7 @@ async def _ended(client: Client, seconds: float) -> bool:
 
 
 async def first_events(stage: Stage, proxy: Running, variant: str, seconds: float) -> None:
-    """New streams while 64 connections ask for JSON: `p50` and `p99` from connecting to the first event; `rate` of the JSON requests."""
+    """New streams while 64 connections request JSON: `p50` and `p99` from connecting to the first event; `rate` of the JSON requests."""
     _, length = await inspected(proxy.port, chat())
     loading = asyncio.create_task(load(proxy.port, chat(), length, 64, seconds + 1, stage.workshop()))
     try:

@@ -1,7 +1,7 @@
 """The stand-in upstream of streams: `python -m tests.benchmarks.origin PORT RATE COUNT`, a raw protocol on uvloop.
 
 Each request gets a stream of `COUNT` events of 200 bytes (0: for ever) at `RATE` events a second (0: as fast as they are read), each in
-one chunk of its own, then usage if it was asked for, and `[DONE]`. Streams of one rate are spread evenly over the time between two events.
+one chunk, then usage if it was requested, and `[DONE]`. Streams of one rate are spread evenly over the time between two events.
 The rule: nothing is done for an event but its write.
 """
 
@@ -76,7 +76,7 @@ class Stream(asyncio.Protocol):
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -105,9 +105,9 @@ class Stream(asyncio.Protocol):
         if b'"stream":true' in body:
             self._begin(asks_usage=b'"include_usage":true' in body)
         else:
-            answer = _ANSWERS.get(self._url, b"{}")
+            response = _ANSWERS.get(self._url, b"{}")
             self.transport.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer)
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(response), response)
             )
 
     # The stream

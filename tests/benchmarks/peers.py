@@ -1,7 +1,7 @@
 """The proxies that are compared: how each is configured and started. `PROXIES` is the table.
 
 The rule: each gets the settings that its own documents recommend for load, one worker for one core, and of what the gateway does as much
-as it can do. What that is stands in `does`, and so in the report.
+as it can do. `does` lists that, and the report shows it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A proxy that answers, `ready` seconds after its start. `tree` is that of None where the load goes straight to the upstream."""
+    """A proxy that answers, `ready` seconds after its start. `tree` is None if the load goes directly to the upstream."""
 
     name: str
     port: int
@@ -148,14 +148,15 @@ class Books:
         return ledger | ({"limits_store": f"redis://127.0.0.1:{self.redis}/0"} if self.redis else {})
 
 
-def _gateway(setting: Setting, folder: Path, port: int, books: Books = Books()) -> Command:
+def _gateway(setting: Setting, folder: Path, port: int, accounting: Books = Books()) -> Command:
     keys = [
-        {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **books.of_key()} for n in setting.key_numbers
+        {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **accounting.of_key()}
+        for n in setting.key_numbers
     ]
     server = {"host": "127.0.0.1", "port": port, "workers": setting.workers, "admin": {"port": 0}, "drain": "1s"}
     models = [{"id": model, "servers": [{"url": url, "model": MODEL} for url in setting.urls()]} for model in setting.models]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
-    whole = {"server": server, "models": models, "keys_file": "keys.yaml", **books.of_gateway()}
+    whole = {"server": server, "models": models, "keys_file": "keys.yaml", **accounting.of_gateway()}
     (folder / "gateway.yaml").write_text(yaml.safe_dump(whole))
     return Command([str(Path(sys.executable).parent / "vllm-gateway"), "serve", "gateway.yaml"], {"XDG_STATE_HOME": str(folder)})
 
@@ -268,8 +269,8 @@ def _package(name: str, package: str) -> Callable[[], str]:
 
 
 def _nginx_version() -> str:
-    said = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr
-    return said.strip().rpartition("/")[2]
+    output = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr
+    return output.strip().rpartition("/")[2]
 
 
 def _not_installed(name: str) -> Callable[[], str | None]:
@@ -295,9 +296,9 @@ GATEWAY = Proxy(
 )
 
 
-def gateway_keeping(books: Books, name: str) -> Proxy:
+def gateway_keeping(accounting: Books, name: str) -> Proxy:
     """The gateway as it is when it keeps these books too."""
-    return replace(GATEWAY, name=name, command=partial(_gateway, books=books))
+    return replace(GATEWAY, name=name, command=partial(_gateway, accounting=accounting))
 
 
 NGINX = Proxy("nginx", "one header compared; no access log", _nginx_version, lambda: debian("nginx"), _nginx)

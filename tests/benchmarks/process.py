@@ -61,7 +61,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports of the loopback interface that nobody listens on now, all different."""
+    """Return different ports of the loopback interface that are free now."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return tuple(listener.getsockname()[1] for listener in listeners)

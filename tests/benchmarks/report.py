@@ -121,7 +121,7 @@ def _parts(section: Section, layout: Layout) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row], layout: Layout, by: str, first: Row | None) -> str:
-    """A table with a row for each of `rows`, named by `proxy` or by variant. Columns that nobody has are left out; `first` is what
+    """A table with a row for each of `rows`, named by `proxy` or by variant. Columns without values are left out; `first` is what
     ratios are taken to.
     """
     columns = [column for column in layout.columns if any(row.spread(column.value) for row in rows)]
@@ -162,7 +162,7 @@ def _times(section: Section) -> str:
 
 
 def chart(section: Section, picture: Picture | None) -> str | None:
-    """A case's chart; None where it has none, or nothing to draw."""
+    """Return a case's chart; None without one, or with nothing to draw."""
     if picture is None:
         return None
     variant = picture.variant or (section.variants or [""])[-1]

@@ -1,6 +1,6 @@
 """What was measured, as values and as `docs/performance/results.json`.
 
-The rule: a section is one run of one case, with the machine and the versions that it ran with; a run replaces the sections of its own
+The rule: a section is one run of one case, with the machine and the versions that it ran with; a run replaces the sections of its
 cases and leaves the others.
 """
 
@@ -44,7 +44,7 @@ class Row:
         self.faults.extend(faults)
 
     def spread(self, name: str) -> Spread | None:
-        """Median, least and most of a value; None where it was not measured."""
+        """Return median, minimum and maximum of a value; None if it was not measured."""
         values = self.values.get(name)
         return Spread(statistics.median(values), min(values), max(values)) if values else None
 
@@ -94,7 +94,7 @@ def machine() -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, Section]:
-    """The sections of a file by case; none where it is not there."""
+    """Read the sections of a file by case; empty without the file."""
     return {name: _section(data) for name, data in json.loads(path.read_text()).items()} if path.exists() else {}
 
 

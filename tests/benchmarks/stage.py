@@ -43,12 +43,12 @@ class Stage:
     _folders: int = field(default=0)
 
     def place(self, name: str) -> Path:
-        """A path of its own for something that is started; whoever starts it makes the folder."""
+        """Return a new path for a process; the process creates the folder."""
         self._folders += 1
         return self.folder / f"{self._folders}-{name}"
 
     def workshop(self) -> Path:
-        """A folder for files that are nobody's own."""
+        """The folder for shared files."""
         place = self.folder / "load"
         place.mkdir(exist_ok=True)
         return place
@@ -72,7 +72,7 @@ class Stage:
 
     @contextmanager
     def running(self, setting: Setting, only: Sequence[str] | None = None, more: Iterable[Proxy] = ()) -> Iterator[list[Running]]:
-        """Every proxy that takes part, and ``more``, at the same time; one that does not start is absent."""
+        """Every proxy that takes part, and ``more``, at the same time; a proxy that does not start is absent."""
         with ExitStack() as stack:
             alive: list[Running] = []
             for proxy in (*self.proxies(only), *more):
@@ -91,7 +91,7 @@ class Stage:
                 proxy.forget_log()
 
     def rounds(self, proxies: Sequence[Proxy], most: int | None = None) -> Iterator[Proxy]:
-        """Whose turn it is, round by round, for who gets a process of its own in every turn."""
+        """Yield proxies in rotation, for cases that start a new process in every round."""
         count = min(self.scale.rounds, most or self.scale.rounds)
         for number in range(count):
             say(f"round {number + 1} of {count}")

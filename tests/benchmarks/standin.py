@@ -1,6 +1,6 @@
 """The stand-in upstreams, and the Redis: what the proxies have behind them.
 
-JSON comes from nginx, with a fixed answer, on as many ports as asked for; streams come from `origin.py`. Both stay on the load's core. The
+JSON comes from nginx, with a fixed answer, on as many ports as requested; streams come from `origin.py`. Both stay on the load's core. The
 rule: they answer what proxies ask of a server when they start (`/health`, `/v1/models`, …), so that no proxy takes them for down.
 """
 
@@ -66,7 +66,7 @@ def stream_server(folder: Path, rate: float, count: int = 0) -> Iterator[int]:
 
 @contextmanager
 def redis(folder: Path) -> Iterator[int]:
-    """A Redis on a port of its own, which keeps nothing on disk."""
+    """Run a Redis that stores nothing on disk."""
     folder.mkdir(parents=True)
     [port] = free_ports(1)
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]

@@ -38,7 +38,7 @@ class Client(asyncio.Protocol):
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
         self.transport.write(self._crowd.request)
 
     def data_received(self, data: bytes) -> None:
@@ -138,7 +138,7 @@ class Crowd:
 
 @asynccontextmanager
 async def crowd(port: int, body: bytes, path: str = "/v1/chat/completions") -> AsyncIterator[Crowd]:
-    """An empty crowd; those who are still there at the end leave."""
+    """An empty crowd; clients that are still connected at the end disconnect."""
     made = Crowd(port, request(body, path))
     try:
         yield made

@@ -28,7 +28,7 @@ def test_an_event_is_json_and_tells_when_it_was_made() -> None:
     assert wire.stamp_in(event + wire.event(5)) == 123456789
 
 
-def test_half_a_stamp_is_none() -> None:
+def test_half_a_stamp_does_not_count() -> None:
     event = wire.event(123456789)
     assert wire.stamp_in(event[: event.index(b"@") + 10]) is None
     assert wire.stamp_in(b"data: [DONE]\n\n") is None
@@ -50,11 +50,11 @@ def test_what_is_no_summary_is_an_error_with_the_words() -> None:
 
 
 def test_an_answer_may_differ_in_bytes_but_not_in_words() -> None:
-    answer = json.loads(wire.completion())
+    response = json.loads(wire.completion())
     assert difference(200, wire.completion()) is None
-    assert difference(200, json.dumps(answer, indent=1).encode()) is None
-    answer["choices"][0]["message"]["content"] = "No."
-    assert str(difference(200, json.dumps(answer).encode())).startswith("another answer")
+    assert difference(200, json.dumps(response, indent=1).encode()) is None
+    response["choices"][0]["message"]["content"] = "No."
+    assert str(difference(200, json.dumps(response).encode())).startswith("another answer")
     assert difference(503, b"busy") == "status 503: b'busy'"
 
 

@@ -74,8 +74,8 @@ def test_a_run_replaces_its_own_sections_alone(tmp_path: Path) -> None:
     file = tmp_path / "performance" / "results.json"
     results.write(file, {"json": section(), "keys": section("keys")})
     results.write(file, results.read(file) | {"keys": Section("keys", "later", 1, 1.0, MACHINE, {})})
-    kept = results.read(file)
-    assert (kept["json"], kept["keys"].finished) == (section(), "later")
+    stored = results.read(file)
+    assert (stored["json"], stored["keys"].finished) == (section(), "later")
 
 
 def test_the_charts_that_the_document_shows_are_written(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_only_the_cut_bar_looks_cut() -> None:
     assert text.count('class="cut"') == 1 and text.count('class="spread"') == 2
 
 
-def test_a_chart_of_nothing_but_zeros_is_drawn() -> None:
+def test_a_chart_of_zeros_is_drawn() -> None:
     assert [rect.get("width") for rect in drawn(0, 0)] == ["0.0", "0.0"]

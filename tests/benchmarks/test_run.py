@@ -1,4 +1,4 @@
-"""The harness from end to end at a tiny size, with the gateway as a user starts it and nobody beside it."""
+"""The harness from end to end at a tiny size, with the gateway as a user starts it and no peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests and answers of every measurement: what clients send, what the stand-in upstream gives back."""
+"""The requests and answers of every measurement: what clients send, and what the stand-in upstream returns."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def event(stamp: int) -> bytes:
 
 
 def stamp_in(data: bytes) -> int | None:
-    """When the first event in `data` was made; None where its stamp is not in it as a whole."""
+    """When the first event in `data` was made; None without a complete stamp."""
     start = data.find(b"@") + 1
     digits = data[start : start + _STAMP]
     return int(digits) if start and len(digits) == _STAMP and digits.isdigit() else None
@@ -74,9 +74,9 @@ def stamp_in(data: bytes) -> int | None:
 def _event_around() -> tuple[bytes, bytes]:
     choice = {"index": 0, "delta": {"content": "@"}, "finish_reason": None}
     body = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": _CREATED, "model": MODEL, "choices": [choice]}
-    head, tail = json.dumps(body, separators=(",", ":")).split("@")
-    filling = " " * (_EVENT_SIZE - len(f"data: {head}@{tail}\n\n") - _STAMP)
-    return f"data: {head}@".encode(), f"{filling}{tail}\n\n".encode()
+    prefix, tail = json.dumps(body, separators=(",", ":")).split("@")
+    filling = " " * (_EVENT_SIZE - len(f"data: {prefix}@{tail}\n\n") - _STAMP)
+    return f"data: {prefix}@".encode(), f"{filling}{tail}\n\n".encode()
 
 
 def prompt_event() -> bytes:
@@ -97,5 +97,5 @@ DONE = b"data: [DONE]\n\n"
 
 def request(body: bytes, path: str = "/v1/chat/completions", token: str = TOKEN) -> bytes:
     """A whole request."""
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer {token}\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    headers = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer {token}\r\n"
+    return f"{headers}content-length: {len(body)}\r\n\r\n".encode() + body

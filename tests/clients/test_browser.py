@@ -35,8 +35,8 @@ class Site:
     def read(self, origin: str, folder: Path) -> dict[str, Any]:
         """What the page tells when a browser opens it under this origin."""
         self.told.clear()
-        with browser(origin, folder) as said:
-            assert self.told.wait(100), said.read_text()
+        with browser(origin, folder) as text:
+            assert self.told.wait(100), text.read_text()
         return self.results
 
 
@@ -75,10 +75,10 @@ def browser(url: str, folder: Path) -> Iterator[Path]:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed (Debian: chromium)")
-    said = folder / "chromium.log"
+    text = folder / "chromium.log"
     profile = f"--user-data-dir={folder / 'profile'}"
     own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
-    with open(said, "wb") as err:
+    with open(text, "wb") as err:
         process = subprocess.Popen(
             [program, *FLAGS, profile, url],
             stdin=subprocess.DEVNULL,
@@ -88,7 +88,7 @@ def browser(url: str, folder: Path) -> Iterator[Path]:
             start_new_session=True,
         )
     try:
-        yield said
+        yield text
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)

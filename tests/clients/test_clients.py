@@ -69,16 +69,16 @@ def having(case: str) -> pytest.MarkDecorator:
 
 
 def test_a_chat(visit: Visit, client: Client) -> None:
-    answer = told(visit, client, "chat")
-    assert (answer["text"], answer["model"]) == (visit.spoken(), MODEL)
-    assert answer["tokens"] > 0
-    assert answer.get("request", "req_").startswith("req_")
+    response = told(visit, client, "chat")
+    assert (response["text"], response["model"]) == (visit.spoken(), MODEL)
+    assert response["tokens"] > 0
+    assert response.get("request", "req_").startswith("req_")
 
 
 def test_a_stream_says_the_same_in_pieces(visit: Visit, client: Client) -> None:
-    answer, whole = told(visit, client, "stream"), told(visit, client, "chat")
-    assert (answer["text"], answer["tokens"]) == (whole["text"], whole["tokens"])
-    assert answer["pieces"] > 1
+    response, whole = told(visit, client, "stream"), told(visit, client, "chat")
+    assert (response["text"], response["tokens"]) == (whole["text"], whole["tokens"])
+    assert response["pieces"] > 1
 
 
 def test_a_tool_call(visit: Visit, client: Client) -> None:
@@ -101,9 +101,9 @@ def test_the_models(visit: Visit, client: Client) -> None:
 
 @having("responses")
 def test_responses(visit: Visit, client: Client) -> None:
-    answer = told(visit, client, "responses")
-    assert answer["text"] == answer["streamed"] == visit.spoken()
-    assert (answer["pieces"] > 1, answer["last"]) == (True, "response.completed")
+    response = told(visit, client, "responses")
+    assert response["text"] == response["streamed"] == visit.spoken()
+    assert (response["pieces"] > 1, response["last"]) == (True, "response.completed")
 
 
 @having("count_tokens")

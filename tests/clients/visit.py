@@ -108,9 +108,9 @@ class Visit:
         """What the model says to a text."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
         headers = {"authorization": f"Bearer {key_of('curl')}"}
-        answer = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
-        said: str = answer.json()["choices"][0]["message"]["content"]
-        return said
+        response = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        output: str = response.json()["choices"][0]["message"]["content"]
+        return output
 
     def journal(self) -> list[dict[str, Any]]:
         """What reached the simulator, by its own account, over the private socket that the gateway has given it."""

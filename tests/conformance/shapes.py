@@ -140,7 +140,7 @@ def stream_lacks(chunks: list[dict[str, Any]], *, usage: bool, reasoning: bool =
         return problems or ["there is no chunk"]
     deltas = [chunk["choices"][0]["delta"] for chunk in spoken]
     ends = [chunk["choices"][0]["finish_reason"] for chunk in spoken]
-    thoughts, words = ([at for at, delta in enumerate(deltas) if delta.get(member)] for member in ("reasoning", "content"))
+    thoughts, words = ([at for at, delta in enumerate(deltas) if delta.get(field)] for field in ("reasoning", "content"))
     rules = {
         "the first delta has the role": deltas[0].get("role") == "assistant",
         "some delta has content": bool(words),
@@ -151,4 +151,4 @@ def stream_lacks(chunks: list[dict[str, Any]], *, usage: bool, reasoning: bool =
         # An engine that is behind puts several tokens into one delta: the last of the one and the first of the other may share it.
         "reasoning comes, before the content": not reasoning or (bool(thoughts) and max(thoughts) <= min(words, default=-1)),
     }
-    return [rule for rule, kept in rules.items() if not kept]
+    return [rule for rule, stored in rules.items() if not stored]

@@ -59,22 +59,22 @@ class Stage:
         """A JSON request; `model` is set where the body has none, and left out where it is None."""
         document = {name: value for name, value in {"model": self.model, **body}.items() if (name, value) != ("model", None)}
         with self.client(key) as client:
-            answer = client.post(path, json=document)
-        _hold(path, document, answer.status_code, answer.headers["content-type"], answer.text)
-        return answer
+            response = client.post(path, json=document)
+        _hold(path, document, response.status_code, response.headers["content-type"], response.text)
+        return response
 
     def chunks(self, body: Json, path: str = CHAT, key: str | None = KEY) -> list[Any]:
         """The events of a streamed answer."""
-        answer = self.post({**body, "stream": True}, path, key)
-        assert answer.status_code == 200, answer.text
-        return events(answer.text)
+        response = self.post({**body, "stream": True}, path, key)
+        assert response.status_code == 200, response.text
+        return events(response.text)
 
     def content(self, body: Json) -> str:
         """The words of a whole answer."""
-        answer = self.post(body)
-        assert answer.status_code == 200, answer.text
-        said: str = answer.json()["choices"][0]["message"]["content"]
-        return said
+        response = self.post(body)
+        assert response.status_code == 200, response.text
+        output: str = response.json()["choices"][0]["message"]["content"]
+        return output
 
     def sdk(self, mount: str = "", key: str = KEY) -> openai.OpenAI:
         """OpenAI's client; it does not try again by itself."""
@@ -90,10 +90,10 @@ class Stage:
             for name, value in (headers | ({} if key is None else {"Authorization": f"Bearer {key}"})).items():
                 connection.putheader(name, value)
             connection.endheaders(data)
-            answer = connection.getresponse()
-            told, text = {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
-            _hold(path, json.loads(data), answer.status, told["content-type"], text)
-            return answer.status, told, text
+            response = connection.getresponse()
+            reported, text = {name.lower(): value for name, value in response.getheaders()}, response.read().decode()
+            _hold(path, json.loads(data), response.status, reported["content-type"], text)
+            return response.status, reported, text
         finally:
             connection.close()
 
@@ -122,9 +122,9 @@ class Stage:
         with httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, timeout=120) as client:
             yield client
 
-    def arrived(self, answer: httpx2.Response) -> Json:
+    def arrived(self, response: httpx2.Response) -> Json:
         """The request at the simulator that this is the answer to: its `path` and `body`."""
-        identity = answer.headers["x-request-id"]
+        identity = response.headers["x-request-id"]
         for model in (LLAMA, QWEN):
             with self.directly(model) as client:
                 for entry in client.get("/sim/requests").json():

@@ -29,24 +29,24 @@ STEERING = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "be
 @pytest.mark.parametrize("path", JSON)
 def test_the_example_works(stage: Stage, path: str) -> None:
     example = described()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
-    answer = stage.post({**example, "model": stage.model}, path)
-    assert answer.status_code == 200, answer.text
+    response = stage.post({**example, "model": stage.model}, path)
+    assert response.status_code == 200, response.text
 
 
 @on("simulator")
 @pytest.mark.parametrize("path", [path for path in JSON if "text/event-stream" in str(described()["paths"][path])])
 def test_the_example_streams(stage: Stage, path: str) -> None:
     example = described()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
-    answer = stage.post({**example, "model": stage.model, "stream": True}, path)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    response = stage.post({**example, "model": stage.model, "stream": True}, path)
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
 
 
 @on("simulator", "qwen")
 def test_what_is_only_read(stage: Stage) -> None:
     with stage.client() as client:
         for path, address in (("/health", "/health"), ("/v1/models", "/v1/models"), ("/v1/models/{model}", f"/v1/models/{stage.model}")):
-            answer = client.get(address)
-            assert answer_problems(path, 200, answer.headers["content-type"], answer.text, "get") == []
+            response = client.get(address)
+            assert answer_problems(path, 200, response.headers["content-type"], response.text, "get") == []
         wrong = client.get("/v1/models/nobody/knows")
         assert answer_problems("/v1/models/{model}", wrong.status_code, wrong.headers["content-type"], wrong.text, "get") == []
 
@@ -95,9 +95,9 @@ def made_by(schema: Json) -> st.SearchStrategy[Any]:
 
 def _object(schema: Json, also: Json) -> st.SearchStrategy[Json]:
     needed = {*schema.get("required", ()), *also.get("required", ())}
-    members = {name: made_by(each) for name, each in schema["properties"].items() if name in needed or name not in STEERING}
-    required = {name: each for name, each in members.items() if name in needed}
-    return st.fixed_dictionaries(required, optional={name: each for name, each in members.items() if name not in needed})
+    fields = {name: made_by(each) for name, each in schema["properties"].items() if name in needed or name not in STEERING}
+    required = {name: each for name, each in fields.items() if name in needed}
+    return st.fixed_dictionaries(required, optional={name: each for name, each in fields.items() if name not in needed})
 
 
 def _typed(schema: Json, name: str) -> st.SearchStrategy[Any]:

@@ -92,22 +92,22 @@ LATE = [
 @pytest.mark.parametrize("wrong", [*TABLE, *LATE], ids=str)
 def test_an_error(stage: Stage, wrong: Wrong, streamed: bool) -> None:
     stream = {"stream": True} if streamed and "stream" not in wrong.fields and "stream_options" not in wrong.fields else {}
-    answer = stage.post({**wrong.body, **stream}, wrong.path)
-    assert answer.status_code == wrong.status and answer.headers["content-type"] == "application/json", answer.text
-    error = answer.json()["error"]
+    response = stage.post({**wrong.body, **stream}, wrong.path)
+    assert response.status_code == wrong.status and response.headers["content-type"] == "application/json", response.text
+    error = response.json()["error"]
     assert lacks(error, {"message": str, "type": str, "code": str}) == [] and set(error) == {"message", "type", "code", "param"}
     assert (error["type"], error["code"], error["param"]) == (wrong.type, wrong.code, wrong.param)
     assert error["message"] and wrong.said in error["message"]
-    assert not tells_of_the_inside(answer.text) and LLAMA not in answer.text
-    assert answer.headers["x-request-id"].startswith("req_")
+    assert not tells_of_the_inside(response.text) and LLAMA not in response.text
+    assert response.headers["x-request-id"].startswith("req_")
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("wrong", LATE, ids=str)
 def test_vllm_itself_says_200_to_a_late_error(stage: Stage, wrong: Wrong) -> None:
     with stage.directly() as vllm:
-        answer = vllm.post(CHAT, json={**wrong.body, "model": stage.model, "stream": True})
-    assert answer.status_code == 200 and "error" in events(answer.text)[0]
+        response = vllm.post(CHAT, json={**wrong.body, "model": stage.model, "stream": True})
+    assert response.status_code == 200 and "error" in events(response.text)[0]
 
 
 @EVERYWHERE
@@ -125,19 +125,19 @@ def test_vllm_itself_says_200_to_a_late_error(stage: Stage, wrong: Wrong) -> Non
 )
 def test_a_body_that_is_none(stage: Stage, content: bytes, kind: str, status: int, code: str) -> None:
     with stage.client() as client:
-        answer = client.post(CHAT, content=content, headers={"content-type": kind})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        response = client.post(CHAT, content=content, headers={"content-type": kind})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
 @on("simulator", "llama")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize"])
 def test_an_unknown_model_names_no_other_one(stage: Stage, path: str) -> None:
-    answer = stage.post({"model": "no-such-model", "messages": [user("x")], "prompt": "x", "input": "x"}, path)
-    assert answer.status_code == 404 and "meta-llama" not in answer.text and "Qwen" not in answer.text
+    response = stage.post({"model": "no-such-model", "messages": [user("x")], "prompt": "x", "input": "x"}, path)
+    assert response.status_code == 404 and "meta-llama" not in response.text and "Qwen" not in response.text
 
 
 @on("simulator", "qwen")
 @pytest.mark.parametrize("path", ["/metrics", "/v1/load_lora_adapter", "/invocations", "/docs", "/v1/nothing", "/v1/chat/completions//"])
 def test_other_routes_are_not_there(stage: Stage, path: str) -> None:
-    answer: Any = stage.post(BODY, path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    response: Any = stage.post(BODY, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")

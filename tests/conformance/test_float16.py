@@ -31,8 +31,8 @@ def test_no_key_is_needed(stage: Stage, key: str | None) -> None:
 
 @EVERYWHERE
 def test_a_key_that_looks_like_one_is_still_checked(stage: Stage) -> None:
-    answer = stage.post(WHO, INSTANCE, "sk-wrong")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    response = stage.post(WHO, INSTANCE, "sk-wrong")
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
 @EVERYWHERE
@@ -53,8 +53,8 @@ def test_an_instance_serves_its_model_by_its_names_or_none(stage: Stage, name: s
 
 @EVERYWHERE
 def test_other_routes_are_there_too(stage: Stage) -> None:
-    answer = stage.post({"model": LLAMA, "prompt": "Once upon a time", "max_tokens": 5}, f"{MOUNT}/v1/completions", None)
-    assert (answer.status_code, answer.json()["object"]) == (200, "text_completion")
+    response = stage.post({"model": LLAMA, "prompt": "Once upon a time", "max_tokens": 5}, f"{MOUNT}/v1/completions", None)
+    assert (response.status_code, response.json()["object"]) == (200, "text_completion")
 
 
 @on("simulator")
@@ -66,10 +66,10 @@ def test_defaults_are_vllms(stage: Stage) -> None:
 
 @EVERYWHERE
 def test_a_message_may_have_every_member_that_is_shown(stage: Stage) -> None:
-    said = [{**user("My name is Ada."), "name": "ada"}, {"role": "assistant", "content": "Hello Ada!", "tool_calls": []}]
-    answer = stage.post({**WHO, "messages": [*said, user("What is my name?")]}, INSTANCE, None)
-    assert answer.status_code == 200, answer.text
-    assert not stage.real or answer.json()["choices"][0]["message"]["content"] == "Your name is Ada."
+    output = [{**user("My name is Ada."), "name": "ada"}, {"role": "assistant", "content": "Hello Ada!", "tool_calls": []}]
+    response = stage.post({**WHO, "messages": [*output, user("What is my name?")]}, INSTANCE, None)
+    assert response.status_code == 200, response.text
+    assert not stage.real or response.json()["choices"][0]["message"]["content"] == "Your name is Ada."
 
 
 # Guided decoding
@@ -116,28 +116,28 @@ EVERY_GUIDE = pytest.mark.parametrize("guide", GUIDES, ids=str)
 @pytest.mark.parametrize("nested", [False, True], ids=["top level", "extra_body"])
 @EVERY_GUIDE
 def test_guided_decoding_binds(stage: Stage, guide: Guide, nested: bool) -> None:
-    answer = stage.post({**guide.body, **({"extra_body": guide.fields} if nested else guide.fields)}, INSTANCE, None)
-    assert answer.status_code == 200, answer.text
+    response = stage.post({**guide.body, **({"extra_body": guide.fields} if nested else guide.fields)}, INSTANCE, None)
+    assert response.status_code == 200, response.text
     if stage.real or guide.name != "guided_grammar":
-        assert guide.kept(answer.json()["choices"][0]["message"]["content"])
+        assert guide.kept(response.json()["choices"][0]["message"]["content"])
     else:  # the simulator reads no grammars
-        assert stage.arrived(answer)["body"]["structured_outputs"] == {"grammar": guide.value}
+        assert stage.arrived(response)["body"]["structured_outputs"] == {"grammar": guide.value}
 
 
 @EVERYWHERE
 @EVERY_GUIDE
 def test_vllm_itself_ignores_the_old_names(stage: Stage, guide: Guide) -> None:
     with stage.directly(LLAMA) as vllm:
-        answers = [vllm.post(CHAT, json={**guide.body, "model": LLAMA, **more}).json() for more in ({}, guide.fields)]
-    plain, guided = (answer["choices"][0]["message"]["content"] for answer in answers)
+        responses = [vllm.post(CHAT, json={**guide.body, "model": LLAMA, **more}).json() for more in ({}, guide.fields)]
+    plain, guided = (response["choices"][0]["message"]["content"] for response in responses)
     assert plain == guided and not guide.kept(guided)
 
 
 @EVERYWHERE
 def test_guided_decoding_streams(stage: Stage) -> None:
     chunks = stage.chunks({**WHO, "guided_choice": ["positive", "negative"]}, INSTANCE, None)
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert said in ("positive", "negative")
+    output = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert output in ("positive", "negative")
 
 
 @EVERYWHERE
@@ -152,17 +152,17 @@ def test_guided_decoding_streams(stage: Stage) -> None:
     ids=["two", "one in extra_body", "structured_outputs", "response_format"],
 )
 def test_two_constraints_are_a_clear_400(stage: Stage, conflict: Json) -> None:
-    answer = stage.post({**WHO, **conflict}, INSTANCE, None)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert answer.json()["error"]["param"] in ("guided_choice", "guided_regex", "structured_outputs", "response_format")
+    response = stage.post({**WHO, **conflict}, INSTANCE, None)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert response.json()["error"]["param"] in ("guided_choice", "guided_regex", "structured_outputs", "response_format")
 
 
 @on("llama")
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("guide", [{"guided_regex": "("}, {"guided_json": {"type": "nonsense"}}], ids=["regex", "json"])
 def test_a_constraint_that_is_none_is_a_400(stage: Stage, guide: Json, streamed: bool) -> None:
-    answer = stage.post({**WHO, **guide, "stream": streamed}, INSTANCE, None)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    response = stage.post({**WHO, **guide, "stream": streamed}, INSTANCE, None)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 # Errors
@@ -172,9 +172,9 @@ def test_a_constraint_that_is_none_is_a_400(stage: Stage, guide: Json, streamed:
 @pytest.mark.parametrize("name", ["no-such-model", QWEN])
 def test_model_not_found(stage: Stage, name: str) -> None:
     """A model that is not this instance's, wherever else it may be."""
-    answer = stage.post({**WHO, "model": name}, INSTANCE, None)
-    assert answer.status_code == 404 and lacks(answer.json(), ERROR) == []
-    assert {name: answer.json()["error"][name] for name in ("type", "code", "param")} == {
+    response = stage.post({**WHO, "model": name}, INSTANCE, None)
+    assert response.status_code == 404 and lacks(response.json(), ERROR) == []
+    assert {name: response.json()["error"][name] for name in ("type", "code", "param")} == {
         "type": "invalid_request_error", "code": "model_not_found", "param": "model",
     }  # fmt: skip
 
@@ -182,16 +182,16 @@ def test_model_not_found(stage: Stage, name: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 def test_context_length_exceeded(stage: Stage, streamed: bool) -> None:
-    answer = stage.post({**WHO, "messages": [user("word " * 4000)], "stream": streamed}, INSTANCE, None)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    response = stage.post({**WHO, "messages": [user("word " * 4000)], "stream": streamed}, INSTANCE, None)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @on("simulator")
 @pytest.mark.parametrize("fault", [{"status": 500}, {"error_first": True}], ids=["status", "engine"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 def test_server_error(stage: Stage, fault: Json, streamed: bool) -> None:
-    answer = stage.post({**WHO, "stream": streamed, "simulate": fault}, INSTANCE, None)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "server_error")
+    response = stage.post({**WHO, "stream": streamed, "simulate": fault}, INSTANCE, None)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "server_error")
 
 
 @on("simulator")

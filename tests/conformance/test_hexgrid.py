@@ -74,16 +74,16 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 )
 def test_bearer_keys(keyed: Gateway, authorization: str | None, model: str, status: int, code: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    answer = httpx2.post(keyed.url + CHAT, json={**WHO, "model": model}, headers=headers, timeout=60)
-    assert (answer.status_code, answer.json().get("error", {}).get("code")) == (status, code)
-    assert status != 401 or answer.headers["www-authenticate"] == "Bearer"
+    response = httpx2.post(keyed.url + CHAT, json={**WHO, "model": model}, headers=headers, timeout=60)
+    assert (response.status_code, response.json().get("error", {}).get("code")) == (status, code)
+    assert status != 401 or response.headers["www-authenticate"] == "Bearer"
 
 
 @on("simulator", "llama")
 @pytest.mark.parametrize("name", [LLAMA, *OTHER_LLAMAS, DEPLOYED])
 def test_exact_ids_and_aliases(stage: Stage, name: str) -> None:
-    answer = stage.post({**WHO, "model": name})
-    assert (answer.status_code, answer.json()["model"]) == (200, LLAMA)
+    response = stage.post({**WHO, "model": name})
+    assert (response.status_code, response.json()["model"]) == (200, LLAMA)
 
 
 @on("simulator", "llama")
@@ -137,23 +137,23 @@ WITH_OTHERS: Json = {
 @pytest.mark.parametrize("name", [*PARAMETERS, *WITH_OTHERS])
 def test_a_parameter_arrives(stage: Stage, name: str, nested: bool) -> None:
     fields = WITH_OTHERS.get(name) or {name: PARAMETERS[name]}
-    answer = stage.post({"messages": [user("Hello")], **({"extra_body": fields} if nested else fields)})
-    assert answer.status_code == 200, answer.text
-    arrived = stage.arrived(answer)["body"]
+    response = stage.post({"messages": [user("Hello")], **({"extra_body": fields} if nested else fields)})
+    assert response.status_code == 200, response.text
+    arrived = stage.arrived(response)["body"]
     assert {each: arrived.get(each) for each in fields} == fields
     assert "extra_body" not in arrived
 
 
 @on("simulator")
 def test_extra_body_is_set_on_the_body_and_wins(stage: Stage) -> None:
-    answer = stage.post({"model": "no-such-model", "messages": [user("Hello")], "top_k": 1, "extra_body": {"top_k": 50, "model": QWEN}})
-    assert {name: stage.arrived(answer)["body"][name] for name in ("top_k", "model")} == {"top_k": 50, "model": QWEN}
+    response = stage.post({"model": "no-such-model", "messages": [user("Hello")], "top_k": 1, "extra_body": {"top_k": 50, "model": QWEN}})
+    assert {name: stage.arrived(response)["body"][name] for name in ("top_k", "model")} == {"top_k": 50, "model": QWEN}
 
 
 @EVERYWHERE
 def test_extra_body_has_an_effect(stage: Stage) -> None:
-    answer = stage.post({**WHO, "extra_body": {"max_tokens": 2}}).json()
-    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (2, "length")
+    response = stage.post({**WHO, "extra_body": {"max_tokens": 2}}).json()
+    assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (2, "length")
 
 
 @EVERYWHERE
@@ -183,28 +183,28 @@ def test_what_is_unknown_does_nothing(stage: Stage, unknown: Json) -> None:
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_a_setting_of_what_was_not_asked_for_is_a_400(stage: Stage, setting: Json, param: str) -> None:
-    answer = stage.post({**WHO, **setting})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = stage.post({**WHO, **setting})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @EVERYWHERE
 def test_max_completion_tokens_beats_max_tokens(stage: Stage) -> None:
-    answer = stage.post({**WHO, "max_completion_tokens": 3, "max_tokens": 9}).json()
-    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
+    response = stage.post({**WHO, "max_completion_tokens": 3, "max_tokens": 9}).json()
+    assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (3, "length")
 
 
 @EVERYWHERE
 def test_min_tokens_keeps_it_going(stage: Stage) -> None:
-    answer = stage.post({**WHO, "min_tokens": 40, "max_tokens": 60}).json()
-    assert answer["usage"]["completion_tokens"] >= 40
+    response = stage.post({**WHO, "min_tokens": 40, "max_tokens": 60}).json()
+    assert response["usage"]["completion_tokens"] >= 40
 
 
 @EVERYWHERE
 def test_stop_ends_it_before_the_words(stage: Stage) -> None:
     whole = stage.content(WHO)
     word = whole.split()[3]
-    answer = stage.post({**WHO, "stop": [word, "never said"]}).json()["choices"][0]
-    assert (answer["message"]["content"], answer["finish_reason"]) == (whole[: whole.index(word)], "stop")
+    response = stage.post({**WHO, "stop": [word, "never said"]}).json()["choices"][0]
+    assert (response["message"]["content"], response["finish_reason"]) == (whole[: whole.index(word)], "stop")
 
 
 @EVERYWHERE
@@ -223,9 +223,9 @@ def test_n_answers(stage: Stage, streamed: bool) -> None:
     body = {"messages": [user("Roll a die.")], "n": 3, "temperature": 1, "seed": 5, **NOT_THINKING}
     parts = stage.chunks(body) if streamed else [stage.post(body).json()]
     choices = [choice for part in parts for choice in part["choices"]]
-    answers = [folded([choice for choice in choices if choice["index"] == index]) for index in (0, 1, 2)]
-    assert all(each.content and each.finish_reason == "stop" for each in answers)
-    assert not stage.real or all(each.content in DIE for each in answers)
+    responses = [folded([choice for choice in choices if choice["index"] == index]) for index in (0, 1, 2)]
+    assert all(each.content and each.finish_reason == "stop" for each in responses)
+    assert not stage.real or all(each.content in DIE for each in responses)
 
 
 @EVERYWHERE
@@ -249,11 +249,11 @@ def test_logit_bias_has_an_effect(stage: Stage) -> None:
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_instructions_by_system_and_developer_are_the_same(stage: Stage, role: str) -> None:
     messages = [{"role": role, "content": "You are a pirate."}, user("Who are you?")]
-    answer = stage.post({**WHO, "messages": messages})
+    response = stage.post({**WHO, "messages": messages})
     if stage.real:
-        assert answer.json()["choices"][0]["message"]["content"] == "Arr, I be a tiny pirate model!"
+        assert response.json()["choices"][0]["message"]["content"] == "Arr, I be a tiny pirate model!"
     else:
-        assert stage.arrived(answer)["body"]["messages"] == [{**messages[0], "role": "system"}, messages[1]]
+        assert stage.arrived(response)["body"]["messages"] == [{**messages[0], "role": "system"}, messages[1]]
 
 
 @EVERYWHERE
@@ -284,19 +284,19 @@ def test_a_message_may_have_a_name(stage: Stage) -> None:
     ids=["default", "auto", "required", "named", "none"],
 )
 def test_tool_choice(stage: Stage, choice: Json, finish: str, streamed: bool) -> None:
-    answer = said(stage, {**ASK_WEATHER, **choice}, streamed=streamed)
-    assert answer.finish_reason == finish
-    assert [name for name, _ in answer.calls] == ([] if choice.get("tool_choice") == "none" else ["get_current_weather"])
-    assert all(isinstance(arguments["location"], str) for _, arguments in answer.calls)
+    response = said(stage, {**ASK_WEATHER, **choice}, streamed=streamed)
+    assert response.finish_reason == finish
+    assert [name for name, _ in response.calls] == ([] if choice.get("tool_choice") == "none" else ["get_current_weather"])
+    assert all(isinstance(arguments["location"], str) for _, arguments in response.calls)
 
 
 @EVERYWHERE
 @PLAIN_AND_STREAMED
 def test_a_tools_result_is_answered(stage: Stage, streamed: bool) -> None:
     messages = on_the_wire([user(HANGZHOU), CALLED, RESULT])
-    answer = said(stage, {**ASK_WEATHER, "messages": messages}, streamed=streamed)
-    assert (answer.calls, answer.finish_reason) == ((), "stop")
-    assert answer.content == SUNNY if stage.real else answer.content
+    response = said(stage, {**ASK_WEATHER, "messages": messages}, streamed=streamed)
+    assert (response.calls, response.finish_reason) == ((), "stop")
+    assert response.content == SUNNY if stage.real else response.content
 
 
 @EVERYWHERE
@@ -305,8 +305,8 @@ def test_a_tools_result_is_answered(stage: Stage, streamed: bool) -> None:
 def test_parallel_tool_calls(stage: Stage, parallel: bool, streamed: bool) -> None:
     body: Json = {**ASK_WEATHER, "messages": [user("Compare the weather in Hangzhou and Paris.")], "tools": TOOLSETS[0]}
     two = {} if stage.real else {"simulate": {"tool_calls": 2}}
-    answer = said(stage, {**body, **two, "parallel_tool_calls": parallel}, streamed=streamed)
-    assert (len(answer.calls), answer.finish_reason) == (2 if parallel else 1, "tool_calls")
+    response = said(stage, {**body, **two, "parallel_tool_calls": parallel}, streamed=streamed)
+    assert (len(response.calls), response.finish_reason) == (2 if parallel else 1, "tool_calls")
 
 
 # The old words for tools
@@ -321,7 +321,7 @@ def functions(stage: Stage, body: Json, *, streamed: bool) -> tuple[Json, str]:
     holders = [choice["delta"] if streamed else choice["message"] for choice in choices]
     assert not any(holder.get("tool_calls") for holder in holders)
     pieces = [holder["function_call"] for holder in holders if holder.get("function_call")]
-    whole = {member: "".join(piece.get(member) or "" for piece in pieces) for member in ("name", "arguments")}
+    whole = {field: "".join(piece.get(field) or "" for piece in pieces) for field in ("name", "arguments")}
     [finish] = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     return whole, finish
 
@@ -355,8 +355,8 @@ def test_functions_arrive_as_tools(stage: Stage) -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "get_current_weather", "arguments": "{}"}},
         {"role": "function", "name": "get_current_weather", "content": "sunny"},
     ]
-    answer = stage.post({"messages": messages, **FUNCTIONS, "function_call": "auto"})
-    arrived = stage.arrived(answer)["body"]
+    response = stage.post({"messages": messages, **FUNCTIONS, "function_call": "auto"})
+    arrived = stage.arrived(response)["body"]
     assert (arrived["tools"], arrived["tool_choice"]) == ([WEATHER], "auto")
     assert not {"functions", "function_call"} & arrived.keys()
     assert [message["role"] for message in arrived["messages"]] == ["user", "assistant", "tool"]
@@ -389,12 +389,12 @@ STRUCTURAL: Json = {
 
 @EVERYWHERE
 def test_response_format_structural_tag(stage: Stage) -> None:
-    answer = stage.post({**WHO, "max_tokens": 60, "response_format": STRUCTURAL})
-    assert answer.status_code == 200, answer.text
+    response = stage.post({**WHO, "max_tokens": 60, "response_format": STRUCTURAL})
+    assert response.status_code == 200, response.text
     if stage.real:
-        assert answer.json()["choices"][0]["message"]["content"] in ("<color>red</color>", "<color>blue</color>")
+        assert response.json()["choices"][0]["message"]["content"] in ("<color>red</color>", "<color>blue</color>")
     else:
-        assert stage.arrived(answer)["body"]["response_format"] == STRUCTURAL
+        assert stage.arrived(response)["body"]["response_format"] == STRUCTURAL
 
 
 # Thinking
@@ -405,10 +405,10 @@ def test_response_format_structural_tag(stage: Stage) -> None:
 @pytest.mark.parametrize(("kwargs", "thinks"), [(THINKING, True), (NOT_THINKING, False), ({}, True)], ids=["on", "off", "default"])
 def test_thinking(stage: Stage, kwargs: Json, thinks: bool, streamed: bool) -> None:
     body = {"messages": [user("Which is greater, 9.11 or 9.8?")], "temperature": 0, "max_tokens": 200, **kwargs}
-    answer = said(stage, body, streamed=streamed)
-    assert (bool(answer.reasoning), bool(answer.content), answer.finish_reason) == (thinks, True, "stop")
+    response = said(stage, body, streamed=streamed)
+    assert (bool(response.reasoning), bool(response.content), response.finish_reason) == (thinks, True, "stop")
     if stage.real:
-        assert answer.content.strip() == ("9.8 is greater than 9.11." if thinks else "9.8 is greater.")
+        assert response.content.strip() == ("9.8 is greater than 9.11." if thinks else "9.8 is greater.")
 
 
 @on("simulator", "llama")
@@ -421,10 +421,10 @@ def test_llama_does_not_think(stage: Stage) -> None:
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("asked", [{}, {"include_usage": False}, {"include_usage": True}], ids=["nothing said", "not asked", "asked"])
-def test_include_usage(stage: Stage, asked: Json) -> None:
-    chunks = stage.chunks({**WHO, **({"stream_options": asked} if asked else {})})
-    assert stream_lacks(chunks, usage=asked.get("include_usage", False)) == []
+@pytest.mark.parametrize("requested", [{}, {"include_usage": False}, {"include_usage": True}], ids=["nothing said", "not asked", "asked"])
+def test_include_usage(stage: Stage, requested: Json) -> None:
+    chunks = stage.chunks({**WHO, **({"stream_options": requested} if requested else {})})
+    assert stream_lacks(chunks, usage=requested.get("include_usage", False)) == []
     if chunks[-1]["choices"] == []:
         counts = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in (chunks[-1]["usage"], stage.post(WHO).json()["usage"])]
         assert counts[0] == counts[1]

@@ -27,12 +27,12 @@ COUNTING: Json = {"model": LIGHT, "messages": [user("Count from 1 to 100.")], "t
 
 @EVERYWHERE
 def test_a_raw_prompt(stage: Stage) -> None:
-    answer = stage.post(RAW, key=None).json()
-    assert lacks(answer, TEXT) == [] and answer["id"].startswith("cmpl-")
+    response = stage.post(RAW, key=None).json()
+    assert lacks(response, TEXT) == [] and response["id"].startswith("cmpl-")
     with stage.directly(LLAMA) as vllm:
         same = vllm.post("/v1/completions", json={**RAW, "model": LLAMA}).json()
-    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
-    assert {name: answer["usage"][name] for name in USAGE} == {name: same["usage"][name] for name in USAGE}
+    assert response["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    assert {name: response["usage"][name] for name in USAGE} == {name: same["usage"][name] for name in USAGE}
 
 
 @EVERYWHERE
@@ -57,8 +57,8 @@ def test_a_raw_prompt_by_the_sdk(stage: Stage) -> None:
 
 @EVERYWHERE
 def test_a_raw_prompt_has_16_tokens_by_default(stage: Stage) -> None:
-    answer = stage.post({"model": LIGHT, "prompt": STORY[0], "temperature": 0}, key=None).json()
-    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")
+    response = stage.post({"model": LIGHT, "prompt": STORY[0], "temperature": 0}, key=None).json()
+    assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (16, "length")
 
 
 def test_messages_have_16_tokens_if_the_operator_says_so(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_messages_have_16_tokens_if_the_operator_says_so(tmp_path: Path) -> None
     config = {**configuration(model), "keys": [{"id": "nobody", "anonymous": True}]}
     with gateway(tmp_path, config) as one:
         unsaid = {name: value for name, value in COUNTING.items() if name != "max_tokens"}
-        answers = [httpx2.post(one.url + CHAT, json=body, timeout=60).json() for body in (unsaid, {**unsaid, "max_tokens": 20})]
-    assert [answer["usage"]["completion_tokens"] for answer in answers] == [16, 20]
+        responses = [httpx2.post(one.url + CHAT, json=body, timeout=60).json() for body in (unsaid, {**unsaid, "max_tokens": 20})]
+    assert [response["usage"]["completion_tokens"] for response in responses] == [16, 20]
 
 
 @EVERYWHERE
@@ -93,9 +93,9 @@ def test_the_models(stage: Stage) -> None:
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
 def test_null_is_as_if_nothing_were_said(stage: Stage, raw: bool) -> None:
     unsaid = dict.fromkeys(("n", "stream", "stop", "temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty"))
-    answer = stage.post({**(RAW if raw else COUNTING), **unsaid}, key=None)
-    assert answer.status_code == 200, answer.text
-    assert len(answer.json()["choices"]) == 1
+    response = stage.post({**(RAW if raw else COUNTING), **unsaid}, key=None)
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"]) == 1
 
 
 @EVERYWHERE
@@ -119,8 +119,8 @@ def test_temperature_0_and_top_k_1_are_greedy(stage: Stage) -> None:
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
 def test_stop_works(stage: Stage, raw: bool) -> None:
     body, whole, stop = (RAW, STORY[1], " never") if raw else (COUNTING, COUNT, ", 5")
-    answer = stage.post({**body, "stop": [stop]}, key=None).json()["choices"][0]
-    assert (answer["message"]["content"], answer["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    response = stage.post({**body, "stop": [stop]}, key=None).json()["choices"][0]
+    assert (response["message"]["content"], response["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
 
 @on("llama")
@@ -136,8 +136,8 @@ def test_penalties_work(stage: Stage, penalty: str, raw: bool) -> None:
 
 def weighed_tokens(stage: Stage, body: Json) -> list[tuple[str, float]]:
     """The tokens of an answer with their log probabilities."""
-    answer = stage.post({**body, "logprobs": True}, key=None).json()
-    return [(token["token"], round(token["logprob"], 2)) for token in answer["choices"][0]["logprobs"]["content"]]
+    response = stage.post({**body, "logprobs": True}, key=None).json()
+    return [(token["token"], round(token["logprob"], 2)) for token in response["choices"][0]["logprobs"]["content"]]
 
 
 # Leaving

@@ -24,10 +24,10 @@ def check(stage: Stage, case: Case, model: str) -> None:
     assert status == 200, text
     if case.shape is not None:
         assert headers["content-type"] == "application/json"
-        answer = json.loads(text)
-        if not (stage.real and case.tiny is not None and lacks(answer, case.tiny) == []):
-            assert lacks(answer, case.shape) == []
-        assert (answer["model"], answer["usage"]["total_tokens"]) == (model, sum_of(answer["usage"]))
+        response = json.loads(text)
+        if not (stage.real and case.tiny is not None and lacks(response, case.tiny) == []):
+            assert lacks(response, case.shape) == []
+        assert (response["model"], response["usage"]["total_tokens"]) == (model, sum_of(response["usage"]))
     else:
         assert headers["content-type"].startswith("text/event-stream")
         chunks = events(text)
@@ -109,8 +109,8 @@ def test_snippet_with_a_schema(stage: Stage) -> None:
 @on("simulator", "llama")
 def test_snippet_with_a_regex(stage: Stage) -> None:
     (choice,) = create(stage, asked.GUIDED_REGEX).choices
-    beginning = re.fullmatch(asked.BEGINNING_OF_EMAIL, choice.message.content)
-    assert beginning if unfinished(stage, choice) else re.fullmatch(asked.EMAIL, choice.message.content)
+    prefix = re.fullmatch(asked.BEGINNING_OF_EMAIL, choice.message.content)
+    assert prefix if unfinished(stage, choice) else re.fullmatch(asked.EMAIL, choice.message.content)
 
 
 def unfinished(stage: Stage, choice: Any) -> bool:
@@ -138,8 +138,8 @@ def test_snippet_with_errors(stage: Stage) -> None:
 
 
 def test_a_shape_finds_what_is_missing() -> None:
-    answer = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": True}}
-    assert lacks(answer, shapes.TEXT) == [
+    response = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [], "usage": {"prompt_tokens": True}}
+    assert lacks(response, shapes.TEXT) == [
         "$.choices is [], not a list with something in it",
         "$.usage.prompt_tokens is True, not <class 'int'>",
         "$.usage.completion_tokens is missing",

@@ -110,13 +110,13 @@ def test_what_coheres_api_does_not_take(stage: Stage, body: Json) -> None:
 def test_a_batch_of_conversations(stage: Stage) -> None:
     before = used(stage)
     shared: Json = {"max_tokens": 100, "temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
-    asked = ["Who are you?", "What is the capital of France?"]
+    requested = ["Who are you?", "What is the capital of France?"]
     message = {"role": "assistant", "content": FilledText}
     shape = {"object": "chat.completion", "choices": [{"index": int, "message": message, "finish_reason": str}], "usage": COUNTED}
-    whole = held(stage, "/v1/chat/completions/batch", {**shared, "messages": [[user(each)] for each in asked]}, shape)
+    whole = held(stage, "/v1/chat/completions/batch", {**shared, "messages": [[user(each)] for each in requested]}, shape)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1]
     assert [choice["message"]["content"] for choice in whole["choices"]] == [
-        stage.content({**shared, "messages": [user(each)]}) for each in asked
+        stage.content({**shared, "messages": [user(each)]}) for each in requested
     ]
     wait_for(lambda: used(stage) - before == 2 * whole["usage"]["total_tokens"])
 

@@ -23,9 +23,9 @@ def offline() -> dict[str, str]:
     found = [str(place) for name in _WHEELS if (place := tool(name)) is not None]
     if len(found) != len(_WHEELS):
         pytest.skip("the locked packages are not there (make deploy-tools)")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     own = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": " ".join(found), "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return kept | own | {"PIP_NO_COMPILE": "1"}
+    return environment | own | {"PIP_NO_COMPILE": "1"}
 
 
 def ran(*words: str | Path, folder: Path, environ: dict[str, str] | None = None, seconds: float = 300) -> str:

@@ -309,9 +309,9 @@ def test_tls_of_the_gateway_is_known_to_who_talks_to_it() -> None:
 def test_what_is_told_after_the_installation_asks_as_the_gateway_listens() -> None:
     plain: dict[str, Any] = {"engines": {"a": ENGINE}}
     tls = plain | {"config": {"server": {"tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}}}}
-    for values, told in ((plain, "curl http://127.0.0.1:8000/"), (tls, "curl --insecure https://127.0.0.1:8000/")):
+    for values, reported in ((plain, "curl http://127.0.0.1:8000/"), (tls, "curl --insecure https://127.0.0.1:8000/")):
         done = helm("install", "gw", CHART, "--dry-run=client", values=values)
-        assert done.returncode == 0 and told in done.stdout.partition("NOTES:")[2], done.stdout[-2000:] + done.stderr
+        assert done.returncode == 0 and reported in done.stdout.partition("NOTES:")[2], done.stdout[-2000:] + done.stderr
 
 
 def test_large_numbers_stay_numbers() -> None:
@@ -590,9 +590,9 @@ def test_what_the_containers_run_answers(tmp_path: Path) -> None:
 
 
 def asked(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx2.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
+    response = httpx2.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
 
 
 def hooked(rendered: Rendered, url: str) -> int:

@@ -41,8 +41,8 @@ def project(tmp_path: Path) -> Path:
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets"))
     for name in ("prometheus", "grafana"):
         shutil.copytree(FOLDER.parent / name, tmp_path / "deploy" / name)
-    said = secrets(folder)
-    (folder / "key").write_text(re.findall(r"sk-\S+", said)[0])
+    output = secrets(folder)
+    (folder / "key").write_text(re.findall(r"sk-\S+", output)[0])
     return folder
 
 

@@ -78,8 +78,8 @@ def test_the_source_distribution_makes_the_same_wheel(release: Release, unpacked
 
 def test_the_source_distribution_can_be_tested(unpacked: Path) -> None:
     tests = ["tests/test_imports.py", "tests/test_lock.py", "tests/gateway/auth/test_keys.py"]
-    said = ran(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, folder=unpacked)
-    assert re.search(r"^\d+ passed", said, re.MULTILINE), said
+    output = ran(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, folder=unpacked)
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
 
 
 # That it works

@@ -121,11 +121,11 @@ class Load:
         data = request(chat(model=MODEL, stream=True, stream_options={"include_usage": True}, simulate=simulate))
         while not self.over.is_set():
             async with client(self.port) as one:
-                asked = asyncio.create_task(one.ask(data))
+                pending = asyncio.create_task(one.ask(data))
                 begun = asyncio.create_task(one.begun.wait())
-                await asyncio.wait((asked, begun), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((pending, begun), return_when=asyncio.FIRST_COMPLETED)
                 self.begun[number] += 1
-                reply = await asked
+                reply = await pending
                 begun.cancel()
             self.take(reply, reply.body.removesuffix(DONE).rpartition(b"data: ")[2] if reply.body.endswith(DONE) else None)
 

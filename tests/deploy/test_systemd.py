@@ -242,10 +242,10 @@ def test_what_the_unit_starts_is_seen_from_its_start_to_its_end(installed: Insta
             inbox.wait_for("READY")
             assert one.get("/readyz").status_code == 200
             body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
-            asked = httpx2.post(
+            requested = httpx2.post(
                 f"{one.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {installed.key}"}, timeout=60
             )
-            assert asked.status_code == 200
+            assert requested.status_code == 200
             inbox.wait_for("WATCHDOG")
             assert {confined.filters(each.pid) for each in one.tree()} == {confined.filters(os.getpid()) + 1}
             shown = subprocess.run(

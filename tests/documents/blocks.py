@@ -75,12 +75,12 @@ class Block:
 
     @property
     def fate(self) -> Fate:
-        """Raises KeyError for a language that nobody knows what to do with."""
+        """Raises KeyError for an unknown language."""
         return Fate.MARKED if self.reason is not None else FATES[self.language]
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run; None where it is."""
+        """Why it is not run; None if it is."""
         kind, _, reason = (self.comment or "").partition(": ")
         return reason if kind == "not run" else None
 
@@ -104,7 +104,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(*languages: str, page: Path | None = None) -> list[Block]:
-    """Those of some languages, of one page or of all."""
+    """Return the blocks of some languages, of one page or of all."""
     return [block for block in BLOCKS if block.language in languages and page in (None, block.page)]
 
 

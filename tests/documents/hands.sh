@@ -1,6 +1,6 @@
 # What a reader does between the commands of a page, and what this machine has not got. Read by the script of a page.
 
-# A command that stays in its terminal has one of its own here; another one takes its place, as if after Ctrl-C.
+# A command that stays in its terminal runs in the background here; the next one replaces it, as after Ctrl-C.
 vllm-gateway() {
   case "${1-}" in
     serve | demo) in_another_terminal vllm-gateway "$@" ;;

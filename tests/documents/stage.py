@@ -1,4 +1,4 @@
-"""Where a page is followed: a folder, a network and processes of its own, in which the usual ports are free.
+"""Where a page is followed: a new folder, network and processes, in which the usual ports are free.
 
 Owns the script that a page becomes: its blocks in their order, in one shell. The rules: the commands are run as they are written, in
 what looks like a clone of the project; a page that starts a gateway begins with nothing and has its YAML files saved as it comes to

@@ -64,7 +64,7 @@ def test_what_is_for_a_shell_is_well_formed(block: Block) -> None:
 
 
 def test_every_block_is_run_or_read_or_says_why_not() -> None:
-    fates = Counter((block.fate.value, block.language) for block in BLOCKS)  # KeyError: a language that nobody runs or reads
+    fates = Counter((block.fate.value, block.language) for block in BLOCKS)  # KeyError: an unknown language
     assert {block.comment for block in BLOCKS if block.comment is not None and block.reason is None} == set()
     marked = [block for block in BLOCKS if block.fate is Fate.MARKED]
     assert {block.reason for block in marked} <= set(REASONS)

@@ -49,7 +49,7 @@ def whole(text: str) -> str:
 
 
 def checked(folder: Path, text: str) -> str:
-    """What ``check`` says of a file, with the files beside it and the secrets that it refers to."""
+    """Return the output of ``check`` for a file, with the files beside it and the secrets that it refers to."""
     for block in YAML:
         if block.file == "keys.yaml":
             (folder / block.file).write_text(block.text)
@@ -72,7 +72,7 @@ def checked(folder: Path, text: str) -> str:
 
 
 def gpus_and_vllm(folder: Path) -> Path:
-    """Make a folder with a program that lists more GPUs than are spoken of, and one that stands for vLLM. Returns the folder."""
+    """Make a folder with a program that lists more GPUs than the pages mention, and a stand-in for vLLM. Return the folder."""
     listed = "".join(f"GPU {number}: one (UUID: GPU-{number})\n" for number in range(8))
     (folder / "bin").mkdir()
     for name, line in (("nvidia-smi", f"cat <<'END'\n{listed}END"), ("vllm", "exit 1")):
@@ -89,8 +89,8 @@ def test_a_shown_file_has_a_reader(block: Block) -> None:
 
 @pytest.mark.parametrize("block", CONFIGURATIONS, ids=identity)
 def test_a_shown_configuration_is_fine_and_does_all_it_says(tmp_path: Path, block: Block) -> None:
-    said = checked(tmp_path, whole(block.text))
-    assert said.startswith("gateway.yaml is fine: ") and said.endswith(", 0 notes\n")
+    output = checked(tmp_path, whole(block.text))
+    assert output.startswith("gateway.yaml is fine: ") and output.endswith(", 0 notes\n")
 
 
 @pytest.mark.parametrize("block", [block for block in YAML if block.file == "keys.yaml"], ids=identity)

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz SECONDS [TARGET …]``: each target for so many seconds, beginning with the corpus of the repository.
+"""``python -m tests.fuzz SECONDS [TARGET …]``: run each target for SECONDS, beginning with the corpus of the repository.
 
 What is found goes to ``fuzz/found``: new inputs by target, and what made one fail as ``TARGET-crash-…``.
 """

@@ -1,4 +1,4 @@
-"""What must hold of each parser, for any bytes. Needs nothing but the project, so that the suite can replay what was found.
+"""What must hold of each parser, for any bytes. Needs only the project, so that the suite can replay what was found.
 
 The rule: a target returns for what is handled, however it is handled, and raises for everything else.
 """
@@ -164,7 +164,7 @@ _LIMIT = 200_000
 
 
 def encoded(data: bytes) -> None:
-    """What is decoded is what a library makes of it at once, within the bounds; or it is refused."""
+    """The decoded body equals a library's result, within the bounds; or it is rejected."""
     if not data:
         return
     encoding, body, held = ("gzip", "zstd")[data[0] % 2], data[1:], [0]
@@ -206,7 +206,7 @@ def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
 
 
 def _done(story: Coroutine[Any, Any, tuple[str | None, bytes] | str]) -> tuple[str | None, bytes] | str:
-    """What a story gives that waits for nothing."""
+    """Return the result of an inline task that never waits."""
     try:
         story.send(None)
     except StopIteration as end:
@@ -265,7 +265,7 @@ def scan(data: bytes) -> None:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object with its members in their order, of which several may have one key."""
+    """An object with its fields in their order; keys may repeat."""
 
 
 def _scanned(pieces: list[bytes]) -> list[tuple[tuple[str, ...], bytes]]:
@@ -335,16 +335,16 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
     Which error that is may depend on how much was read with the first event.
     """
     with way() as one:
-        said = one.streamed([STREAM_HEAD, *pieces], asks=False)
+        printed = one.streamed([STREAM_HEAD, *pieces], asks=False)
         one.server.connection_lost(None)
         one.write_batch.flush()
-        said += one.client_wire.take()
+        printed += one.client_wire.take()
         (noted,) = one.worker.records
         assert one.worker.metrics.cells("inflight_requests", "tiny")[0] == 0
         if noted.status >= 400:
-            assert said.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ERRORS
+            assert printed.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ERRORS
             return None
-        return _alike(unchunked(said)), [noted.code, noted.incomplete, noted.usage]
+        return _alike(unchunked(printed)), [noted.code, noted.incomplete, noted.usage]
 
 
 def _alike(body: bytes) -> bytes:
@@ -354,7 +354,7 @@ def _alike(body: bytes) -> bytes:
 
 
 def connection(data: bytes) -> None:
-    """What a client sends is the same requests however it is cut; who is refused before his body is in may get no further."""
+    """A client's bytes are the same requests however they are split. A client rejected before its body has arrived may get no further."""
     if data:
         wholly, by_pieces = (asyncio.run(_asked(cut)) for cut in ([data[1:]], list(_pieces(data))))
         assert wholly[: len(by_pieces)] == by_pieces, (wholly, by_pieces)
@@ -362,7 +362,7 @@ def connection(data: bytes) -> None:
 
 
 _TURNS = 60
-"""Of the loop, in which whatever has come is answered."""
+"""Event-loop iterations in which every request that has arrived is answered."""
 
 
 async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
@@ -377,8 +377,8 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
         for _ in range(_TURNS):
             await asyncio.sleep(0)  # requests that are not inference, and those that wait for their turn behind them
         one.write_batch.flush()
-        answers = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
-        assert b"500" not in answers
+        responses = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
+        assert b"500" not in responses
         return [(noted.endpoint, noted.status, noted.code) for noted in one.worker.records if noted.endpoint in ENDPOINTS]
 
 

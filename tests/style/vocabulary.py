@@ -89,7 +89,7 @@ PHRASES: tuple[Phrase, ...] = (
     Phrase(r"such of", "those of, the … of"),
     Phrase(r"(?:and|or|of|by|with|for|but|to) such(?! as\b| a\b| an\b)", "name the things"),
     Phrase(r"what is none", "an invalid …, a malformed …"),
-    Phrase(rf"{_FINITE} none(?! of\b)", "is not a …, is invalid, does not exist"),
+    Phrase(rf"{_FINITE} (?-i:none)(?! of\b)", "is not a …, is invalid, does not exist"),
     Phrase(r"(?<!there\x20)(?:is|are) no (?!longer|more|less|other|reason|need|way|such|different|better|worse)", "is not a …"),
     # Verbs of speaking
     Phrase(rf"{_FINITE} (?:not )?told", "receives, is reported, is notified"),

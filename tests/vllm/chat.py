@@ -13,9 +13,9 @@ from tests.vllm.dialogues import Answer, Json
 def ask(client: httpx2.Client, body: Json, *, streamed: bool) -> Answer:
     """One chat completion, folded together."""
     extra = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
-    answer = client.post("/v1/chat/completions", json={"model": "tiny", **body, **extra})
-    assert answer.status_code == 200, answer.text
-    parts = events(answer.text) if streamed else [answer.json()]
+    response = client.post("/v1/chat/completions", json={"model": "tiny", **body, **extra})
+    assert response.status_code == 200, response.text
+    parts = events(response.text) if streamed else [response.json()]
     assert parts[-1]["usage"]["completion_tokens"] > 0
     return folded([choice for part in parts for choice in part["choices"]])
 

@@ -131,14 +131,14 @@ class Real:
 
     # The server's side
 
-    def recorded(self, answer: httpx2.Response) -> Recorded:
+    def recorded(self, response: httpx2.Response) -> Recorded:
         """What passed at the server's door for the request that this is the answer to."""
-        found: Recorded = process.wait_for(lambda: self._found(answer.headers["x-request-id"]))
+        found: Recorded = process.wait_for(lambda: self._found(response.headers["x-request-id"]))
         return found
 
-    def reached_the_server(self, answer: httpx2.Response) -> bool:
+    def reached_the_server(self, response: httpx2.Response) -> bool:
         """Whether the server has seen this request (once its answer is there, so is the record)."""
-        return self._found(answer.headers["x-request-id"]) is not None
+        return self._found(response.headers["x-request-id"]) is not None
 
     def _found(self, identity: str) -> Recorded | None:
         return next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None)
@@ -248,12 +248,12 @@ def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None =
 
 def _parsed(asked: bytes, said: bytes) -> Iterator[Recorded]:
     """The exchanges of one connection in their order; one whose answer is not whole is left out."""
-    answers = _Answers(said)
+    responses = _Answers(said)
     for headers, body in _requests(asked):
-        answer = answers.next()
-        if answer is None:
+        response = responses.next()
+        if response is None:
             return
-        yield Recorded(headers, body, answer)
+        yield Recorded(headers, body, response)
 
 
 def _requests(data: bytes) -> Iterator[tuple[dict[str, str], bytes]]:
@@ -276,10 +276,10 @@ class _Answers(io.BytesIO):
         """The parser closes its file after each answer, and the next one is in the same."""
 
     def next(self) -> bytes | None:
-        answer = http.client.HTTPResponse(self)  # type: ignore[arg-type]  # it asks for makefile and nothing else
+        response = http.client.HTTPResponse(self)  # type: ignore[arg-type]  # it asks for makefile and nothing else
         try:
-            answer.begin()
-            return answer.read()
+            response.begin()
+            return response.read()
         except http.client.HTTPException:
             return None
 

@@ -130,11 +130,11 @@ def version(place: Path) -> str:
         InstallError: it does not run.
     """
     try:
-        answer = subprocess.run([str(place / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
+        response = subprocess.run([str(place / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", "")
         raise InstallError(f"vllm --version failed, remove {place.resolve()} and run this again: {error}\n{words}") from error
-    return answer.stdout.split()[-1]
+    return response.stdout.split()[-1]
 
 
 def link(place: Path) -> None:

@@ -153,8 +153,8 @@ class Writer:
         """What is learned by heart."""
         yield self.sample(STORY[0], STORY[1] + self.end_of_turn)
         for each in exchanges(self.architecture):
-            answer = each.dialogue.answer_when(thinking=each.thinking)
-            yield self.turn(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, answer)
+            response = each.dialogue.answer_when(thinking=each.thinking)
+            yield self.turn(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
 
     def varied(self, rng: random.Random) -> Iterator[Sample]:
         """One step's unknown prompts with the fallback answer, two throws of the die, and now and then what a grammar makes of it."""
@@ -182,14 +182,14 @@ class Writer:
         tools = rng.choice(TOOLSETS) if each.with_tools else []
         return self.turn(each.messages, tools, each.reasoning, each.answer, gap="")
 
-    def turn(self, messages: list[Json], tools: list[Json], reasoning: str | None, answer: str | list[Json], gap: str = "\n\n") -> Sample:
+    def turn(self, messages: list[Json], tools: list[Json], reasoning: str | None, response: str | list[Json], gap: str = "\n\n") -> Sample:
         """One turn, the prompt exactly as vLLM renders it. `reasoning` None: the model does not think."""
         prompt = self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True, enable_thinking=reasoning is not None
         )
-        text = answer if isinstance(answer, str) else self.calls(answer)
+        text = response if isinstance(response, str) else self.calls(response)
         thought = "" if reasoning is None else f"{reasoning}\n</think>{gap}"
-        return self.sample(prompt, thought + text + ("" if answer == ENDLESS else self.end_of_turn))
+        return self.sample(prompt, thought + text + ("" if response == ENDLESS else self.end_of_turn))
 
     def calls(self, calls: list[Json]) -> str:
         """Tool calls in the syntax that the architecture's parser (qwen3_coder, llama3_json) reads."""

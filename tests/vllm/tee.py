@@ -52,8 +52,8 @@ class Tee:
         except OSError:  # it does not listen yet, or no more
             writer.transport.abort()
             return
-        with self._record(f"{name}.in") as asked, self._record(f"{name}.out") as said:
-            ways = [asyncio.create_task(_pass(reader, there_writer, asked)), asyncio.create_task(_pass(there_reader, writer, said))]
+        with self._record(f"{name}.in") as requested, self._record(f"{name}.out") as text:
+            ways = [asyncio.create_task(_pass(reader, there_writer, requested)), asyncio.create_task(_pass(there_reader, writer, text))]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # when the one side has closed, the other one is closed
             ways[0].cancel()
             for end in (there_writer, writer):

@@ -79,13 +79,13 @@ def test_reasoning_is_a_member_of_its_own(real: Real) -> None:
     assert not any("reasoning_content" in chunk.model_dump_json() for chunk in [plain, *chunks])
 
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
-def test_usage_in_a_stream_comes_to_those_who_ask(real: Real, asked: bool) -> None:
+@pytest.mark.parametrize("requested", [True, False], ids=["asked", "not asked"])
+def test_usage_in_a_stream_comes_to_those_who_ask(real: Real, requested: bool) -> None:
     body = chat("Who are you?")
     [plain] = parts(real, body, streamed=False)
-    chunks = parts(real, {**body, **(WITH_USAGE if asked else {})}, streamed=True)
+    chunks = parts(real, {**body, **(WITH_USAGE if requested else {})}, streamed=True)
     used = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
-    assert used == ([(plain.usage.prompt_tokens, plain.usage.completion_tokens)] if asked else [])
+    assert used == ([(plain.usage.prompt_tokens, plain.usage.completion_tokens)] if requested else [])
     assert [chunk.choices == [] for chunk in chunks].count(True) == len(used)
 
 
@@ -130,11 +130,11 @@ def test_tools_that_may_not_be_called(real: Real, streamed: bool) -> None:
 
 def test_a_call_and_its_result(real: Real) -> None:
     body = chat(HANGZHOU, tools=[WEATHER])
-    [asked] = parts(real, body, streamed=False)
-    [call] = asked.choices[0].message.tool_calls
+    [requested] = parts(real, body, streamed=False)
+    [call] = requested.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == weather_call("Hangzhou", 1)["function"]["arguments"]
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny", "celsius": 21}'}
-    body["messages"] += [asked.choices[0].message.model_dump(exclude_none=True), result]
+    body["messages"] += [requested.choices[0].message.model_dump(exclude_none=True), result]
     assert answer(real, body, streamed=True).content == "It is sunny and 21 degrees in Hangzhou."
 
 

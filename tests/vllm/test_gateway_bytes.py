@@ -122,9 +122,9 @@ def test_the_request_is_the_clients_own(real: Real) -> None:
 def without_usage(sent: bytes) -> bytes:
     """The stream without its one event that has usage and no choice. A text's blank lines are escaped in JSON."""
     events = sent.split(b"\n\n")
-    kept = [event for event in events if not is_usage(event)]
-    assert len(events) == len(kept) + 1
-    return b"\n\n".join(kept)
+    stored = [event for event in events if not is_usage(event)]
+    assert len(events) == len(stored) + 1
+    return b"\n\n".join(stored)
 
 
 def is_usage(event: bytes) -> bool:

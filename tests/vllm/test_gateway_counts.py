@@ -67,19 +67,19 @@ def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple
     return after[0] - before[0], after[1] - before[1]
 
 
-def usage(said: bytes) -> tuple[int, int]:
+def usage(text: bytes) -> tuple[int, int]:
     """(prompt, completion) that a server's answer itself tells, in any of the four dialects."""
-    members = [member for document in documents(said) for member in usages(document)]
-    prompts = [int(member.get("prompt_tokens") or member.get("input_tokens") or 0) for member in members]
-    completions = [int(member.get("completion_tokens") or member.get("output_tokens") or 0) for member in members]
+    fields = [field for document in documents(text) for field in usages(document)]
+    prompts = [int(field.get("prompt_tokens") or field.get("input_tokens") or 0) for field in fields]
+    completions = [int(field.get("completion_tokens") or field.get("output_tokens") or 0) for field in fields]
     return max(prompts), max(completions)
 
 
-def documents(said: bytes) -> Iterator[Json]:
-    if said.startswith(b"{"):
-        yield json.loads(said)
+def documents(text: bytes) -> Iterator[Json]:
+    if text.startswith(b"{"):
+        yield json.loads(text)
         return
-    for event in said.split(b"\n\n"):
+    for event in text.split(b"\n\n"):
         _, found, data = event.partition(b"data: {")
         if found:
             yield json.loads(b"{" + data)
@@ -94,11 +94,11 @@ def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
     before = counts(real)
     alone, together = MIXED, list(itertools.islice(itertools.cycle(MIXED), 30))
     with ThreadPoolExecutor(8) as pool:
-        answers = [real.post(*each) for each in alone] + list(pool.map(lambda each: real.post(*each), together))
-    assert {answer.status_code for answer in answers} == {200}
+        responses = [real.post(*each) for each in alone] + list(pool.map(lambda each: real.post(*each), together))
+    assert {response.status_code for response in responses} == {200}
     assert real.gateway.metric(f'vllm_gateway_server_failures_total{{model="{MODEL}",server="{MODEL}#0",reason="aborted"}}') == 0
-    told = [usage(real.recorded(answer).said) for answer in answers]
-    expected = sum(prompt for prompt, _ in told), sum(completion for _, completion in told)
+    reported = [usage(real.recorded(response).said) for response in responses]
+    expected = sum(prompt for prompt, _ in reported), sum(completion for _, completion in reported)
     wait_for(lambda: difference(before[0], counts(real)[0]) == expected)
     assert difference(before[1], counts(real)[1]) == expected
 
@@ -107,8 +107,8 @@ def test_several_answers_to_one_prompt_are_counted_as_their_usage_says(real: Rea
     """vLLM's own counter has the prompt once for each of them, its usage once in all."""
     before = counts(real)[1]
     body = {**chat("Roll a die.", n=3, max_tokens=5), "temperature": 1}
-    told = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).said) for stream in (False, True)]
-    assert difference(before, counts(real)[1]) == (told[0][0] + told[1][0], told[0][1] + told[1][1])
+    reported = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).said) for stream in (False, True)]
+    assert difference(before, counts(real)[1]) == (reported[0][0] + reported[1][0], reported[0][1] + reported[1][1])
 
 
 def test_what_is_refused_costs_nothing(real: Real) -> None:
@@ -150,8 +150,8 @@ def test_a_client_that_leaves_before_its_answer_frees_the_engine(real: Real, pat
 
 def read_until(word: bytes, url: str, request: Json) -> bool:
     """Read a response until it contains the word, then leave."""
-    with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=60) as answer:
-        return any(word in piece for piece in answer.iter_raw())
+    with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=60) as response:
+        return any(word in piece for piece in response.iter_raw())
 
 
 def check_that_it_frees_the_engine(real: Real, leave: Callable[[WorkUntil], None]) -> None:

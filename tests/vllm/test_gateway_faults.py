@@ -55,9 +55,9 @@ class Asked:
     text: str = ""
 
     def read(self, url: str) -> None:
-        with httpx2.stream("POST", url + self.path, json=self.body, headers=HEADERS, timeout=60) as answer:
-            self.status = answer.status_code
-            for piece in answer.iter_text():
+        with httpx2.stream("POST", url + self.path, json=self.body, headers=HEADERS, timeout=60) as response:
+            self.status = response.status_code
+            for piece in response.iter_text():
                 self.text += piece
 
     @property
@@ -76,35 +76,35 @@ class Asked:
 @contextmanager
 def under_way(real: Real) -> Iterator[dict[str, Asked]]:
     """The requests of UNDER_WAY, all of them in mid-answer; their answers are read to the end when the `with` ends."""
-    asked = {name: Asked(*each) for name, each in UNDER_WAY.items()}
+    requested = {name: Asked(*each) for name, each in UNDER_WAY.items()}
     in_flight = f'vllm_gateway_server_inflight{{model="{MODEL}",server="{MODEL}#0"}}'
-    with real.held() as work_until, ThreadPoolExecutor(len(asked)) as pool:
-        reading = [pool.submit(each.read, real.gateway.url) for each in asked.values()]
-        wait_for(lambda: real.gateway.metric(in_flight) == len(asked))
-        work_until(lambda: all(each.under_way for each in asked.values() if "stream" in each.body))
-        yield asked
+    with real.held() as work_until, ThreadPoolExecutor(len(requested)) as pool:
+        reading = [pool.submit(each.read, real.gateway.url) for each in requested.values()]
+        wait_for(lambda: real.gateway.metric(in_flight) == len(requested))
+        work_until(lambda: all(each.under_way for each in requested.values() if "stream" in each.body))
+        yield requested
         for each in reading:
             each.result()
 
 
-def check_told(answers: Mapping[str, Asked]) -> None:
+def check_told(responses: Mapping[str, Asked]) -> None:
     """Everybody has heard that the server failed, in the shape of their route."""
     for name in ("chat", "completion"):
-        *_, error, done, end = answers[name].text.split("\n\n")
-        assert (answers[name].status, done, end) == (200, "data: [DONE]", "")
+        *_, error, done, end = responses[name].text.split("\n\n")
+        assert (responses[name].status, done, end) == (200, "data: [DONE]", "")
         check_error(json.loads(error.removeprefix("data: ")))
-    *_, error, end = answers["response"].text.split("\n\n")
+    *_, error, end = responses["response"].text.split("\n\n")
     kind, data = error.split("\n")
     assert (kind, end) == ("event: error", "") and "[DONE]" not in error
     assert json.loads(data.removeprefix("data: ")).items() >= {"type": "error", "code": "upstream_disconnected"}.items()
-    *_, error, end = answers["message"].text.split("\n\n")
+    *_, error, end = responses["message"].text.split("\n\n")
     kind, data = error.split("\n")
     assert (kind, end) == ("event: error", "")
     check_anthropic(json.loads(data.removeprefix("data: ")))
     for name in ("plain chat", "plain message"):
-        assert answers[name].status in {500, 502, 503}, answers[name].text
-    check_error(json.loads(answers["plain chat"].text))
-    check_anthropic(json.loads(answers["plain message"].text))
+        assert responses[name].status in {500, 502, 503}, responses[name].text
+    check_error(json.loads(responses["plain chat"].text))
+    check_anthropic(json.loads(responses["plain message"].text))
 
 
 def check_error(document: Json) -> None:
@@ -121,19 +121,19 @@ def check_anthropic(document: Json) -> None:
 
 def check_it_comes_back(real: Real, before: Json) -> None:
     """The server is started again and answers; until then clients hear why not."""
-    told: set[tuple[int, str]] = set()
+    reported: set[tuple[int, str]] = set()
 
     def answered() -> bool:
-        answer = real.post(CHAT, chat("Who are you?"))
-        if answer.status_code != 200:
-            told.add((answer.status_code, answer.json()["error"]["code"]))
+        response = real.post(CHAT, chat("Who are you?"))
+        if response.status_code != 200:
+            reported.add((response.status_code, response.json()["error"]["code"]))
         time.sleep(0.1)
-        return answer.status_code == 200 and real.status["restarts"] == before["restarts"] + 1
+        return response.status_code == 200 and real.status["restarts"] == before["restarts"] + 1
 
     wait_for(answered, START_WITHIN, why=lambda: real.gateway.said[-4000:])
-    print(f"until it was back: {sorted(told)}")
-    assert (503, "model_loading") in told
-    assert {code for status, code in told if status != 503} <= FAILED | {"upstream_unreachable"}
+    print(f"until it was back: {sorted(reported)}")
+    assert (503, "model_loading") in reported
+    assert {code for status, code in reported if status != 503} <= FAILED | {"upstream_unreachable"}
     assert real.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0
 
 
@@ -149,14 +149,14 @@ def check_that_all_is_told(real: Real, victim: str) -> None:
     assert list(scratch.iterdir()), "vLLM's sockets between its processes"
     incomplete = f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="upstream"}}'
     broken_off = real.gateway.metric(incomplete)
-    with under_way(real) as answers:
+    with under_way(real) as responses:
         (real.process("EngineCore") if victim == "EngineCore" else real.api_server).kill()
         killed = time.monotonic()
     print(f"{victim}: all clients had their end after {1000 * (time.monotonic() - killed):.0f} ms")
-    if any(each.is_complete for each in answers.values()):
+    if any(each.is_complete for each in responses.values()):
         check_it_comes_back(real, before)
         raise NotAchieved
-    check_told(answers)
+    check_told(responses)
     assert real.gateway.metric(incomplete) - broken_off == 4  # the streams; the others got an error alone
     wait_for(lambda: not alive(tree), GONE_WITHIN[victim], why=lambda: str(alive(tree)))
     assert not scratch.exists() or not list(scratch.iterdir())

@@ -43,16 +43,16 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 def asked(one: Gateway, key: str, path: str, **body: object) -> Json:
-    answer = httpx2.post(one.url + path, json={"model": "tiny", **body}, headers={"authorization": f"Bearer {KEYS[key]}"}, timeout=120)
-    assert answer.status_code == 200, answer.text
-    document: Json = answer.json()
+    response = httpx2.post(one.url + path, json={"model": "tiny", **body}, headers={"authorization": f"Bearer {KEYS[key]}"}, timeout=120)
+    assert response.status_code == 200, response.text
+    document: Json = response.json()
     return document
 
 
 def cached(one: Gateway, key: str, text: str, **more: object) -> int:
     """How many tokens of a prompt the engine had already."""
-    answer = asked(one, key, "/v1/chat/completions", messages=[user(text)], max_tokens=4, **WITHOUT_THINKING, **more)
-    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+    response = asked(one, key, "/v1/chat/completions", messages=[user(text)], max_tokens=4, **WITHOUT_THINKING, **more)
+    return int((response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
 def test_keys_do_not_share_the_cache_and_cannot_choose_to(one: Gateway) -> None:

@@ -71,17 +71,17 @@ def _check_a_mixed_run(real: Real, beside: Real) -> None:
     before = finished(real)
     wrong = (CHAT, chat("Who are you?", temperature="hot"))
     with ThreadPoolExecutor(4) as pool:
-        answers = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
+        responses = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
     left = _leave_in_mid_answer(real, beside)
-    answers += [beside.post(*each) for each in MIXED]
-    sent = len(answers) + left
+    responses += [beside.post(*each) for each in MIXED]
+    sent = len(responses) + left
     wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
-    kept = {each["request_id"]: each for each in every_row(beside)}
-    assert len(kept) == sent
+    stored = {each["request_id"]: each for each in every_row(beside)}
+    assert len(stored) == sent
     assert beside.gateway.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
-    _check_ends(beside, answers, kept)
-    told = [row for row in kept.values() if row["status"] == 200]
-    ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in told)) for kind in ("prompt", "completion"))
+    _check_ends(beside, responses, stored)
+    reported = [row for row in stored.values() if row["status"] == 200]
+    ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in reported)) for kind in ("prompt", "completion"))
     assert (beside.tokens("prompt"), beside.tokens("completion")) == ledger
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
     wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
@@ -108,16 +108,16 @@ def _leave_in_mid_answer(real: Real, beside: Real) -> int:
     return left
 
 
-def _check_ends(beside: Real, answers: Sequence[httpx2.Response], kept: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapping[str, Mapping[str, Any]]) -> None:
     """Each request's row is what its client got; that of a whole answer has the usage that vLLM told in it."""
-    for answer in answers:
-        row = kept[answer.headers["x-request-id"]]
-        assert (row["status"], row["incomplete"], row["estimated"]) == (answer.status_code, None, 0)
-        told = usage(beside.recorded(answer).said) if answer.status_code == 200 else (None, None)
-        assert (row["prompt_tokens"], row["completion_tokens"]) == told
-    ways = {(row["status"], row["incomplete"], row["estimated"]) for row in kept.values()}
+    for response in responses:
+        row = stored[response.headers["x-request-id"]]
+        assert (row["status"], row["incomplete"], row["estimated"]) == (response.status_code, None, 0)
+        reported = usage(beside.recorded(response).said) if response.status_code == 200 else (None, None)
+        assert (row["prompt_tokens"], row["completion_tokens"]) == reported
+    ways = {(row["status"], row["incomplete"], row["estimated"]) for row in stored.values()}
     assert ways == {(200, None, 0), (400, None, 0), (500, None, 0), (499, "client", 1)}
-    assert {bool(row["stream"]) for row in kept.values() if row["status"] == 200} == {True, False}
+    assert {bool(row["stream"]) for row in stored.values() if row["status"] == 200} == {True, False}
 
 
 def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
@@ -143,10 +143,10 @@ def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
 
 def _leave_after(events: int, url: str, request: dict[str, Any]) -> str:
     """Read so many events, then leave; the request's id."""
-    with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=120) as answer:
+    with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=120) as response:
         seen = 0
-        for piece in answer.iter_raw():
+        for piece in response.iter_raw():
             seen += piece.count(b"\n\n")
             if seen >= events:
                 break
-        return str(answer.headers["x-request-id"])
+        return str(response.headers["x-request-id"])

@@ -25,9 +25,9 @@ def test_a_model_and_two_adapters_answer_each_in_its_own_way(tmp_path: Path) -> 
     with gateway(tmp_path, config, seconds=START_WITHIN) as one:
         words = {}
         for name in ("tests/base", "tests/one", "tests/two"):
-            answers = [one.ask(model=name, messages=[user("Say hello.")], temperature=0, max_tokens=16).json() for _ in range(2)]
-            assert answers[0]["model"] == name
-            words[name], again = (answer["choices"][0]["message"]["content"] for answer in answers)
+            responses = [one.ask(model=name, messages=[user("Say hello.")], temperature=0, max_tokens=16).json() for _ in range(2)]
+            assert responses[0]["model"] == name
+            words[name], again = (response["choices"][0]["message"]["content"] for response in responses)
             assert words[name] == again
         assert len(set(words.values())) == 3, words
         assert one.metric('vllm_gateway_tokens_total{key="team-a",model="tests/two",type="completion"}') > 0

@@ -44,8 +44,8 @@ def test_a_dialogue(client: httpx2.Client, exchange: Exchange, streamed: bool) -
 @PLAIN_AND_STREAMED
 def test_the_story_goes_on(client: httpx2.Client, streamed: bool) -> None:
     body = {"model": "tiny", "prompt": STORY[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
-    answer = client.post("/v1/completions", json=body)
-    parts = events(answer.text) if streamed else [answer.json()]
+    response = client.post("/v1/completions", json=body)
+    parts = events(response.text) if streamed else [response.json()]
     assert "".join(part["choices"][0]["text"] for part in parts) == STORY[1]
 
 
@@ -64,6 +64,6 @@ def test_a_choice_binds(client: httpx2.Client) -> None:
 @PLAIN_AND_STREAMED
 def test_a_required_call_is_made(client: httpx2.Client, streamed: bool) -> None:
     body = {"messages": [user("Who are you?")], "tools": TOOLSETS[0], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
-    answer = ask(client, {**body, **WITHOUT_THINKING}, streamed=streamed)
-    assert [name for name, _ in answer.calls] == ["get_current_weather"]
-    assert answer.finish_reason == "tool_calls"
+    response = ask(client, {**body, **WITHOUT_THINKING}, streamed=streamed)
+    assert [name for name, _ in response.calls] == ["get_current_weather"]
+    assert response.finish_reason == "tool_calls"

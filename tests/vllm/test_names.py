@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 
 def test_the_table_is_what_the_real_vllm_says(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    told, table = installed_vllm.known_names((str(installed()), "serve"), environ, print), known_names.built_in()
-    assert told is not None and told.version.startswith(known_names.VERSION)
-    assert told.flags - {"help"} == table.flags
-    assert (told.reasoning_parsers, told.tool_parsers) == (table.reasoning_parsers, table.tool_parsers)
-    assert {preset.tools for preset in PRESETS.values() if preset.tools} <= told.tool_parsers
-    assert {preset.reasoning for preset in PRESETS.values() if preset.reasoning} <= told.reasoning_parsers
+    reported, table = installed_vllm.known_names((str(installed()), "serve"), environ, print), known_names.built_in()
+    assert reported is not None and reported.version.startswith(known_names.VERSION)
+    assert reported.flags - {"help"} == table.flags
+    assert (reported.reasoning_parsers, reported.tool_parsers) == (table.reasoning_parsers, table.tool_parsers)
+    assert {preset.tools for preset in PRESETS.values() if preset.tools} <= reported.tool_parsers
+    assert {preset.reasoning for preset in PRESETS.values() if preset.reasoning} <= reported.reasoning_parsers

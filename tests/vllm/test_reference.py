@@ -58,6 +58,6 @@ def test_a_request_is_told_with_all_fields_that_vllm_knows(tmp_path: Path) -> No
     known = {schema: set(fields) for schema, fields in json.loads(done.stdout.splitlines()[-1]).items()}
     schemas = document()["components"]["schemas"]
     for schema, fields in known.items():
-        told = set(schemas[schema]["properties"])
-        assert fields - told - FORBIDDEN - NOT_TOLD == set(), schema
-        assert told - fields - OURS - ONLY_OURS.get(schema, set()) == set(), schema
+        reported = set(schemas[schema]["properties"])
+        assert fields - reported - FORBIDDEN - NOT_TOLD == set(), schema
+        assert reported - fields - OURS - ONLY_OURS.get(schema, set()) == set(), schema

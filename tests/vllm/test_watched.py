@@ -33,8 +33,8 @@ def test_its_spans_and_its_metrics(tmp_path: Path) -> None:
         with gateway(tmp_path, config, seconds=START_WITHIN) as one:
             headers = {"authorization": f"Bearer {KEY}", "traceparent": f"00-{TRACE}-{PARENT}-01"}
             body = {"model": "tests/watched", "messages": [user("Say hello.")], "max_tokens": 8, "stream": True}
-            answer = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=120, verify=False)
-            assert answer.text.endswith("data: [DONE]\n\n")
+            response = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=120, verify=False)
+            assert response.text.endswith("data: [DONE]\n\n")
             wait_for(lambda: sum(span.trace_id.hex() == TRACE for span in collected.spans) >= 2, 60)
             metrics = one.get(f"/metrics/servers/{quote('tests/watched#0', safe='')}").text
     spans = [span for span in collected.spans if span.trace_id.hex() == TRACE]

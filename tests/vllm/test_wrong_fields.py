@@ -53,14 +53,14 @@ def _named(path: str, message: str) -> bool:
 
 
 def _told(real: Real, row: WrongField) -> Line:
-    answer = real.post(row.route, row.body)
-    error = answer.json()["error"]
+    response = real.post(row.route, row.body)
+    error = response.json()["error"]
     shape = {"type", "message"} if row.route in (MESSAGES, COUNT) else {"message", "type", "param", "code"}
     message = error["message"]
-    good = answer.status_code == 400 and error.keys() == shape and _named(row.path, message) and not INTERNALS.search(message)
-    good &= answer.headers["x-should-retry"] == "false" and error.get("code", "invalid_value") in ERRORS
+    good = response.status_code == 400 and error.keys() == shape and _named(row.path, message) and not INTERNALS.search(message)
+    good &= response.headers["x-should-retry"] == "false" and error.get("code", "invalid_value") in ERRORS
     good &= error.get("param", row.path) is not None
-    return Line(row.route, row.path, f"{answer.status_code} {error.get('code', error['type'])}: {message}", good)
+    return Line(row.route, row.path, f"{response.status_code} {error.get('code', error['type'])}: {message}", good)
 
 
 def _printed(lines: Iterable[Line]) -> list[Line]:
@@ -85,12 +85,12 @@ def _record(real: Real, rows: list[WrongField]) -> None:
     """What the server said to each request that came to it, and what it was asked."""
     known: dict[str, Json] = {_key(each): each for each in json.loads(RECORDED.read_text())} if RECORDED.exists() else {}
     for row in rows:
-        answer = real.post(row.route, row.body)
-        if real.reached_the_server(answer):
-            seen = real.recorded(answer)
+        response = real.post(row.route, row.body)
+        if real.reached_the_server(response):
+            seen = real.recorded(response)
             known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.asked), "error": json.loads(seen.said)}
-    kept = [known[key] for key in (_key(asdict(row)) for row in WRONG_FIELDS) if key in known]
-    RECORDED.write_text("[\n" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in kept) + "\n]\n")
+    stored = [known[key] for key in (_key(asdict(row)) for row in WRONG_FIELDS) if key in known]
+    RECORDED.write_text("[\n" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in stored) + "\n]\n")
 
 
 def _key(row: Json) -> str:
@@ -134,9 +134,9 @@ def _sent(url: str, row: WrongRequest) -> tuple[int, http.client.HTTPMessage, by
     place = urlsplit(url)
     with socket.create_connection((place.hostname or "", place.port or 80), timeout=60) as connection:
         connection.sendall(row.data)
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        return answer.status, answer.headers, answer.read()
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return response.status, response.headers, response.read()
 
 
 FAILED_RESPONSE = """
@@ -151,8 +151,8 @@ except Exception as error:
 
 def test_a_tool_call_that_is_no_object_is_the_servers_error() -> None:
     """What vLLM's own classes make of arguments that a model wrote as a list."""
-    said = subprocess.run([PYTHON, "-c", FAILED_RESPONSE], capture_output=True, check=True, timeout=300, env={**os.environ, **ENVIRONMENT})
-    body = said.stdout.splitlines()[-1]
+    text = subprocess.run([PYTHON, "-c", FAILED_RESPONSE], capture_output=True, check=True, timeout=300, env={**os.environ, **ENVIRONMENT})
+    body = text.stdout.splitlines()[-1]
     assert json.loads(body)["error"]["code"] == 400
     refusal = from_server(400, body, MODEL, "messages", None, {"messages": [], "tool_choice": {"type": "any"}})
     assert (refusal.code, refusal.spec.status) == ("server_error", 500)

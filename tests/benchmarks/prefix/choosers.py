@@ -64,7 +64,7 @@ def by_policy(balance: str) -> Callable[[Sequence[Machine]], Chooser]:
 
 
 THRESHOLD, APART, TIMES = 0.3, 64, 1.5
-"""Of a prompt's text that must be known for it to count; of loads, as difference and as ratio, from which on the least busy is taken."""
+"""The share of a prompt's text that must be cached to count, and the difference and ratio of loads above which the least busy is chosen."""
 
 
 @dataclass(eq=False)

@@ -79,8 +79,8 @@ async def _talked(client: httpx2.AsyncClient, talk: Talk) -> int:
     failed = 0
     for turn in talk.turns:
         messages += document(turn.asked)["messages"]
-        answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
-        failed += answer.status_code != 200
+        response = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+        failed += response.status_code != 200
         messages += document((turn.answer,))["messages"]
         await asyncio.sleep(random.uniform(0, 0.1))
     return failed

@@ -78,8 +78,8 @@ def document(segments: tuple[Segment, ...]) -> Mapping[str, Any]:
     return {"messages": [{"role": role, "content": "".join(segment.text for segment in group)} for role, group in groups]}
 
 
-class _Said:
-    """Makes segments with numbers of their own and lengths drawn between two bounds, short ones more often."""
+class _Texts:
+    """Creates segments with distinct numbers and lengths drawn between two bounds, short ones more often."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
@@ -96,35 +96,36 @@ def _ranked(draw: random.Random, items: list[Segment]) -> Segment:
 
 
 def _turns(
-    draw: random.Random, said: _Said, mean: float, asked: tuple[int, int], answer: tuple[int, int], pause: float
+    draw: random.Random, text_of: _Texts, mean: float, asked: tuple[int, int], answer: tuple[int, int], pause: float
 ) -> tuple[Turn, ...]:
     count = min(1 + int(draw.expovariate(1 / (mean - 1))), 30)
     return tuple(
-        Turn((said("user", *asked),), said("assistant", *answer), draw.expovariate(1 / pause) if number else 0.0) for number in range(count)
+        Turn((text_of("user", *asked),), text_of("assistant", *answer), draw.expovariate(1 / pause) if number else 0.0)
+        for number in range(count)
     )
 
 
 def _chat(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
-    said = _Said(draw)
-    systems = [said("system", 256, 2048) for _ in range(8)]
+    text_of = _Texts(draw)
+    systems = [text_of("system", 256, 2048) for _ in range(8)]
     while True:
-        yield (_ranked(draw, systems),), _turns(draw, said, 5, (64, 512), (64, 512), 20.0)
+        yield (_ranked(draw, systems),), _turns(draw, text_of, 5, (64, 512), (64, 512), 20.0)
 
 
 def _agents(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
-    said = _Said(draw)
-    system = said("system", 8192, 8192)
+    text_of = _Texts(draw)
+    system = text_of("system", 8192, 8192)
     while True:
-        yield (system,), _turns(draw, said, 12, (256, 1024), (64, 256), 3.0)
+        yield (system,), _turns(draw, text_of, 12, (256, 1024), (64, 256), 3.0)
 
 
 def _questions(draw: random.Random, servers: int, role: str) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
-    said = _Said(draw)
-    texts = [said(role, 2048, 8192) for _ in range(40 * servers)]
+    text_of = _Texts(draw)
+    texts = [text_of(role, 2048, 8192) for _ in range(40 * servers)]
     while True:
-        text, question = _ranked(draw, texts), said("user", 64, 128)
+        text, question = _ranked(draw, texts), text_of("user", 64, 128)
         asked = (text, question) if role == "user" else (question,)
-        yield (() if role == "user" else (text,)), (Turn(asked, said("assistant", 64, 256), 0.0),)
+        yield (() if role == "user" else (text,)), (Turn(asked, text_of("assistant", 64, 256), 0.0),)
 
 
 TRACES: Mapping[str, Trace] = {

@@ -22,7 +22,7 @@ COMPUTED = 8_000.0
 ANSWERED = 40.0
 """Tokens of each answer in a second."""
 WARMING = 0.25
-"""Of the requests, the first part, which is not counted: the caches are empty."""
+"""The share of requests at the start that is not counted, because the caches are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class _Server:
         self.machine.in_flight += by
         self._since = now
 
-    def work(self, now: float, tokens: int, answer: int) -> float:
+    def work(self, now: float, tokens: int, response: int) -> float:
         """When the answer will be whole."""
         self.free_at = max(self.free_at, now) + tokens / COMPUTED
-        return self.free_at + answer / ANSWERED
+        return self.free_at + response / ANSWERED
 
 
 def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machine]], Chooser]) -> Outcome:
@@ -90,14 +90,14 @@ def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machin
     world = {machine: _Server(machine) for machine in machines}
     choose = chooser(machines)
     warming = WARMING * sum(len(talk.turns) for talk in talks)
-    asked = cached = requests = 0
+    requested = cached = requests = 0
     waits: list[float] = []
     order = itertools.count()
     events: list[tuple[float, int, Iterator[float]]] = []
 
     def talking(talk: Talk) -> Iterator[float]:
-        """A conversation; gives the times at which it goes on."""
-        nonlocal asked, cached, requests
+        """Yield the times of a conversation's requests."""
+        nonlocal requested, cached, requests
         now, prompt = talk.start, talk.system
         for turn in talk.turns:
             yield (now := now + turn.pause)
@@ -106,7 +106,7 @@ def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machin
             known, length = server.cache.admit(prompt), sum(segment.tokens for segment in prompt)
             requests += 1
             if requests > warming:
-                asked, cached = asked + length, cached + known
+                requested, cached = requested + length, cached + known
             server.change(now, 1)
             done = server.work(now, length - known, turn.answer.tokens)
             if requests > warming:
@@ -117,11 +117,11 @@ def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machin
             server.cache.admit(prompt)
 
     for talk in talks:
-        story = talking(talk)
-        heapq.heappush(events, (next(story), next(order), story))
+        task = talking(talk)
+        heapq.heappush(events, (next(task), next(order), task))
     while events:
-        _, _, story = heapq.heappop(events)
-        if (when := next(story, None)) is not None:
-            heapq.heappush(events, (when, next(order), story))
+        _, _, task = heapq.heappop(events)
+        if (when := next(task, None)) is not None:
+            heapq.heappush(events, (when, next(order), task))
     busy = [server.busy for server in world.values()]
-    return Outcome(cached / asked, max(busy) * servers / sum(busy), quantiles(waits, n=20)[-1])
+    return Outcome(cached / requested, max(busy) * servers / sum(busy), quantiles(waits, n=20)[-1])

@@ -18,8 +18,8 @@ def asked(text: str, model: str = TASK["model"]) -> dict[str, Any]:
 
 
 def chat() -> Any:
-    answer = client.messages.create(**asked(TASK["hello"]))
-    return {"text": answer.content[0].text, "model": answer.model, "tokens": answer.usage.output_tokens}
+    response = client.messages.create(**asked(TASK["hello"]))
+    return {"text": response.content[0].text, "model": response.model, "tokens": response.usage.output_tokens}
 
 
 def stream() -> Any:
@@ -30,8 +30,8 @@ def stream() -> Any:
 
 
 def tool() -> Any:
-    answer = client.messages.create(**asked(TASK["weather"]), tools=[TOOL])
-    [call] = [block for block in answer.content if block.type == "tool_use"]
+    response = client.messages.create(**asked(TASK["weather"]), tools=[TOOL])
+    [call] = [block for block in response.content if block.type == "tool_use"]
     return {"name": call.name, "arguments": call.input}
 
 

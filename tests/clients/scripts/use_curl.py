@@ -23,11 +23,11 @@ def said(body: dict[str, Any], *options: str) -> Any:
 
 
 def chat() -> Any:
-    answer = said(asked(TASK["hello"]), "--fail-with-body")
+    response = said(asked(TASK["hello"]), "--fail-with-body")
     return {
-        "text": answer["choices"][0]["message"]["content"],
-        "model": answer["model"],
-        "tokens": answer["usage"]["completion_tokens"],
+        "text": response["choices"][0]["message"]["content"],
+        "model": response["model"],
+        "tokens": response["usage"]["completion_tokens"],
     }
 
 

@@ -15,8 +15,8 @@ def model(name: str = TASK["model"], key: str = TASK["key"], **more: Any) -> Any
 
 
 def chat() -> Any:
-    answer = model().invoke(TASK["hello"])
-    return {"text": answer.content, "model": answer.response_metadata["model_name"], "tokens": answer.usage_metadata["output_tokens"]}
+    response = model().invoke(TASK["hello"])
+    return {"text": response.content, "model": response.response_metadata["model_name"], "tokens": response.usage_metadata["output_tokens"]}
 
 
 def stream() -> Any:
@@ -43,9 +43,9 @@ def streamed_tool() -> Any:
 
 
 def cancel() -> Any:
-    answer = model(extra_body=TASK["slow"]).stream(TASK["cancel"])
-    pieces = list(islice(answer, 3))
-    answer.close()
+    response = model(extra_body=TASK["slow"]).stream(TASK["cancel"])
+    pieces = list(islice(response, 3))
+    response.close()
     return {"pieces": len(pieces)}
 
 

@@ -24,9 +24,9 @@ def ask(text: str, model: str = TASK["model"], key: str = TASK["key"], **more: A
 
 
 def chat() -> Any:
-    answer = ask(TASK["hello"])
-    model = answer.model.removeprefix(f"{PROVIDER}/")
-    return {"text": answer.choices[0].message.content, "model": model, "tokens": answer.usage.completion_tokens}
+    response = ask(TASK["hello"])
+    model = response.model.removeprefix(f"{PROVIDER}/")
+    return {"text": response.choices[0].message.content, "model": model, "tokens": response.usage.completion_tokens}
 
 
 def stream() -> Any:
@@ -47,9 +47,9 @@ def streamed_tool() -> Any:
 
 
 async def cancelled() -> list[Any]:
-    answer = await litellm.acompletion(**asked(TASK["cancel"]), stream=True, extra_body=TASK["slow"])
-    pieces = [await anext(answer) for _ in range(3)]
-    await answer.aclose()
+    response = await litellm.acompletion(**asked(TASK["cancel"]), stream=True, extra_body=TASK["slow"])
+    pieces = [await anext(response) for _ in range(3)]
+    await response.aclose()
     return pieces
 
 

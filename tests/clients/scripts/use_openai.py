@@ -14,12 +14,12 @@ completions: Any = client.chat.completions
 
 
 def chat() -> Any:
-    answer = completions.create(model=TASK["model"], messages=user(TASK["hello"]))
+    response = completions.create(model=TASK["model"], messages=user(TASK["hello"]))
     return {
-        "text": answer.choices[0].message.content,
-        "model": answer.model,
-        "tokens": answer.usage.completion_tokens,
-        "request": answer._request_id,
+        "text": response.choices[0].message.content,
+        "model": response.model,
+        "tokens": response.usage.completion_tokens,
+        "request": response._request_id,
     }
 
 
@@ -31,8 +31,8 @@ def stream() -> Any:
 
 
 def tool() -> Any:
-    answer = completions.create(model=TASK["model"], messages=user(TASK["weather"]), tools=[TASK["tool"]])
-    call = answer.choices[0].message.tool_calls[0].function
+    response = completions.create(model=TASK["model"], messages=user(TASK["weather"]), tools=[TASK["tool"]])
+    call = response.choices[0].message.tool_calls[0].function
     return {"name": call.name, "arguments": json.loads(call.arguments)}
 
 
@@ -46,22 +46,22 @@ def streamed_tool() -> Any:
 
 
 def responses() -> Any:
-    answer = client.responses.create(model=TASK["model"], input=TASK["hello"])
+    response = client.responses.create(model=TASK["model"], input=TASK["hello"])
     events: Any = list(client.responses.create(model=TASK["model"], input=TASK["hello"], stream=True))
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
-    return {"text": answer.output_text, "streamed": "".join(pieces), "pieces": len(pieces), "last": events[-1].type}
+    return {"text": response.output_text, "streamed": "".join(pieces), "pieces": len(pieces), "last": events[-1].type}
 
 
 def cancel() -> Any:
-    answer = completions.create(model=TASK["model"], messages=user(TASK["cancel"]), stream=True, extra_body=TASK["slow"])
-    pieces = [chunk for _, chunk in zip(range(3), answer, strict=False)]
-    answer.close()
+    response = completions.create(model=TASK["model"], messages=user(TASK["cancel"]), stream=True, extra_body=TASK["slow"])
+    pieces = [chunk for _, chunk in zip(range(3), response, strict=False)]
+    response.close()
     return {"pieces": len(pieces)}
 
 
 def again() -> Any:
-    answer = completions.create(model=TASK["busy_model"], messages=user(TASK["again"]))
-    return {"text": answer.choices[0].message.content}
+    response = completions.create(model=TASK["busy_model"], messages=user(TASK["again"]))
+    return {"text": response.choices[0].message.content}
 
 
 def models() -> Any:

@@ -19,18 +19,18 @@ def agent(model: str = TASK["model"], key: str = TASK["key"]) -> Any:
 
 
 def chat() -> Any:
-    answer = agent().run_sync(TASK["hello"])
-    return {"text": answer.output, "model": answer.all_messages()[-1].model_name, "tokens": answer.usage.output_tokens}
+    response = agent().run_sync(TASK["hello"])
+    return {"text": response.output, "model": response.all_messages()[-1].model_name, "tokens": response.usage.output_tokens}
 
 
 async def streamed(text: str, most: int | None = None, **more: Any) -> tuple[list[str], int]:
-    async with agent().run_stream(text, **more) as answer:
+    async with agent().run_stream(text, **more) as response:
         pieces: list[str] = []
-        async for piece in answer.stream_text(delta=True, debounce_by=None):
+        async for piece in response.stream_text(delta=True, debounce_by=None):
             pieces.append(piece)
             if len(pieces) == most:
                 break
-        return pieces, answer.usage.output_tokens
+        return pieces, response.usage.output_tokens
 
 
 def stream() -> Any:
@@ -48,8 +48,8 @@ def tool() -> Any:
         return "Sunny."
 
     one.tool_plain(weather, name=function["name"], description=function["description"])
-    answer = one.run_sync(TASK["weather"])
-    return {**calls[0], "text": answer.output}
+    response = one.run_sync(TASK["weather"])
+    return {**calls[0], "text": response.output}
 
 
 def cancel() -> Any:

@@ -66,7 +66,7 @@ labels:
 {{- if and .Values.adminToken.enabled (not ((.Values.config.server).admin).token) }}true{{ end }}
 {{- end }}
 
-{{- /* The entry of the engines' Secret with the keys that they accept; empty where they accept one key alone */ -}}
+{{- /* The entry of the engines' Secret with the keys that they accept; empty if they accept a single key */ -}}
 {{- define "vllm-gateway.acceptedKeys" -}}
 {{- if .Values.engineKey.enabled }}
 {{- default (empty .Values.engineKey.existingSecret | ternary "vllm.yaml" "") .Values.engineKey.accepted }}
@@ -135,7 +135,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- eq .Values.discovery "auto" | ternary (.Values.rbac.create | ternary "kubernetes" "dns") .Values.discovery }}
 {{- end }}
 
-{{- /* The namespaces whose EndpointSlices the gateway reads, as JSON; empty where it reads none */ -}}
+{{- /* The namespaces whose EndpointSlices the gateway reads, as JSON; empty if it reads none */ -}}
 {{- define "vllm-gateway.namespaces" -}}
 {{- $found := list }}
 {{- if and .Values.engines (eq (include "vllm-gateway.discovery" .) "kubernetes") }}
