@@ -201,10 +201,10 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
     async def reload(request: Request) -> Response:
         _note("reload", request)
         try:
-            reading = await operations.reload()
+            result = await operations.reload()
         except RefusedOperation as refused:
             return _error(str(refused), 409)
-        return JSONResponse(reading.shown())
+        return JSONResponse(result.as_json())
 
     async def drain(request: Request) -> Response:
         _note("drain", request)

@@ -1,7 +1,7 @@
-"""Connections of the admin port and of the admin socket: how long each may keep control waiting, and how many there may be.
+"""The connections of the admin port and the admin socket: their timeouts, and how many there may be.
 
-uvicorn alone waits for ever for a head, and takes connections as long as there are descriptors. The rules: whoever only holds a
-connection makes room for who comes next, so that a probe is answered whatever else is open; what is being answered is left alone.
+uvicorn alone waits without a limit for a request's headers, and accepts connections as long as there are file descriptors. The rule: a
+connection without a request in progress makes room for the next one, so that a probe gets a response whatever else is connected.
 """
 
 from __future__ import annotations
@@ -14,75 +14,75 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.client.timeouts import Patience, Wait
 from gateway.snapshot.snapshot import Clients
 
-MOST = 256
-"""Connections at once: dashboards, probes and commands are a handful."""
-MAX_HEAD = 64 * 1024
-"""Bytes of a request's head."""
+MAX_CONNECTIONS = 256
+"""Open connections of one listener. Dashboards, probes and commands need few."""
+MAX_HEADERS = 64 * 1024
+"""Bytes of a request line with its headers."""
 
 
-class Hall:
-    """The connections of one listener, the one that came first at the front."""
+class AdminConnections:
+    """The connections of one listener, the oldest first."""
 
     def __init__(self) -> None:
-        self._present: dict[AdminProtocol, None] = {}
+        self._open: dict[AdminProtocol, None] = {}
 
     def __len__(self) -> int:
-        return len(self._present)
+        return len(self._open)
 
-    def enter(self, connection: AdminProtocol) -> None:
-        """One more; where there are too many, the first that is not being answered has to go."""
-        self._present[connection] = None
-        if len(self._present) > MOST:
-            longest = next(each for each in self._present if not each.is_busy)  # the new one itself, if need be
-            self.leave(longest)
-            longest.transport.abort()
+    def add(self, connection: AdminProtocol) -> None:
+        """Add a connection. If there are too many, the oldest one without a request in progress is closed."""
+        self._open[connection] = None
+        if len(self._open) > MAX_CONNECTIONS:
+            oldest = next(each for each in self._open if not each.is_busy)  # the new one itself, if all others are busy
+            self.remove(oldest)
+            oldest.transport.abort()
 
-    def leave(self, connection: AdminProtocol) -> None:
-        """It is gone, or will be at once."""
-        self._present.pop(connection, None)
+    def remove(self, connection: AdminProtocol) -> None:
+        """Remove a connection that is closed, or about to be."""
+        self._open.pop(connection, None)
 
     def check(self, now: float, clients: Clients) -> None:
-        """End those that have kept control waiting for too long. Called every second or so with ``time.monotonic``."""
-        for each in tuple(self._present):
+        """Close connections whose timeout is over. To be called about once a second, with the time of the monotonic clock."""
+        for each in tuple(self._open):
             each.check(now, clients)
 
     def close(self) -> None:
-        """End all that are not being answered."""
-        for each in tuple(self._present):
+        """Close all connections without a request in progress."""
+        for each in tuple(self._open):
             each.shutdown()
 
 
 class AdminProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with an end to everything that is waited for."""
+    """uvicorn's protocol with timeouts."""
 
     cycle: Any  # None before the first request
 
-    def __init__(self, *args: Any, hall: Hall, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: AdminConnections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._hall = hall
-        self._reading = Wait.FIRST_BYTE  # what the parser is in
-        self._head_size = 0
+        self._connections = connections
+        self._reading = Wait.FIRST_BYTE  # what the parser expects
+        self._headers_size = 0
         self._patience = Patience()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something was asked that has not been answered yet."""
+        """Whether a request has come whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     # Transport callbacks
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._hall.enter(self)
+        self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._hall.leave(self)
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_size += len(data)
+        self._headers_size += len(data)
         super().data_received(data)
-        if self._reading is Wait.HEAD and self._head_size > MAX_HEAD:
+        if self._reading is Wait.HEAD and self._headers_size > MAX_HEADERS:
             self.transport.close()
 
     # Parser callbacks
@@ -92,27 +92,24 @@ class AdminProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._reading, self._head_size = Wait.REST, 0  # no route reads a body
+        self._reading, self._headers_size = Wait.REST, 0  # no route reads a body
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._reading, self._head_size = Wait.NEXT_REQUEST, 0
+        self._reading, self._headers_size = Wait.NEXT_REQUEST, 0
         super().on_message_complete()
 
-    # The clock
+    # Timeouts
 
     def check(self, now: float, clients: Clients) -> None:
-        """Act if the other end has kept control waiting for too long."""
-        wait, moved = self._awaited()
-        if self._patience.is_over(wait, self.headers, moved, now, clients):
+        """Close the connection if its timeout is over."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent:
+            wait, progress = Wait.READER, -unsent  # grows while the client reads
+        else:
+            wait, progress = Wait.NOTHING if self.is_busy or self.transport.is_closing() else self._reading, 0
+        if self._patience.is_over(wait, self.headers, progress, now, clients):
             if wait is Wait.READER:
                 self.transport.abort()
             else:
                 self.transport.close()
-
-    def _awaited(self) -> tuple[Wait, int]:
-        """What is waited for, and a number that grows as long as an answer is taken."""
-        behind = self.transport.get_write_buffer_size()
-        if behind:
-            return Wait.READER, -behind
-        return (Wait.NOTHING if self.is_busy or self.transport.is_closing() else self._reading), 0

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from gateway import config as conf
 from gateway.config import Config
-from gateway.fleet import plan
+from gateway.fleet.configured_servers import configured_servers, launches
 from upstream.vllm.command_line import LaunchSettings, address_for, command_line, flag_of
 
 MASK = "***"
@@ -26,10 +26,10 @@ _SECRET_NAMES = re.compile("TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
 
 def shown_launches(config: Config, model: str) -> Iterator[str]:
     """One text for each replica of a launched model: a comment with its name, the variables, the words."""
-    for number, spec in enumerate(plan.launches(config)):
-        place = next(each for each in plan.places(config) if each.name == spec.name)
-        if place.model.id == model and place.model.launch is not None:
-            yield f"# {spec.name}\n{_shown(_masked(spec.settings, place.model.launch), f'{_FOLDER}/{number}.sock')}"
+    for number, spec in enumerate(launches(config)):
+        server = next(each for each in configured_servers(config) if each.name == spec.name)
+        if server.model.id == model and server.model.launch is not None:
+            yield f"# {spec.name}\n{_shown(_masked(spec.settings, server.model.launch), f'{_FOLDER}/{number}.sock')}"
 
 
 def _masked(settings: LaunchSettings, launch: conf.Launch) -> LaunchSettings:

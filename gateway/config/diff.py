@@ -1,6 +1,6 @@
-"""What is different between two configurations: in words for the operator, and what of it has to wait for a restart. Pure.
+"""The difference between two configurations: in sentences for the operator, and what of it needs a restart. Pure.
 
-The rule: words name settings and ids, and of values only those of the gateway's own ports; a secret is never among them.
+The rule: sentences name settings and IDs. Of values they contain only those of the gateway's own ports, so never a secret.
 """
 
 from __future__ import annotations
@@ -22,84 +22,82 @@ def _is_switched(before: object, after: object) -> bool:
 NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
     {
         **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
-        "server.tls": _is_switched,  # other certificates are taken by the workers themselves
+        "server.tls": _is_switched,  # the workers themselves read changed certificates
         **dict.fromkeys(("server.admin", "ledger"), ne),
     }
 )
-"""What is decided when the gateway starts (its ports, how many processes there are, what they are given), and which change of it counts."""
+"""Settings that take effect only at the start (ports, number of processes, what these inherit), and whether two values differ."""
 S = TypeVar("S", bound=BaseModel)
-_NAMED = 5
+_MAX_NAMED = 5
 _ENTRIES = {"models": "model", "keys": "key", "groups": "group", "teams": "team"}
 
 
-def pinned(running: Config, read: Config) -> Config:
-    """What can be served of a configuration that was read: all but what needs a restart, which stays as it is."""
+def without_restart(running: Config, read: Config) -> Config:
+    """Return the configuration that was read, with the running values of all settings that need a restart."""
     for path, differs in NEEDS_RESTART.items():
-        kept = attrgetter(path)(running)
-        if differs(kept, attrgetter(path)(read)):
-            read = _with(read, path.split("."), kept)
+        present = attrgetter(path)(running)
+        if differs(present, attrgetter(path)(read)):
+            read = _with(read, path.split("."), present)
     return read
 
 
 def _with(section: S, path: list[str], value: object) -> S:
-    """The section with another value at a place in it."""
+    """Return a copy of a section with another value at a path."""
     name, *rest = path
     return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def waiting(running: Config, read: Config) -> tuple[str, ...]:
-    """What of a configuration that was read needs a restart, a sentence each."""
-    values = ((path, attrgetter(path)(running), attrgetter(path)(read)) for path in NEEDS_RESTART)
-    return tuple(_needs_restart(path, before, after) for path, before, after in values if NEEDS_RESTART[path](before, after))
+def needs_restart(running: Config, read: Config) -> tuple[str, ...]:
+    """Return a sentence for each changed setting that needs a restart."""
+    sentences = []
+    for path, differs in NEEDS_RESTART.items():
+        before, after = attrgetter(path)(running), attrgetter(path)(read)
+        if differs(before, after):
+            values = f" ({after} in the file, {before} in use)" if isinstance(after, str | int) else ""
+            sentences.append(f"{path} needs a restart{values}")
+    return tuple(sentences)
 
 
-def _needs_restart(path: str, before: object, after: object) -> str:
-    values = f" ({after} in the file, {before} in use)" if isinstance(after, str | int) else ""
-    return f"{path} needs a restart{values}"
-
-
-def is_none(before: Config, after: Config) -> bool:
-    """Whether the two say the same, in the same order."""
+def are_equal(before: Config, after: Config) -> bool:
+    """Whether two configurations are the same, including the order of their entries."""
     return not _differing(before, after)
 
 
-def between(before: Config, after: Config) -> tuple[str, ...]:
-    """What has changed, a sentence each; nothing where the two say the same."""
-    return tuple(_between(before, after))
+def changes(before: Config, after: Config) -> tuple[str, ...]:
+    """Return a sentence for each change."""
+    return tuple(_changes(before, after))
 
 
-def _between(before: Config, after: Config) -> Iterator[str]:
-    for name, word in _ENTRIES.items():
-        yield from _entries(word, _by_id(getattr(before, name)), _by_id(getattr(after, name)))
+def _changes(before: Config, after: Config) -> Iterator[str]:
+    for name, noun in _ENTRIES.items():
+        yield from _entries(noun, _by_id(getattr(before, name)), _by_id(getattr(after, name)))
     for name in _differing(before, after):
         if name not in _ENTRIES:
-            yield f"{name} has changed{_inside(getattr(before, name), getattr(after, name))}"
+            yield f"{name} changed{_settings(getattr(before, name), getattr(after, name))}"
 
 
-def _entries(word: str, before: Mapping[str, BaseModel], after: Mapping[str, BaseModel]) -> Iterator[str]:
-    yield from _listed(word, "is new", "are new", [one for one in after if one not in before])
-    yield from _listed(word, "is gone", "are gone", [one for one in before if one not in after])
-    changed = [one for one in after if one in before and before[one] != after[one]]
-    if word == "model":
-        yield from (f"model {one} has changed{_inside(before[one], after[one])}" for one in changed)
+def _entries(noun: str, before: Mapping[str, BaseModel], after: Mapping[str, BaseModel]) -> Iterator[str]:
+    yield from _listed(noun, "added", [identity for identity in after if identity not in before])
+    yield from _listed(noun, "removed", [identity for identity in before if identity not in after])
+    changed = [identity for identity in after if identity in before and before[identity] != after[identity]]
+    if noun == "model":
+        yield from (f"model {identity} changed{_settings(before[identity], after[identity])}" for identity in changed)
     else:
-        yield from _listed(word, "has changed", "have changed", changed)
+        yield from _listed(noun, "changed", changed)
 
 
-def _listed(word: str, one: str, many: str, ids: list[str]) -> Iterator[str]:
-    more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    if len(ids) == 1:
-        yield f"{word} {ids[0]} {one}"
-    elif ids:
-        yield f"{word}s {', '.join(ids[:_NAMED])}{more} {many}"
+def _listed(noun: str, verb: str, ids: list[str]) -> Iterator[str]:
+    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+    if ids:
+        yield f"{noun}{'s' if len(ids) > 1 else ''} {', '.join(ids[:_MAX_NAMED])}{more} {verb}"
 
 
 def _by_id(entries: Iterable[Any]) -> dict[str, BaseModel]:
     return {entry.id: entry for entry in entries}
 
 
-def _inside(before: object, after: object) -> str:
-    """The settings of a section that differ."""
+def _settings(before: object, after: object) -> str:
+    """Name the settings of a section that differ."""
     if not (isinstance(before, BaseModel) and isinstance(after, BaseModel)):
         return ""
     return f": {', '.join(_differing(before, after))}"

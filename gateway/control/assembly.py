@@ -1,4 +1,4 @@
-"""A gateway's control with all that it works with, put together in one place.
+"""The composition of a gateway's control process from its parts.
 
 The rule: whatever is started here is ended when the ``async with`` is left, in the opposite order.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,11 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.check.launch_check import LaunchCheck
+from gateway.config import Config
 from gateway.control.control import Control
 from gateway.control.discovery import Discovery
-from gateway.control.jwks_fetch import key_sets
-from gateway.control.reload import Reloader
+from gateway.control.jwks_fetch import jwks_fetcher
+from gateway.control.monitor import Monitor
+from gateway.control.publisher import FirstResults, Publisher
+from gateway.control.readiness import Readiness
+from gateway.control.reload import Reloader, ReloadHistory
+from gateway.control.server_observer import ServerObserver
+from gateway.control.startup_messages import Announcer
 from gateway.fleet.fleet import Fleet
+from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerEvents, running_workers
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
 from upstream.launcher.launcher import Launcher
@@ -28,13 +36,16 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _log = logging.getLogger("vllm_gateway.control")
-_PROBE_DEADLINE = 10.0  # seconds for GET /health: a busy vLLM has been seen to take six
+_HEALTH_CHECK_TIMEOUT = 10.0  # seconds for GET /health: a busy vLLM has been observed to take six
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Where a gateway runs: the folder for its servers' logs, the environment that they get, the folder in which their sockets are (None:
-    the usual one), and where servers are looked for."""
+class Environment:
+    """Where a gateway runs.
+
+    ``log_folder`` is for the logs of launched servers, and ``environ`` is their environment. ``runtime_parent`` is the folder of their
+    sockets, None for the usual one. ``cluster`` and ``resolve`` are used by discovery.
+    """
 
     log_folder: Path
     environ: Mapping[str, str]
@@ -45,27 +56,61 @@ class Surroundings:
 
 @asynccontextmanager
 async def assembled(
-    control: Control, path: Path, data: socket.socket, around: Surroundings, ledger: Ledger | None = None
-) -> AsyncIterator[None]:
-    """Give control its parts for the length of the block; nothing is begun yet but the workers' processes.
+    config: Config,
+    path: Path,
+    data: socket.socket,
+    environment: Environment,
+    announcer: Announcer,
+    manager: ServiceManager | None = None,
+    ledger: Ledger | None = None,
+) -> AsyncIterator[tuple[Control, Reloader]]:
+    """Compose control for the length of the block. Nothing is started yet.
 
-    ``path``: where its configuration is from; ``data``: the port for requests.
+    ``path`` is the file of ``config``, and ``data`` the listening socket for requests.
     """
-    config = control.config
+    started = time.time()
     async with AsyncExitStack() as stack:
-        launcher = Launcher(
-            on_change=control.launched, log_folder=around.log_folder, environ=around.environ, runtime_parent=around.runtime_parent
+        # The parts report events to control, which is composed of them: their callbacks use the name that is bound below.
+        launcher = await stack.enter_async_context(
+            Launcher(
+                on_change=lambda status: control.launch_status_changed(status),
+                log_folder=environment.log_folder,
+                environ=environment.environ,
+                runtime_parent=environment.runtime_parent,
+            )
         )
-        control.launcher = await stack.enter_async_context(launcher)
-        prober = Prober(on_change=control.probed, on_lost=control.lost, deadline=_PROBE_DEADLINE)
-        control.prober = await stack.enter_async_context(prober)
-        sources = await stack.enter_async_context(Sources(control.found, around.cluster, around.resolve))
-        control.discovery = Discovery(sources)
-        control.key_sets = await stack.enter_async_context(key_sets(control.fetched))
-        control.ledger = ledger
-        served = running_workers(data, config.server.workers, WorkerEvents(control.nudged, control.key_sets.ask), ledger)
-        control.workers = await stack.enter_async_context(served)
-        control.fleet = Fleet(config, control.launcher, control.workers, control)
-        launches = LaunchCheck(around.environ, _log.info)
-        control.reloader = Reloader(path, config, control, launches=launches)
-        yield
+        prober = await stack.enter_async_context(
+            Prober(
+                on_change=lambda probe: control.health_changed(probe),
+                on_lost=lambda probe: control.server_lost(probe),
+                deadline=_HEALTH_CHECK_TIMEOUT,
+            )
+        )
+        sources = await stack.enter_async_context(Sources(lambda: control.servers_discovered(), environment.cluster, environment.resolve))
+        discovery = Discovery(sources)
+        key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
+        events = WorkerEvents(lambda: control.worker_changed(), key_sets.request)
+        workers = await stack.enter_async_context(running_workers(data, config.server.workers, events, ledger))
+        observer = ServerObserver(config, launcher, prober, discovery, key_sets)
+        first_results, history = FirstResults(config), ReloadHistory()
+        publisher = Publisher(observer, workers, first_results, started)
+        fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
+        observer.launched_out_of_rotation = fleet.out_of_rotation
+        publisher.expected = fleet.expected_to_publish
+        monitor = Monitor(observer, workers, discovery, key_sets, ledger)
+        control = Control(
+            started=started,
+            announcer=announcer,
+            manager=manager or ServiceManager(None, None),
+            launcher=launcher,
+            discovery=discovery,
+            key_sets=key_sets,
+            observer=observer,
+            workers=workers,
+            publisher=publisher,
+            fleet=fleet,
+            monitor=monitor,
+            readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
+            history=history,
+        )
+        yield control, Reloader(path, config, control, launches=LaunchCheck(environment.environ, _log.info))

@@ -1,7 +1,7 @@
-"""The models whose servers come and go: what of the configuration says where they are, and what it is with those that were found.
+"""The models with discovered servers: their sources, and the configuration with the servers that were found.
 
-A configuration is *read* from its files and *filled* with what was found: then its models have ``servers`` as if they had been
-written there, and every other part of the gateway need not know of discovery. Pure, but for ``Discovery``, which holds the sources.
+A configuration is *read* from its files and *filled* with discovered servers. Its models then have ``servers`` as if these were written
+there, and the other parts of the gateway do not need to know about discovery. Pure, except for ``Discovery``, which holds the sources.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway import config as conf
 from gateway.config import Config
-from gateway.fleet import plan
+from gateway.fleet.configured_servers import configured_servers
 from gateway.telemetry.dependencies import Observation
 from upstream.discovery import DiscoveryStatus, DnsName, Endpoint, EndpointState, Service, Source, Sources
 from upstream.vllm.health import ServerHealth
@@ -21,7 +21,7 @@ _NOTHING = DiscoveryStatus()
 
 
 def source_of(discover: conf.Discover) -> Source:
-    """Where a model's servers are looked for."""
+    """Return the source of a model's servers."""
     if discover.kubernetes is not None:
         service = discover.kubernetes
         return Service(service.service, service.namespace, service.port)
@@ -29,60 +29,60 @@ def source_of(discover: conf.Discover) -> Source:
     return DnsName(discover.dns.name, discover.dns.port, discover.dns.interval)
 
 
-def discovered(config: Config) -> Iterator[tuple[conf.Model, conf.Discover]]:
-    """The models whose servers are found."""
+def discovered_models(config: Config) -> Iterator[tuple[conf.Model, conf.Discover]]:
+    """Yield the models with discovered servers."""
     return ((model, model.discover) for model in config.models if model.discover is not None)
 
 
 def filled(read: Config, findings: Mapping[Source, DiscoveryStatus]) -> Config:
-    """The configuration with the servers that were found; itself where none are looked for."""
-    if not any(discovered(read)):
+    """Return the configuration with the discovered servers, or itself if no model has any."""
+    if not any(discovered_models(read)):
         return read
     return read.model_copy(update={"models": tuple(_filled(model, findings) for model in read.models)})
 
 
 def _filled(model: conf.Model, findings: Mapping[Source, DiscoveryStatus]) -> conf.Model:
-    if model.discover is None:
+    discover = model.discover
+    if discover is None:
         return model
-    endpoints = findings.get(source_of(model.discover), _NOTHING).endpoints
-    return model.model_copy(update={"servers": tuple(_server(model.discover, each.url) for each in endpoints)})
+    endpoints = findings.get(source_of(discover), _NOTHING).endpoints
+    servers = tuple(
+        conf.Server.model_construct(url=endpoint.url, model=discover.model, api_key=discover.api_key, weight=1) for endpoint in endpoints
+    )
+    return model.model_copy(update={"servers": servers})
 
 
-def _server(discover: conf.Discover, url: str) -> conf.Server:
-    return conf.Server.model_construct(url=url, model=discover.model, api_key=discover.api_key, weight=1)
-
-
-def standings(config: Config, findings: Mapping[Source, DiscoveryStatus]) -> dict[str, EndpointState]:
-    """By its name, how every server of a filled configuration stands that was found."""
+def endpoint_states(config: Config, findings: Mapping[Source, DiscoveryStatus]) -> dict[str, EndpointState]:
+    """Return the state of every discovered server of a filled configuration, by server name."""
     known = {
         (model.id, endpoint.url): endpoint.state
-        for model, discover in discovered(config)
+        for model, discover in discovered_models(config)
         for endpoint in findings.get(source_of(discover), _NOTHING).endpoints
     }
     return {
-        place.name: known[place.model.id, place.server.url]
-        for place in plan.places(config)
-        if place.server is not None and place.model.discover is not None
+        server.name: known[server.model.id, server.external.url]
+        for server in configured_servers(config)
+        if server.external is not None and server.model.discover is not None
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What is different about a model's servers: so many are new, so many gone, and so many there now."""
+class ServerChange:
+    """How the discovered servers of a model changed: the numbers of added, removed and present servers."""
 
     model: str
-    new: int
-    gone: int
+    added: int
+    removed: int
     total: int
 
 
-def changes(before: Config, after: Config) -> Iterator[Change]:
-    """What is different between two filled configurations, for each model whose servers are found."""
-    former = {model.id: _urls(model) for model, _ in discovered(before)}
-    for model, _ in discovered(after):
-        was, now = former.get(model.id, frozenset()), _urls(model)
+def server_changes(before: Config, after: Config) -> Iterator[ServerChange]:
+    """Yield the differences between two filled configurations, for each model with discovered servers."""
+    known = {model.id: _urls(model) for model, _ in discovered_models(before)}
+    for model, _ in discovered_models(after):
+        was, now = known.get(model.id, frozenset()), _urls(model)
         if was != now:
-            yield Change(model.id, len(now - was), len(was - now), len(now))
+            yield ServerChange(model.id, len(now - was), len(was - now), len(now))
 
 
 def _urls(model: conf.Model) -> frozenset[str]:
@@ -90,80 +90,79 @@ def _urls(model: conf.Model) -> frozenset[str]:
 
 
 class Discovery:
-    """What is found, for control: the filled configuration, how its servers stand, and for which models nothing is known yet."""
+    """The discovered servers for control: the filled configuration, their states, and the models without a result."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._settled: set[str] = set()
-        self._standings: dict[str, EndpointState] = {}
+        self._had_result: set[str] = set()
+        self._states: dict[str, EndpointState] = {}
 
     def look_for(self, *configs: Config) -> None:
-        """Look for the servers of these configurations, and for no others."""
-        self._sources.set_sources(source_of(discover) for config in configs for _, discover in discovered(config))
+        """Watch the sources of these configurations, and no others."""
+        self._sources.set_sources(source_of(discover) for config in configs for _, discover in discovered_models(config))
 
-    def has_answers(self, config: Config) -> bool:
-        """Whether every source of a configuration has answered, or failed, at least once."""
-        findings = self._sources.statuses()
-        return all(findings.get(source_of(discover), _NOTHING).first_result for _, discover in discovered(config))
+    def has_results(self, config: Config) -> bool:
+        """Whether every source of a configuration has responded, or failed, at least once."""
+        return all(finding.first_result for _, finding in self._findings(config))
 
     def fill(self, read: Config) -> Config:
-        """A configuration with the servers that are known now."""
+        """Return a configuration with the servers that are known now."""
         return filled(read, self._sources.statuses())
 
-    def serve(self, config: Config) -> None:
-        """Remember how the servers of a filled configuration stand, by which workers are told from now on."""
-        self._standings = standings(config, self._sources.statuses())
-        self._settled &= {model.id for model, _ in discovered(config)}
+    def use(self, config: Config) -> None:
+        """Use the states of a filled configuration's servers from now on."""
+        self._states = endpoint_states(config, self._sources.statuses())
+        self._had_result &= {model.id for model, _ in discovered_models(config)}
 
-    def standing(self, name: str) -> EndpointState | None:
-        """How a server stands; None for one that was not found."""
-        return self._standings.get(name)
+    def endpoint_state(self, name: str) -> EndpointState | None:
+        """Return the state of a server, None if it was not discovered."""
+        return self._states.get(name)
 
-    def named(self, standing: EndpointState) -> Set[str]:
-        """The servers that stand so."""
-        return {name for name, each in self._standings.items() if each is standing}
+    def named(self, state: EndpointState) -> Set[str]:
+        """Return the servers with this endpoint state."""
+        return {name for name, each in self._states.items() if each is state}
 
-    def waits(self, config: Config) -> bool:
-        """Whether ``awaited`` may have any."""
-        return any(model.id not in self._settled for model, _ in discovered(config))
+    def may_be_undiscovered(self, config: Config) -> bool:
+        """Whether ``undiscovered`` may return any model. It is cheaper."""
+        return any(model.id not in self._had_result for model, _ in discovered_models(config))
 
-    def awaited(self, config: Config, probes: Mapping[str, ServerHealth]) -> Set[str]:
-        """The models of which it is not known yet whether they are served. One that was once known never comes back here: its servers
-        come and go, and the gateway is ready nevertheless."""
-        waiting = {model.id: discover for model, discover in discovered(config) if model.id not in self._settled}
-        if not waiting:
+    def undiscovered(self, config: Config, probes: Mapping[str, ServerHealth]) -> Set[str]:
+        """Return the models of which it is not known yet whether they are served.
+
+        A model with a result is never returned again. Its servers come and go, and the gateway stays ready.
+        """
+        if not self.may_be_undiscovered(config):
             return frozenset()
-        findings = self._sources.statuses()
-        probed = {place.model.id for place in plan.places(config) if place.name in probes}
-        for model, discover in waiting.items():
-            finding = findings.get(source_of(discover), _NOTHING)
-            if finding.first_result and (model in probed or not _any_ready(finding.endpoints)):
-                self._settled.add(model)
-        return waiting.keys() - self._settled
+        checked = {server.model.id for server in configured_servers(config) if server.name in probes}
+        pending = set()
+        for model, finding in self._findings(config):
+            if finding.first_result and (model in checked or not _is_any_ready(finding.endpoints)):
+                self._had_result.add(model)
+            if model not in self._had_result:
+                pending.add(model)
+        return pending
 
     def well(self, config: Config) -> Iterator[tuple[str, bool]]:
-        """For each model whose servers are found, whether its source has answered and there is nothing wrong with it."""
-        findings = self._sources.statuses()
-        for model, discover in discovered(config):
-            finding = findings.get(source_of(discover), _NOTHING)
-            yield model.id, finding.first_result and not finding.problem
+        """Yield, for each model with discovered servers, whether its source responds without a problem."""
+        return ((model, finding.first_result and not finding.problem) for model, finding in self._findings(config))
 
     def dependencies(self, config: Config) -> Iterator[Observation]:
-        """The source of each model whose servers are found, once it has answered or failed."""
-        findings = self._sources.statuses()
-        for model, discover in discovered(config):
-            finding = findings.get(source_of(discover), _NOTHING)
-            if finding.first_result:
-                yield Observation("discovery", model.id, finding.problem or None)
+        """Yield the source of each model with discovered servers, once it has responded or failed."""
+        findings = ((model, finding) for model, finding in self._findings(config) if finding.first_result)
+        return (Observation("discovery", model, finding.problem or None) for model, finding in findings)
 
-    def shown(self, model: conf.Model) -> dict[str, Any] | None:
-        """A model's source as /status shows it; None where the servers are not found."""
+    def as_json(self, model: conf.Model) -> dict[str, Any] | None:
+        """Return a model's source as /status shows it, None for a model without discovery."""
         if model.discover is None:
             return None
         source = source_of(model.discover)
         finding = self._sources.statuses().get(source, _NOTHING)
         return {"source": str(source), "endpoints": len(finding.endpoints), "problem": finding.problem, "since": finding.since}
 
+    def _findings(self, config: Config) -> Iterator[tuple[str, DiscoveryStatus]]:
+        findings = self._sources.statuses()
+        return ((model.id, findings.get(source_of(discover), _NOTHING)) for model, discover in discovered_models(config))
 
-def _any_ready(endpoints: Iterable[Endpoint]) -> bool:
+
+def _is_any_ready(endpoints: Iterable[Endpoint]) -> bool:
     return any(endpoint.state is EndpointState.READY for endpoint in endpoints)

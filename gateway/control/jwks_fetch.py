@@ -1,7 +1,7 @@
-"""The key sets of identity providers, fetched by control: looked at again and again, kept while their issuer is away.
+"""The JWKS of identity providers, fetched by control: refreshed in an interval, and retained while their issuer is unreachable.
 
-The rules: nothing of a request waits for this; the last good set stays until another good one comes; what strangers send can make
-it look sooner, but not more often than every few seconds.
+The rules: no request waits for a fetch. The last valid JWKS is used until the next valid one. Tokens of unauthenticated clients can
+trigger an earlier fetch, but only every few seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +20,20 @@ import httpx2
 from gateway import config as conf
 from gateway.telemetry.dependencies import Observation
 
-_ANSWER = 10.0  # seconds for the whole of an answer
-_LEAST = 5.0  # seconds between two looks, whoever asks
+_TIMEOUT = 10.0  # seconds for a whole response
+_MIN_INTERVAL = 5.0  # seconds between two fetches
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after the first failure, and at most
-_MOST = 1 << 20  # bytes of a key set
+_MAX_SIZE = 1 << 20  # bytes of a JWKS
 _log = logging.getLogger("vllm_gateway.control")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What is known of an issuer's key set. ``keys``: the last good one; ``problem``: why the last look brought none; ``fetched``: when
-    the last good one came, in seconds since the epoch; ``concluded``: whether there was any look."""
+class JwksStatus:
+    """What is known of an issuer's JWKS.
+
+    ``keys`` is the last valid JWKS. ``problem`` is why the last fetch failed. ``fetched`` is when the last valid one came, in seconds since
+    the epoch. ``concluded``: at least one fetch has finished.
+    """
 
     keys: bytes | None = None
     problem: str = ""
@@ -39,177 +42,176 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an issuer's keys are. ``ca``: a file with the authorities that are believed there, None for the usual ones."""
+class JwksSource:
+    """The URL of an issuer's JWKS. ``ca`` is a file with the trusted certificate authorities, None for the system's."""
 
     issuer: str
     url: str
     ca: str | None
 
     @classmethod
-    def of(cls, issuer: conf.Jwt) -> Place | None:
-        """None for a file: it is read with the configuration."""
+    def of(cls, issuer: conf.Jwt) -> JwksSource | None:
+        """Return the source of an issuer, None for a file, which is read with the configuration."""
         url = issuer.jwks.url
         return None if url is None else cls(issuer.issuer, url, None if issuer.ca is None else str(issuer.ca))
 
 
-class TroubleError(Exception):
-    """There is no key set to be had; the text says why."""
+class FetchError(Exception):
+    """A JWKS cannot be fetched. The text explains why."""
 
 
-class KeySets:
-    """Follows the key sets that are behind a URL. ``on_change`` is called when one is another."""
+class JwksFetcher:
+    """Fetches every JWKS that is configured as a URL. ``on_change`` is called when one has changed, and after each first fetch."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._followed: dict[Place, _Followed] = {}
+        self._polls: dict[JwksSource, _JwksPoll] = {}
 
-    def want(self, config: conf.Config) -> None:
-        """Follow the issuers of this configuration, and no others. One whose keys are where they were is not asked anew."""
-        wanted = {place: issuer for issuer in config.jwt if (place := Place.of(issuer)) is not None}
-        for place in self._followed.keys() - wanted.keys():
-            self._followed.pop(place).end()
-        for place, issuer in wanted.items():
-            if place not in self._followed:
-                self._followed[place] = _Followed(place, self._on_change)
-            self._followed[place].every = issuer.refresh
+    def follow(self, config: conf.Config) -> None:
+        """Fetch the JWKS of this configuration's issuers, and no others. An unchanged source is not fetched again."""
+        wanted = {source: issuer for issuer in config.jwt if (source := JwksSource.of(issuer)) is not None}
+        for source in self._polls.keys() - wanted.keys():
+            self._polls.pop(source).cancel()
+        for source, issuer in wanted.items():
+            if source not in self._polls:
+                self._polls[source] = _JwksPoll(source, self._on_change)
+            self._polls[source].interval = issuer.refresh
 
-    def ask(self, issuer: str) -> None:
-        """A worker has met a token of this issuer that is signed by a key that it does not know."""
-        for place, followed in self._followed.items():
-            if place.issuer == issuer:
-                followed.asked.set()
+    def request(self, issuer: str) -> None:
+        """Fetch an issuer's JWKS soon, because a token is signed with an unknown key."""
+        for source, poll in self._polls.items():
+            if source.issuer == issuer:
+                poll.requested.set()
 
     def known(self) -> dict[str, bytes]:
-        """The last good set of each issuer that has one."""
-        return {place.issuer: each.found.keys for place, each in self._followed.items() if each.found.keys is not None}
+        """Return the last valid JWKS of each issuer that has one."""
+        return {source.issuer: poll.status.keys for source, poll in self._polls.items() if poll.status.keys is not None}
 
-    def awaited(self) -> Set[str]:
-        """The issuers of which no answer has come yet, good or bad."""
-        return {place.issuer for place, each in self._followed.items() if not each.found.concluded}
+    def unfetched(self) -> Set[str]:
+        """Return the issuers whose first fetch has not finished."""
+        return {source.issuer for source, poll in self._polls.items() if not poll.status.concluded}
 
     def well(self) -> Iterable[tuple[str, bool]]:
-        """For each issuer whether the last look at its keys brought some."""
-        return [(place.issuer, each.found.concluded and not each.found.problem) for place, each in self._followed.items()]
+        """Return, for each issuer, whether the last fetch was successful."""
+        return [(source.issuer, poll.status.concluded and not poll.status.problem) for source, poll in self._polls.items()]
 
     def dependencies(self) -> Iterator[Observation]:
-        """Each issuer that was asked at least once."""
-        found = ((place.issuer, each.found) for place, each in self._followed.items())
-        return (Observation("identity_provider", issuer, one.problem or None) for issuer, one in found if one.concluded)
+        """Yield each issuer that was fetched at least once."""
+        statuses = ((source.issuer, poll.status) for source, poll in self._polls.items())
+        return (Observation("identity_provider", issuer, status.problem or None) for issuer, status in statuses if status.concluded)
 
-    def shown(self, config: conf.Config) -> list[dict[str, Any]]:
-        """Each issuer as /status shows it."""
-        found = {place.issuer: each.found for place, each in self._followed.items()}
-        return [_shown(issuer, found.get(issuer.issuer)) for issuer in config.jwt]
+    def as_json(self, config: conf.Config) -> list[dict[str, Any]]:
+        """Return each issuer as /status shows it."""
+        statuses = {source.issuer: poll.status for source, poll in self._polls.items()}
+        return [_as_json(issuer, statuses.get(issuer.issuer)) for issuer in config.jwt]
 
     async def close(self) -> None:
-        for followed in self._followed.values():
-            followed.end()
-        await asyncio.gather(*(followed.task for followed in self._followed.values()), return_exceptions=True)
+        """Stop all fetches."""
+        for poll in self._polls.values():
+            poll.cancel()
+        await asyncio.gather(*(poll.task for poll in self._polls.values()), return_exceptions=True)
 
 
 @asynccontextmanager
-async def key_sets(on_change: Callable[[], None]) -> AsyncIterator[KeySets]:
-    """Followed for the length of the block."""
-    followed = KeySets(on_change)
+async def jwks_fetcher(on_change: Callable[[], None]) -> AsyncIterator[JwksFetcher]:
+    """Run a fetcher for the length of the block."""
+    fetcher = JwksFetcher(on_change)
     try:
-        yield followed
+        yield fetcher
     finally:
-        await followed.close()
+        await fetcher.close()
 
 
-def _shown(issuer: conf.Jwt, found: Found | None) -> dict[str, Any]:
-    if found is None:
+def _as_json(issuer: conf.Jwt, status: JwksStatus | None) -> dict[str, Any]:
+    if status is None:
         return {"issuer": issuer.issuer, "keys": "file", "problem": "", "fetched": None}
-    return {"issuer": issuer.issuer, "keys": issuer.jwks.url, "problem": found.problem, "fetched": found.fetched}
+    return {"issuer": issuer.issuer, "keys": issuer.jwks.url, "problem": status.problem, "fetched": status.fetched}
 
 
-class _Followed:
-    """One issuer's key set, looked at by a task of its own."""
+class _JwksPoll:
+    """Polls one issuer's JWKS in a task. ``interval`` is in seconds."""
 
-    def __init__(self, place: Place, on_change: Callable[[], None]) -> None:
-        self.every = 0.0
-        self.found = Found()
-        self.asked = asyncio.Event()
-        self._place = place
+    def __init__(self, source: JwksSource, on_change: Callable[[], None]) -> None:
+        self.interval = 0.0
+        self.status = JwksStatus()
+        self.requested = asyncio.Event()
+        self._source = source
         self._on_change = on_change
-        self._known: dict[str, str] = {}  # the headers by which an unchanged set is known (RFC 9110, section 13.1)
-        self.task = asyncio.create_task(self._follow())
+        self._validators: dict[str, str] = {}  # headers of a conditional request (RFC 9110, section 13.1)
+        self.task = asyncio.create_task(self._run())
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         self.task.cancel()
 
-    async def _follow(self) -> None:
+    async def _run(self) -> None:
         pause = _PAUSE
         while True:
-            await self._look()
-            pause = min(2 * pause, _LONGEST_PAUSE) if self.found.problem else _PAUSE
-            await self._until_due(pause if self.found.problem else self.every)
+            await self._poll()
+            pause = min(2 * pause, _LONGEST_PAUSE) if self.status.problem else _PAUSE
+            await self._wait(pause if self.status.problem else self.interval)
 
-    async def _until_due(self, seconds: float) -> None:
-        began = time.monotonic()
+    async def _wait(self, seconds: float) -> None:
+        """Wait until the next fetch: for ``seconds``, or until one is requested and the minimum interval is over."""
+        started = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.asked.wait()
-        if self.asked.is_set():
-            await asyncio.sleep(began + min(_LEAST, seconds) - time.monotonic())
-        self.asked.clear()
+                await self.requested.wait()
+        if self.requested.is_set():
+            await asyncio.sleep(started + min(_MIN_INTERVAL, seconds) - time.monotonic())
+        self.requested.clear()
 
-    async def _look(self) -> None:
-        before = self.found
+    async def _poll(self) -> None:
+        before = self.status
         try:
-            async with asyncio.timeout(_ANSWER):
-                keys = await self._fetched()
-        except (TroubleError, TimeoutError, OSError) as error:
-            self.found = replace(before, problem=str(error) or "it does not answer in time", concluded=True)
+            async with asyncio.timeout(_TIMEOUT):
+                keys = await self._fetch()
+        except (FetchError, TimeoutError, OSError) as error:
+            self.status = replace(before, problem=str(error) or "it does not respond in time", concluded=True)
         else:
-            self.found = Found(keys or before.keys, "", time.time(), concluded=True)
-        self._tell(before)
+            self.status = JwksStatus(keys or before.keys, "", time.time(), concluded=True)
+        self._report(before)
 
-    def _tell(self, before: Found) -> None:
-        if self.found.problem and self.found.problem != before.problem:
-            stays = "; the keys that are known stay" if self.found.keys else ""
-            _log.warning("the keys of %s cannot be read from %s: %s%s", self._place.issuer, self._place.url, self.found.problem, stays)
-        elif before.problem and not self.found.problem:
-            _log.warning("the keys of %s can be read again", self._place.issuer)
-        if self.found.keys != before.keys or not before.concluded:
+    def _report(self, before: JwksStatus) -> None:
+        status, source = self.status, self._source
+        if status.problem and status.problem != before.problem:
+            retained = "; the last known keys stay in use" if status.keys else ""
+            _log.warning("the keys of %s cannot be fetched from %s: %s%s", source.issuer, source.url, status.problem, retained)
+        elif before.problem and not status.problem:
+            _log.warning("the keys of %s can be fetched again", source.issuer)
+        if status.keys != before.keys or not before.concluded:
             self._on_change()
 
-    async def _fetched(self) -> bytes | None:
-        """The set as ``verification_keys`` gives it; None where it is what it was. Raises TroubleError, OSError."""
+    async def _fetch(self) -> bytes | None:
+        """Fetch the JWKS, as ``verification_keys`` returns it. None: it has not changed. Raises FetchError, OSError."""
         from gateway.auth.jwks import KeySetError, verification_keys  # with PyJWT, which is an extra
 
-        trust = True if self._place.ca is None else ssl.create_default_context(cafile=self._place.ca)
-        headers = {"accept": "application/json"} | self._known
+        trust = True if self._source.ca is None else ssl.create_default_context(cafile=self._source.ca)
+        headers = {"accept": "application/json"} | self._validators
         try:
             async with (
-                httpx2.AsyncClient(verify=trust, timeout=_ANSWER) as client,  # with the environment's proxy: it may be far away
-                client.stream("GET", self._place.url, headers=headers) as answer,
+                httpx2.AsyncClient(verify=trust, timeout=_TIMEOUT) as client,  # it uses the environment's proxy
+                client.stream("GET", self._source.url, headers=headers) as response,
             ):
-                if answer.status_code == 304 and self._known:
+                if response.status_code == 304 and self._validators:
                     return None
-                if answer.status_code != 200:
-                    raise TroubleError(f"it answered with status {answer.status_code}")
-                document = await _bounded(answer)
+                if response.status_code != 200:
+                    raise FetchError(f"it responded with status {response.status_code}")
+                document = await _read(response)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, ImportError) as error:  # the last two: a proxy of an unknown kind
-            raise TroubleError(str(error) or type(error).__name__) from error
+            raise FetchError(str(error) or type(error).__name__) from error
         try:
             keys = verification_keys(document)
         except KeySetError as error:
-            raise TroubleError(f"what it answered {error}") from None
-        self._known = _validators(answer.headers)
+            raise FetchError(f"its response {error}") from None
+        given = {"if-none-match": response.headers.get("etag"), "if-modified-since": response.headers.get("last-modified")}
+        self._validators = {name: value for name, value in given.items() if value is not None}
         return keys
 
 
-async def _bounded(answer: httpx2.Response) -> bytes:
+async def _read(response: httpx2.Response) -> bytes:
     document = b""
-    async for part in answer.aiter_bytes():
+    async for part in response.aiter_bytes():
         document += part
-        if len(document) > _MOST:
-            raise TroubleError(f"what it answered is larger than {_MOST} bytes")
+        if len(document) > _MAX_SIZE:
+            raise FetchError(f"its response is larger than {_MAX_SIZE} bytes")
     return document
-
-
-def _validators(headers: Mapping[str, str]) -> dict[str, str]:
-    given = {"if-none-match": headers.get("etag"), "if-modified-since": headers.get("last-modified")}
-    return {name: value for name, value in given.items() if value is not None}

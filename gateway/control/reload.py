@@ -1,11 +1,11 @@
-"""The configuration while the gateway runs: its files are watched, read again when they change, and taken when they are good.
+"""The configuration while the gateway runs: its files are watched, read again after a change, and applied if they are valid.
 
-The rules: a configuration that has a problem is not taken, and the one before continues to serve; a problem is also a changed launch that
-cannot start, so that no healthy server is replaced by one that is certain to fail; readings come one after the other; whatever goes wrong
-with one, the next change is read all the same.
+The rules: an invalid configuration is rejected and the previous one stays in use. A changed launch that cannot start makes a configuration
+invalid, so that no healthy server is replaced by one that is certain to fail. Reloads run one after the other. Whatever goes wrong with
+one, the next change is read again.
 
-The files are looked at a few times a second. Notifications of the kernel would come sooner, but not for every file system,
-nor for a change behind a symbolic link, as Kubernetes makes it; and there may be none left to be had (``fs.inotify``).
+The files are polled a few times a second. Kernel notifications would be faster, but they do not exist for every file system, do not show
+a change behind a symbolic link, as Kubernetes makes it, and may be exhausted (``fs.inotify``).
 """
 
 from __future__ import annotations
@@ -22,119 +22,120 @@ from typing import Protocol
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config, ConfigurationError, diff, drafted, load
 from gateway.config.source import Source, read
-from gateway.fleet.operations import Reading
-from gateway.fleet.plan import relaunched
-from gateway.system.file_stat import Look, look
+from gateway.fleet.configured_servers import relaunched
+from gateway.fleet.operations import ReloadResult
+from gateway.system.file_stat import FileStat, file_stat
 
-LOOK = 0.2
-"""Seconds between two looks at the files."""
+POLL_INTERVAL = 0.2
+"""Seconds between two checks of the files."""
 SETTLE = 0.1
-"""Seconds without a change after which a file counts as written; waited for twice at most."""
+"""Seconds without a change after which a file counts as completely written. Waited for twice at most."""
 _log = logging.getLogger("vllm_gateway.control")
-Looks = Mapping[Path, Look]
+FileStats = Mapping[Path, FileStat]
 
 
-class History:
-    """What has become of the readings so far. The first one, with which the gateway was started, is not counted."""
+class ReloadHistory:
+    """The results of the reloads so far. The configuration at the start is the first result, and is not counted."""
 
     def __init__(self) -> None:
-        self.last = Reading(time.time())
+        self.last = ReloadResult(time.time())
         self.counts = {"success": 0, "failure": 0}
 
-    def note(self, reading: Reading) -> None:
-        self.last = reading
-        self.counts["success" if reading.successful else "failure"] += 1
+    def add(self, result: ReloadResult) -> None:
+        self.last = result
+        self.counts["success" if result.successful else "failure"] += 1
 
 
-class Taker(Protocol):
-    """Who serves by a configuration."""
+class Reloadable(Protocol):
+    """The gateway, to which configurations are applied."""
 
-    history: History
+    history: ReloadHistory
 
     def reading(self) -> AbstractContextManager[None]:
-        """What is around one reading of the files."""
+        """Surround one reading of the files."""
 
-    async def acquaint(self, config: Config) -> None:
-        """Get to know what a configuration brings, before anything is served by it."""
+    async def check_added(self, config: Config) -> None:
+        """Check what a configuration adds, before it is applied."""
 
-    def take(self, config: Config) -> int:
-        """Serve by it from now on; returns the number by which ``taken`` knows it."""
+    def apply_config(self, config: Config) -> int:
+        """Apply a configuration. Returns the number under which ``wait_applied`` knows it."""
 
-    async def taken(self, number: int) -> None:
-        """Wait until every worker does, within reason."""
+    async def wait_applied(self, number: int) -> None:
+        """Wait until every worker has applied a configuration, up to a timeout."""
 
-    def read(self, reading: Reading) -> None:
-        """Tell the operator."""
+    def reloaded(self, result: ReloadResult) -> None:
+        """Report the result, and add it to the history."""
 
 
 class Reloader:
-    """Watches the files of the configuration at ``path``, and has ``taker`` serve by them.
+    """Watches the files of the configuration at ``path``, and applies them to ``gateway``.
 
-    ``launches`` checks the launches that a configuration changes; None: they are not checked.
+    ``launches`` checks the launches that a configuration changes. None: they are not checked.
     """
 
     def __init__(
         self,
         path: Path,
         config: Config,
-        taker: Taker,
+        gateway: Reloadable,
         environ: Mapping[str, str] | None = None,
         launches: LaunchCheck | None = None,
     ) -> None:
         self._path = path
-        self._launches = launches
         self._config = config
-        self._taker = taker
+        self._gateway = gateway
         self._environ = environ
-        self._half_taken = False
-        """The taker has failed over one: what it serves by is known again when it has taken another."""
+        self._launches = launches
+        self._is_half_applied = False
+        """Applying a configuration has failed. What the gateway serves is known again after the next one."""
         self._files = config.files
-        self._seen = looked(self._files)
-        self._asked = asyncio.Event()
-        self._turn = asyncio.Lock()
+        self._seen = file_stats(self._files)
+        self._requested = asyncio.Event()
+        self._lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Look at the files until cancelled."""
+        """Watch the files until cancelled."""
         while True:
-            asked = await self._woken()
-            if asked or await asyncio.to_thread(looked, self._files) != self._seen:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_INTERVAL):
+                    await self._requested.wait()
+            requested = self._requested.is_set()
+            self._requested.clear()
+            if requested or await asyncio.to_thread(file_stats, self._files) != self._seen:
                 await self.reload()
 
-    def ask(self) -> None:
-        """Have the files read even if they look the same."""
-        self._asked.set()
+    def request(self) -> None:
+        """Read the files soon, even if they are unchanged."""
+        self._requested.set()
 
-    async def _woken(self) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK):
-                await self._asked.wait()
-        asked = self._asked.is_set()
-        self._asked.clear()
-        return asked
-
-    async def reload(self) -> Reading:
-        """Read the files now and serve by them if they are good; returns when every worker does, or has had time to."""
-        async with self._turn:
+    async def reload(self) -> ReloadResult:
+        """Read the files now and apply them if they are valid. Returns when every worker has applied them, or after a timeout."""
+        async with self._lock:
             try:
-                with self._taker.reading():
-                    return await self._read()
-            except Exception as error:  # noqa: BLE001  the outer edge: the next change is read
-                _log.exception("a reading of the configuration")
-                reading = Reading(time.time(), problems=(f"the gateway failed on it ({type(error).__name__}); its log says where",))
-                self._taker.history.note(reading)
-                return reading
+                with self._gateway.reading():
+                    return await self._reload()
+            except Exception as error:  # noqa: BLE001  the outer edge: the next change is read again
+                _log.exception("reading the configuration failed")
+                problem = f"the gateway failed while reading it ({type(error).__name__}); see the log"
+                result = ReloadResult(time.time(), problems=(problem,))
+                self._gateway.history.add(result)
+                return result
 
-    async def _read(self) -> Reading:
-        await self._settled()
-        self._seen = await asyncio.to_thread(looked, self._files)
+    async def _reload(self) -> ReloadResult:
+        await self._wait_for_writers()
+        self._seen = await asyncio.to_thread(file_stats, self._files)
         try:
             config = await asyncio.to_thread(self._loaded)
         except ConfigurationError as error:
-            return await self._failed(error)
-        return await self._good(config)
+            await self._watch((*self._config.files, *error.files))
+            problems, needs_restart = tuple(map(str, error.problems)), self._gateway.history.last.needs_restart
+            result = ReloadResult(time.time(), problems=problems, needs_restart=needs_restart)
+            self._gateway.reloaded(result)
+            return result
+        return await self._apply(config)
 
     def _loaded(self) -> Config:
-        """The configuration of the files. Raises ConfigurationError, also where a launch that it changes cannot start."""
+        """Load the configuration. Raises ConfigurationError, also where a launch that it changes cannot start."""
         once: dict[Path, Source] = {Path(os.path.abspath(self._path)): read(self._path)}
         config = load(self._path, self._environ, once)
         changed = relaunched(self._config, config)
@@ -145,49 +146,39 @@ class Reloader:
                 raise ConfigurationError(sorted(problems, key=lambda problem: problem.line), config.files)
         return config
 
-    async def _settled(self) -> None:
-        """Wait a moment for whoever is writing."""
-        before = await asyncio.to_thread(looked, self._files)
+    async def _wait_for_writers(self) -> None:
+        """Wait until the files have been unchanged for a moment."""
+        before = await asyncio.to_thread(file_stats, self._files)
         for _ in range(2):
             await asyncio.sleep(SETTLE)
-            now = await asyncio.to_thread(looked, self._files)
+            now = await asyncio.to_thread(file_stats, self._files)
             if now == before:
                 return
             before = now
 
-    async def _failed(self, error: ConfigurationError) -> Reading:
-        await self._watch((*self._config.files, *error.files))
-        reading = Reading(time.time(), problems=tuple(map(str, error.problems)), waiting=self._taker.history.last.waiting)
-        self._tell(reading)
-        return reading
-
-    async def _good(self, read: Config) -> Reading:
-        before, config = self._config, diff.pinned(self._config, read)
+    async def _apply(self, read: Config) -> ReloadResult:
+        before, config = self._config, diff.without_restart(self._config, read)
         await self._watch(read.files)
-        reading = Reading(time.time(), changes=diff.between(before, config), waiting=diff.waiting(config, read))
-        if diff.is_none(before, config) and not self._half_taken:
+        result = ReloadResult(time.time(), changes=diff.changes(before, config), needs_restart=diff.needs_restart(config, read))
+        if diff.are_equal(before, config) and not self._is_half_applied:
             self._config = config
-            self._tell(reading)
-            return reading
-        await self._taker.acquaint(config)
-        self._half_taken = True
-        number = self._taker.take(config)
-        self._config, self._half_taken = config, False
-        self._tell(reading)
-        await self._taker.taken(number)
-        return reading
+            self._gateway.reloaded(result)
+            return result
+        await self._gateway.check_added(config)
+        self._is_half_applied = True
+        number = self._gateway.apply_config(config)
+        self._config, self._is_half_applied = config, False
+        self._gateway.reloaded(result)
+        await self._gateway.wait_applied(number)
+        return result
 
     async def _watch(self, files: Iterable[Path]) -> None:
-        """Look at these from now on; of those that are looked at already, what was seen before they were read counts."""
+        """Watch these files from now on. For files that are watched already, the state before they were read counts."""
         self._files = tuple(dict.fromkeys(files))
-        before, now = self._seen, await asyncio.to_thread(looked, self._files)
-        self._seen = {file: before.get(file, look) for file, look in now.items()}
-
-    def _tell(self, reading: Reading) -> None:
-        self._taker.history.note(reading)
-        self._taker.read(reading)
+        before, now = self._seen, await asyncio.to_thread(file_stats, self._files)
+        self._seen = {file: before.get(file, stat) for file, stat in now.items()}
 
 
-def looked(files: Iterable[Path]) -> Looks:
-    """How each file looks."""
-    return {file: look(file) for file in files}
+def file_stats(files: Iterable[Path]) -> FileStats:
+    """Return the state of each file."""
+    return {file: file_stat(file) for file in files}

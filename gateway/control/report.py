@@ -1,6 +1,6 @@
-"""What the admin port shows of the gateway: its metrics, its status, its keys and their use. Nothing is changed from here.
+"""What the admin port shows of the gateway: metrics, status, keys and usage. Nothing is changed from here.
 
-The rule: everything is of the moment in which it is asked for, and comes from whoever owns it; nothing is kept here.
+The rule: every value is of the moment of the request and comes from the part that owns it. Nothing is stored here.
 """
 
 from __future__ import annotations
@@ -11,64 +11,74 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway import __version__
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
-from gateway.control.discovery import discovered
-from gateway.control.worker_processes import process_series
-from gateway.fleet import plan
+from gateway.control.discovery import discovered_models
+from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
+from gateway.fleet.observed_servers import ObservedServers, health_check_targets, ready_servers
 from gateway.key_management.key_list import LastUse, expiry, list_keys
 from gateway.telemetry.metrics import Series, sum_series
+from gateway.worker.process_metrics import process_series
 from upstream.balancing.server import Condition
 
-_HEARD = 0.5  # seconds a status waits for a worker that has not heard yet of what is shown
-_COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # of a server that no worker has counted yet they are 0
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+_APPLY_TIMEOUT = 0.5  # seconds that a status waits for the workers to apply what it shows
+_COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # 0 for a server that no worker has counted yet
+SeriesValues = Mapping[Series, Sequence[float]]
 
 
 class Report:
-    """The admin port's ``Overview`` of what control knows."""
+    """The admin port's ``Overview`` of the gateway. ``ledger`` is None where none is configured."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, ledger: Ledger | None = None) -> None:
         self._control = control
+        self._ledger = ledger
 
     def not_ready(self) -> str | None:
-        return self._control.not_ready()
+        """Explain why no traffic should come yet, None if it may."""
+        return self._control.readiness.not_ready()
 
     def degraded(self) -> list[str]:
-        return self._control.degraded()
+        """Explain why some requests cannot be served as configured."""
+        return self._control.readiness.degraded()
 
-    def series(self) -> Mapping[Series, Sequence[float]]:
+    # Metrics
+
+    def series(self) -> SeriesValues:
+        """Return every series: the sums of the workers' counters, and control's own."""
         control = self._control
-        series: dict[Series, Sequence[float]] = self._without_gone_ones(sum_series(control.workers.boards))
+        series: dict[Series, Sequence[float]] = self._without_removed_servers(sum_series(control.workers.boards))
         for one, value in (*self._of_servers(), *self._of_control()):
             series[one] = (value,)
-        for place in plan.places(control.config):
+        for server in configured_servers(control.config):
             for family in _COUNTED_BY_WORKERS:
-                series.setdefault(Series(family, (place.model.id, place.name)), (0,))
-        return series if control.ledger is None else series | control.ledger.series()
+                series.setdefault(Series(family, (server.model.id, server.name)), (0,))
+        return series if self._ledger is None else series | self._ledger.series()
 
     def _of_servers(self) -> Iterator[tuple[Series, float]]:
-        known = self._control.known
-        for place in plan.places(self._control.config):
-            condition, labels = plan.condition(place.name, known), (place.model.id, place.name)
+        config, observed = self._control.config, self._control.observer.observe()
+        for server in configured_servers(config):
+            condition, labels = observed.condition(server.name), (server.model.id, server.name)
             yield Series("server_up", labels), float(condition is Condition.UP)
             yield Series("server_out_of_rotation", labels), float(condition is Condition.OUT_OF_ROTATION)
-            if place.server is None:
-                status = known.launched.get(place.name)
+            if server.external is None:
+                status = observed.launched.get(server.name)
                 yield Series("server_restarts_total", labels), status.restarts if status else 0
-        ready = plan.ready_servers(self._control.config, known)
-        yield from ((Series("ready_servers", (model,)), count) for model, count in ready.items())
+        yield from ((Series("ready_servers", (model,)), count) for model, count in ready_servers(config, observed).items())
 
     def _of_control(self) -> Iterator[tuple[Series, float]]:
         control = self._control
         yield from ((Series("discovery_up", (model,)), float(well)) for model, well in control.discovery.well(control.config))
         yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
-        yield from control.observe_dependencies().series()
-        yield from ((Series("launches_total", outcome), count) for outcome, count in control.launches.items())
-        yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_failures.items())
+        yield from control.monitor.observed_dependencies().series()
+        yield from ((Series("launches_total", outcome), count) for outcome, count in control.launch_counts.launches.items())
+        yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_counts.failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
         ends = ((key.id, expiry(key)) for key in control.config.keys)
@@ -77,50 +87,61 @@ class Report:
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__,)), 1
 
-    def _without_gone_ones(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
-        """Where servers come and go, those that are gone and have nothing in flight are shown no more; their counts stay for one that
-        comes under the same name."""
-        found = {model.id for model, _ in discovered(self._control.config)}
-        there = {(place.model.id, place.name) for place in plan.places(self._control.config)}
-        busy = {one.labels for one, values in series.items() if one.family == "server_inflight" and values[0]}
+    def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
+        """Omit discovered servers that are gone and have nothing in flight.
+
+        Their counts are retained for a server that comes under the same name.
+        """
+        config = self._control.config
+        discovered = {model.id for model, _ in discovered_models(config)}
+        shown: set[tuple[str, ...]] = {(server.model.id, server.name) for server in configured_servers(config)}
+        shown |= {one.labels for one, values in series.items() if one.family == "server_inflight" and values[0]}
         return {
             one: values
             for one, values in series.items()
-            if not (one.family.startswith("server_") and one.labels[0] in found) or one.labels[:2] in there or one.labels[:2] in busy
+            if not (one.family.startswith("server_") and one.labels[0] in discovered) or one.labels[:2] in shown
         }
 
-    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
-        return None if self._control.ledger is None else await self._control.ledger.usage(words)
+    # Usage, keys, and the servers' own metrics
+
+    async def usage(self, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return the ledger's response to a usage query, None without a ledger."""
+        return None if self._ledger is None else await self._ledger.usage(query)
 
     async def keys(self) -> dict[str, Any]:
-        control = self._control
-        use = LastUse({}, "no ledger is configured") if control.ledger is None else await control.ledger.last_use(control.config)
-        return list_keys(control.config, use, datetime.now(UTC))
+        """Return the keys as /keys shows them."""
+        config = self._control.config
+        use = LastUse({}, "no ledger is configured") if self._ledger is None else await self._ledger.last_use(config)
+        return list_keys(config, use, datetime.now(UTC))
 
     def engines(self) -> dict[str, Engine]:
-        control = self._control
-        models = {place.name: place.model.id for place in plan.places(control.config)}
-        targets = plan.targets(control.config, control.known)
-        return {target.name: Engine(models.get(target.name) or plan.launched_model(target.name), target) for target in targets}
+        """Return the running servers by name."""
+        config = self._control.config
+        models = {server.name: server.model.id for server in configured_servers(config)}
+        targets = health_check_targets(config, self._control.observer.observe())
+        return {target.name: Engine(models.get(target.name) or model_of_launched(target.name), target) for target in targets}
+
+    # The status
 
     def status(self) -> dict[str, Any]:
+        """Return the JSON of /status, without the last log lines of launched servers."""
         control = self._control
-        known, series, reason = control.known, sum_series(control.workers.boards), control.not_ready()
-        places: dict[str, list[plan.Place]] = defaultdict(list)
-        for place in plan.places(control.config):
-            places[place.model.id].append(place)
+        observed, series, reason = control.observer.observe(), sum_series(control.workers.boards), self.not_ready()
+        servers: dict[str, list[ConfiguredServer]] = defaultdict(list)
+        for server in configured_servers(control.config):
+            servers[server.model.id].append(server)
         return {
             "version": __version__,
             "time": time.time(),
             "started": control.started,
             "ready": reason is None,
             "reason": reason,
-            "degraded": control.degraded(),
-            "dependencies": control.observe_dependencies().shown(),
-            "snapshot_version": control.version,
-            "configuration": control.history.last.shown(),
-            "ledger": None if control.ledger is None else control.ledger.status(),
-            "issuers": control.key_sets.shown(control.config),
+            "degraded": self.degraded(),
+            "dependencies": control.monitor.observed_dependencies().shown(),
+            "snapshot_version": control.publisher.version,
+            "configuration": control.history.last.as_json(),
+            "ledger": None if self._ledger is None else self._ledger.status(),
+            "issuers": control.key_sets.as_json(control.config),
             "workers": [
                 {
                     "number": worker.number,
@@ -131,61 +152,61 @@ class Report:
                 }
                 for worker in control.workers.statuses
             ],
-            "models": [self._model_status(model, places[model.id], known, series) for model in control.config.models],
+            "models": [self._model_status(model, servers[model.id], observed, series) for model in control.config.models],
         }
 
     async def status_with_logs(self) -> dict[str, Any]:
-        shown, launcher = self.status(), self._control.launcher
-        await self._control.workers.wait_applied(self._control.tell_health(), _HEARD)  # what is shown as ready is served
+        """Return the JSON of /status. The workers have applied what it shows, up to a timeout."""
+        shown, control = self.status(), self._control
+        await control.workers.wait_applied(control.publisher.publish_health(), _APPLY_TIMEOUT)
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
-        logs = [launcher.log(server["name"]) for server in launched]
+        logs = [control.launcher.log(server["name"]) for server in launched]
         tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])
         for server, tail in zip(launched, tails, strict=True):
             server["last_log_lines"] = tail.splitlines()
         return shown
 
     def _model_status(
-        self, model: conf.Model, places: Sequence[plan.Place], known: plan.Knowledge, series: Mapping[Series, Sequence[float]]
+        self, model: conf.Model, servers: Sequence[ConfiguredServer], observed: ObservedServers, series: SeriesValues
     ) -> dict[str, Any]:
         control = self._control
-        standing = control.fleet.standing(model.id)
+        status = control.fleet.status(model.id)
         return {
             **self._traffic(model.id, series),
             "max_inflight": model.max_inflight,
             "aliases": list(model.aliases),
-            "state": standing.state.value,
-            "since": standing.since,
-            "queued": standing.queued,
-            "waiting_s": standing.waiting,
-            "discovery": control.discovery.shown(model),
+            "state": status.state.value,
+            "since": status.since,
+            "queued": status.queued,
+            "waiting_s": status.waiting,
+            "discovery": control.discovery.as_json(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
-            "servers": [self._server_status(place, standing.since, known, series) for place in places],
+            "servers": [self._server_status(server, status.since, observed, series) for server in servers],
         }
 
-    def _traffic(self, model: str, series: Mapping[Series, Sequence[float]]) -> dict[str, Any]:
+    def _traffic(self, model: str, series: SeriesValues) -> dict[str, Any]:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
-        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.rates.rate(model))}
+        return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.monitor.rates.rate(model))}
 
     def _server_status(
-        self, place: plan.Place, model_since: float, known: plan.Knowledge, series: Mapping[Series, Sequence[float]]
+        self, server: ConfiguredServer, model_since: float, observed: ObservedServers, series: SeriesValues
     ) -> dict[str, Any]:
-        """A server's entry. One that is put away is as its model is, which changes meanwhile: it drains before it is stopped."""
-        control, condition = self._control, plan.condition(place.name, known)
-        status, probe = known.launched.get(place.name), known.probes.get(place.name)
-        moments = [control.changed_at.get(place.name, 0.0), status.since if status else 0.0]
+        control, condition, labels = self._control, observed.condition(server.name), (server.model.id, server.name)
+        status, probe = observed.launched.get(server.name), observed.probes.get(server.name)
+        moments = [control.publisher.changed_at.get(server.name, 0.0), status.since if status else 0.0]
         if condition is Condition.OUT_OF_ROTATION:
-            moments.append(model_since)
+            moments.append(model_since)  # its state is the model's, which changes meanwhile: it drains before it is stopped
         shown: dict[str, Any] = {
-            "name": place.name,
+            "name": server.name,
             "condition": condition.value,
-            "in_flight": int(series.get(Series("server_inflight", (place.model.id, place.name)), (0,))[0]),
-            "ejected_by": int(series.get(Series("server_ejected", (place.model.id, place.name)), (0,))[0]),
+            "in_flight": int(series.get(Series("server_inflight", labels), (0,))[0]),
+            "ejected_by": int(series.get(Series("server_ejected", labels), (0,))[0]),
             "since": max(moments) or None,
             "reason": (status.reason if status else "") or (probe.reason if probe else ""),
         }
-        standing = control.discovery.standing(place.name)
-        if standing is not None:
-            shown |= {"endpoint": standing.value}
+        endpoint = control.discovery.endpoint_state(server.name)
+        if endpoint is not None:
+            shown |= {"endpoint": endpoint.value}
         if status is not None:
             shown |= {
                 "state": status.state.value,

@@ -1,7 +1,7 @@
-"""The process that ``vllm-gateway serve`` is: it opens the ports, starts everything, waits for the word to stop, and stops in order.
+"""The process of ``vllm-gateway serve``: it opens the ports, starts everything, waits for a signal to stop, and stops in order.
 
-The rules: what was started is ended by the ``async with`` that started it, so every way out leaves no process and no port; on the way
-down, clients are served to their end before a server is stopped.
+The rules: what was started is ended by the ``async with`` that started it, so no process and no port is left, whatever happens. On the
+way down, clients are served to their end before a server is stopped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from gateway import config as conf
 from gateway.admin import unix_socket
 from gateway.admin.app import application
-from gateway.admin.connection import AdminProtocol, Hall
+from gateway.admin.connection import AdminConnections, AdminProtocol
 from gateway.admin.guard import Guard
 from gateway.admin.unix_socket import OwnUsersProtocol, SocketTakenError
 from gateway.check.launch_check import LaunchCheck
@@ -33,15 +31,16 @@ from gateway.check.lint import OPEN_ADMIN_PORT
 from gateway.client.addresses import is_loopback
 from gateway.config import Config, drafted, load
 from gateway.config.source import read
-from gateway.control.assembly import Surroundings, assembled
-from gateway.control.control import Control, speak_by
+from gateway.control.admin_operations import AdminOperations
+from gateway.control.assembly import Environment, assembled
+from gateway.control.control import Control, configure_logging
 from gateway.control.report import Report
 from gateway.control.startup_messages import Announcer
-from gateway.fleet.plan import clients
+from gateway.fleet.snapshot_builder import client_limits
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
-from gateway.system.file_descriptors import raise_limit, stand_in
-from gateway.system.listener_drain import let_nobody_in
+from gateway.system.file_descriptors import open_missing_standard_streams, raise_limit
+from gateway.system.listener_drain import refuse_new_connections
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.system.signals import on_hangup, stop_signals
 from upstream.discovery import Cluster
@@ -51,105 +50,114 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _BACKLOG = 4096
-_DESCRIPTORS = 65_535
-"""What control takes at most. Servers that it launches take it over, and it is what vLLM takes by itself (vllm/utils/system_utils.py,
-``set_ulimit``); the millions of some systems' hard limits would be a surprise to programs that go through all numbers there may be."""
-_LOOK = 1.0  # seconds between two looks at the admin port's connections
+_MAX_DESCRIPTORS = 65_535
+"""The limit of control's file descriptors. Launched servers inherit it, and vLLM itself sets it to this number (``set_ulimit`` in
+vllm/utils/system_utils.py). Some programs iterate over all possible descriptors, and some hard limits are in the millions."""
+_CHECK_INTERVAL = 1.0  # seconds between two checks of the admin port's connections
 _log = logging.getLogger("vllm_gateway.control")
 
 
 class StartError(Exception):
-    """The gateway could not start; the text says why, in one line."""
+    """The gateway could not start. The text explains why, in one line."""
 
 
 def serve(path: Path, announcer: Announcer | None = None) -> int:
-    """Run the gateway of this configuration until SIGTERM or SIGINT; returns the exit code.
+    """Run the gateway of this configuration until SIGTERM or SIGINT. Returns the exit code.
 
-    Raises gateway.config.ConfigurationError for a bad configuration and StartError when a port can't be had.
+    Raises gateway.config.ConfigurationError for an invalid configuration, and StartError when a port cannot be opened.
     """
-    stand_in()
-    once = {Path(os.path.abspath(path)): read(path)}  # a pipe has its text once
+    open_missing_standard_streams()
+    once = {Path(os.path.abspath(path)): read(path)}  # a pipe can be read only once
     config = load(path, instead=once)
-    speak_by(config)
-    raise_limit(_DESCRIPTORS)
+    configure_logging(config)
+    raise_limit(_MAX_DESCRIPTORS)
     announcer = announcer or Announcer()
     if (draft := drafted(path, once)) is not None:
-        for problem in LaunchCheck(_for_servers(config), _log.info).missing(draft):
+        for problem in LaunchCheck(_launch_environment(config), _log.info).missing(draft):
             announcer.cannot_launch(problem)
     return asyncio.run(run(config, path, announcer))
 
 
 async def run(config: Config, path: Path, announcer: Announcer) -> int:
-    """Start everything, wait for the word to stop, stop everything. ``path``: where the configuration is from."""
-    asked = stop_signals()
+    """Start everything, wait for a signal to stop, stop everything. ``path`` is the file of ``config``."""
+    stop_requests = stop_signals()
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     async with AsyncExitStack() as stack:
+        # Open the ports, and compose control.
         data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
         commands = _admin_socket(path, stack)
-        control = Control(config, announcer, ServiceManager.of(os.environ, os.getpid()))
-        control.asked = asked
-        around = Surroundings(log_folder(), _for_servers(config), Cluster.of(os.environ))
-        await stack.enter_async_context(assembled(control, path, data, around, _ledger(config, path, stack)))
-        on_hangup(asked, control.reloader.ask)
-        await stack.enter_async_context(_background(control.manager.run(control)))
-        shown = application(Report(control), control)
-        control.lasting.append(await stack.enter_async_context(_served(_guarded(shown, config.server.admin), admin, control)))
+        manager = ServiceManager.of(os.environ, os.getpid())
+        environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
+        ledger = _ledger(config, path, stack)
+        control, reloader = await stack.enter_async_context(assembled(config, path, data, environment, announcer, manager, ledger))
+        critical = control.readiness.critical_tasks
+        on_hangup(stop_requests, reloader.request)
+
+        # Serve operators, and start the tasks that run until the end.
+        await stack.enter_async_context(_background(manager.run(control.readiness)))
+        shown = application(Report(control, ledger), AdminOperations(control, reloader, stop_requests))
+        token = config.server.admin.token
+        guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)
+        critical.add(await stack.enter_async_context(_served(guarded, admin, control)))
         if commands is not None:
-            control.lasting.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
-        control.lasting += [
-            await stack.enter_async_context(_background(work)) for work in (control.watch_tokens(), control.workers.watch())
-        ]
+            critical.add(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
+        for work in (control.monitor.run(), control.workers.watch()):
+            critical.add(await stack.enter_async_context(_background(work)))
         announcer.summary(config, data, admin)
-        if config.server.admin.token is None and not is_loopback(config.server.admin.host):
+        if token is None and not is_loopback(config.server.admin.host):
             _log.warning(OPEN_ADMIN_PORT)
-        control.begin()
+
+        # Start the servers and workers, and wait for a signal.
+        control.start()
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
-        waiting = await stack.enter_async_context(_background(control.report_progress()))
-        files = await stack.enter_async_context(_background(control.reloader.run()))
-        control.lasting += [fleet, files]
-        await asked.get()
+        progress = await stack.enter_async_context(_background(control.report_progress()))
+        files = await stack.enter_async_context(_background(reloader.run()))
+        critical.add(fleet, files)
+        await stop_requests.get()
+
+        # Stop: first no reloads, then no requests, then no servers.
         files.cancel()
-        await _linger(control, asked)
-        waiting.cancel()
+        await _linger(control, stop_requests)
+        progress.cancel()
         fleet.cancel()
-        let_nobody_in(data)
-        data.close()  # the workers close theirs: who comes then is refused, and does not wait in the kernel's queue
-        await _stop(control, asked)
+        refuse_new_connections(data)
+        data.close()  # the workers close theirs, so that later connections are refused instead of waiting in the backlog
+        await _stop(control, stop_requests)
     announcer.stopped()
     return 0
 
 
-async def _linger(control: Control, asked: asyncio.Queue[int]) -> None:
-    """Serve on while those who send requests hear that no more should come; a second signal ends it."""
-    control.leave()
+async def _linger(control: Control, stop_requests: asyncio.Queue[int]) -> None:
+    """Continue to serve while load balancers notice that no more requests should come. A second signal ends it."""
+    control.announce_stop()
     seconds = control.config.server.linger
     if seconds:
         control.announcer.lingering(seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asked.get()
+                await stop_requests.get()
 
 
-async def _stop(control: Control, asked: asyncio.Queue[int]) -> None:
-    """Clients first, then servers; a second signal ends the patience."""
+async def _stop(control: Control, stop_requests: asyncio.Queue[int]) -> None:
+    """Drain the workers, then stop the servers. A second signal ends the wait."""
     control.announcer.stopping(control.config.server.drain)
-    stopping = asyncio.create_task(control.end())
-    impatient = asyncio.create_task(asked.get())
-    await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
-    for task in (stopping, impatient):
+    stopping = asyncio.create_task(control.stop())
+    second_signal = asyncio.create_task(stop_requests.get())
+    await asyncio.wait((stopping, second_signal), return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, second_signal):
         task.cancel()
-    await asyncio.gather(stopping, impatient, return_exceptions=True)
+    await asyncio.gather(stopping, second_signal, return_exceptions=True)
 
 
-def _for_servers(config: Config) -> dict[str, str]:
-    """The environment that launched servers inherit: the gateway's own without its secrets."""
+def _launch_environment(config: Config) -> dict[str, str]:
+    """Return the environment that launched servers inherit: the gateway's own without its secrets."""
     withheld = {*config.withheld, *VARIABLES}
     return inherited({name: value for name, value in os.environ.items() if name not in withheld}, Path(sys.executable).parent)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; on ``::`` it accepts IPv4 connections too. Raises StartError."""
+    """Open a listening socket. On ``::`` it accepts IPv4 connections too. Raises StartError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
@@ -159,70 +167,69 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def state_folder() -> Path:
-    """What is kept between runs: the user's state folder (XDG base directories)."""
+    """Return the folder for what is stored between runs: the user's state folder (XDG base directories)."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "vllm-gateway"
 
 
 def log_folder() -> Path:
-    """Where launched servers' logs go."""
+    """Return the folder for the logs of launched servers."""
     return state_folder() / "logs"
 
 
 def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
-    """The ledger, if there is to be one, running until the stack ends. Raises StartError where its spool can't be had."""
+    """Start the ledger, if one is configured, until the stack ends. Raises StartError if its spool cannot be opened."""
     if config.ledger is None:
         return None
-    from gateway.ledger.errors import SpoolLockedError  # SQLAlchemy and alembic are loaded by those who need them
+    from gateway.ledger.errors import SpoolLockedError  # SQLAlchemy and alembic are loaded only where a ledger is configured
     from gateway.ledger.writer import running, spool_folder
 
     folder = spool_folder(state_folder(), path)
     try:
         return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.workers))
     except (SpoolLockedError, OSError) as error:
-        raise StartError(f"the ledger has no place for its spool: {error}") from error
+        raise StartError(f"the ledger's spool cannot be opened: {error}") from error
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
-    """The socket for commands; None where there can be none, which is no reason not to serve. Raises StartError."""
+    """Open the socket for commands. Without one (None) the gateway still serves. Raises StartError if another gateway has it."""
     try:
         return stack.enter_context(unix_socket.listening(unix_socket.socket_path(path, os.environ)))
     except SocketTakenError as error:
         raise StartError(str(error)) from error
     except OSError as error:
-        _log.warning("no admin socket, so commands will not reach this gateway: %s", error)
+        _log.warning("the admin socket cannot be opened, so commands cannot reach this gateway: %s", error)
         return None
-
-
-def _guarded(app: Starlette, section: conf.Admin) -> Guard:
-    return Guard(app, None if section.token is None else section.token.get_secret_value(), section.host)
 
 
 @asynccontextmanager
 async def _served(
     app: ASGIApp, listener: socket.socket, control: Control, protocol: type[AdminProtocol] = AdminProtocol
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """uvicorn without its way of accepting: where descriptors run out, asyncio's asks again at once, and again, and says so each time."""
+    """Serve an application with uvicorn's protocol on an ``Acceptor``.
+
+    When file descriptors run out, asyncio's own accept loop retries without a pause and logs each attempt.
+    """
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
     config.load()
-    server, hall, loop = uvicorn.Server(config), Hall(), asyncio.get_running_loop()
-    make = functools.partial(protocol, config, server.server_state, {}, hall=hall)
-    begin = functools.partial(loop.connect_accepted_socket, make)
-    with closing(hall), closing(Seats.create(1)) as seats, closing(Acceptor(listener, begin, seats, lambda: len(hall))):
-        async with _background(_look_after(server, hall, control)) as task:
+    server, connections, loop = uvicorn.Server(config), AdminConnections(), asyncio.get_running_loop()
+    make = functools.partial(protocol, config, server.server_state, {}, connections=connections)
+    connect = functools.partial(loop.connect_accepted_socket, make)
+    with closing(connections), closing(Seats.create(1)) as seats, closing(Acceptor(listener, connect, seats, lambda: len(connections))):
+        async with _background(_check_connections(server, connections, control)) as task:
             yield task
 
 
-async def _look_after(server: uvicorn.Server, hall: Hall, control: Control) -> None:
+async def _check_connections(server: uvicorn.Server, connections: AdminConnections, control: Control) -> None:
     while True:
-        await server.on_tick(0)  # the Date header
-        hall.check(time.monotonic(), clients(control.config.server))  # of this moment: they may be reloaded
-        await asyncio.sleep(_LOOK)
+        await server.on_tick(0)  # updates the Date header
+        connections.check(time.monotonic(), client_limits(control.config.server))  # a reload may change the timeouts
+        await asyncio.sleep(_CHECK_INTERVAL)
 
 
 @asynccontextmanager
 async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that does not outlive the block."""
+    """Run a task that ends with the block."""
     task = asyncio.create_task(work, name=work.__qualname__)
     try:
         yield task

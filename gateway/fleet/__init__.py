@@ -1,5 +1,5 @@
-"""The life cycle of models: launched, put to sleep, woken, drained and stopped, or discovered.
+"""The life cycle of models and their servers: launched, put to sleep, woken, drained and stopped, or discovered.
 
 It does not forward requests and does not talk to clients.
-Start with ``fleet``; ``plan`` derives everything from the configuration.
+Start with ``fleet``. ``configured_servers`` and ``snapshot_builder`` derive everything from the configuration.
 """

@@ -1,6 +1,6 @@
-"""What a change of the configuration means for the servers of a launched model that run. Pure.
+"""The difference between the running servers of a launched model and those of the configuration. Pure.
 
-The rule: a server is replaced only where what it was started by has changed, and one after the other wherever the GPUs allow it.
+The rule: a server is replaced only if what it was started with has changed, and one at a time wherever the GPUs allow it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from upstream.vllm.command_line import LaunchSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
-    """How the servers that run become those that are wanted: these ``leave``, these are replaced, these are new."""
+class LaunchDiff:
+    """How the running servers become those of the configuration. It is false if nothing changes."""
 
-    leave: tuple[str, ...] = ()
-    renew: tuple[LaunchSpec, ...] = ()
-    add: tuple[LaunchSpec, ...] = ()
+    removed: tuple[str, ...] = ()
+    replaced: tuple[LaunchSpec, ...] = ()
+    added: tuple[LaunchSpec, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.leave or self.renew or self.add)
+        return bool(self.removed or self.replaced or self.added)
 
 
-def shape(specs: Sequence[LaunchSpec]) -> Mapping[str, LaunchSettings]:
-    """What decides whether servers have changed: how each is started, without what a running one need not know."""
+def comparable(specs: Sequence[LaunchSpec]) -> Mapping[str, LaunchSettings]:
+    """Return the settings that decide whether a server has changed, by name. The drain time may change while a server runs."""
     return {spec.name: replace(spec.settings, drain=0.0) for spec in specs}
 
 
-def reshape(running: Sequence[LaunchSpec], wanted: Sequence[LaunchSpec]) -> Reshape:
-    """From the servers that run to those that are wanted."""
-    now, then = shape(running), shape(wanted)
-    return Reshape(
-        leave=tuple(name for name in now if name not in then),
-        renew=tuple(spec for spec in wanted if spec.name in now and now[spec.name] != then[spec.name]),
-        add=tuple(spec for spec in wanted if spec.name not in now),
+def launch_diff(running: Sequence[LaunchSpec], wanted: Sequence[LaunchSpec]) -> LaunchDiff:
+    """Compare the running servers with the wanted ones."""
+    before, after = comparable(running), comparable(wanted)
+    return LaunchDiff(
+        removed=tuple(name for name in before if name not in after),
+        replaced=tuple(spec for spec in wanted if spec.name in before and before[spec.name] != after[spec.name]),
+        added=tuple(spec for spec in wanted if spec.name not in before),
     )
 
 
-def can_roll(running: Sequence[LaunchSpec], change: Reshape) -> bool:
-    """Whether servers can be replaced one after the other: none of them takes a GPU that another one has."""
-    gpus = {spec.name: set(spec.settings.gpus) for spec in running if spec.name not in change.leave}
-    for spec in (*change.renew, *change.add):
+def can_replace_one_at_a_time(running: Sequence[LaunchSpec], diff: LaunchDiff) -> bool:
+    """Whether no replaced or added server takes a GPU of another running server."""
+    gpus = {spec.name: set(spec.settings.gpus) for spec in running if spec.name not in diff.removed}
+    for spec in (*diff.replaced, *diff.added):
         taken = set(spec.settings.gpus) - gpus.get(spec.name, set())
-        if any(taken & theirs for name, theirs in gpus.items() if name != spec.name):
+        if any(taken & others for name, others in gpus.items() if name != spec.name):
             return False
     return True

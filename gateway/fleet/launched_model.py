@@ -1,6 +1,6 @@
-"""One launched model and where it is in its life: what the fleet keeps of it, and how ``schedule`` sees it.
+"""One launched model: what the fleet stores about it, and its view for the scheduler.
 
-The rule: its phase comes from its servers' own states, except while the fleet itself is doing something with it.
+The rule: its phase follows from the states of its servers, except during a transition of the fleet.
 Times are in seconds of the monotonic clock.
 """
 
@@ -13,22 +13,22 @@ from collections.abc import Iterable
 
 from gateway import config as conf
 from gateway.config import Config
-from gateway.fleet import plan
-from gateway.fleet.launch_diff import shape
+from gateway.fleet.configured_servers import exclusive_resources, launches_of
+from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import ModelPhase, ModelView
 
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
-"""Seconds that each is expected to take before it has been measured."""
+"""Assumed seconds of each before it has been measured."""
 REMEMBERED = 5
-"""Of so many the longest counts."""
+"""The number of measurements of which the longest counts."""
 
 
-class Pace:
-    """How long something takes: the longest of the last times, in seconds; at first, a guess."""
+class Durations:
+    """Measured durations of a transition, in seconds."""
 
-    def __init__(self, guess: float) -> None:
-        self._guess = guess
+    def __init__(self, assumed: float) -> None:
+        self._assumed = assumed
         self._last: deque[float] = deque(maxlen=REMEMBERED)
 
     def add(self, seconds: float) -> None:
@@ -36,140 +36,142 @@ class Pace:
 
     @property
     def longest(self) -> float:
-        return max(self._last, default=self._guess)
+        """The longest of the last measurements, or the assumed duration."""
+        return max(self._last, default=self._assumed)
 
 
-class Resident:
+class LaunchedModel:
     """A launched model.
 
-    ``gone``: the configuration no longer has it, and it leaves when its last request has ended; ``surplus``: its servers that the
-    configuration no longer has. ``tried``: the shape that its servers were last given, or failed to take.
+    Configuration: ``removed``: the configuration no longer has it, and it is stopped after its last request. ``surplus``: its running
+    servers that the configuration no longer has. ``tried``: the launch settings that were applied, or tried, last.
 
-    ``step``: what the fleet is doing with it, None where its servers' states say it all. ``task``: the work of that, and
-    ``ending`` that this work ends it. ``away``: its servers that are to take no requests although the model is up.
-    ``ordered``: since when the operator wants it up; ``held``: he wants it down. ``told``: the number of the word by which
-    workers send it no new requests.
+    Transition: ``step`` is the phase that a transition gives it, None if the states of its servers decide. ``task`` runs the transition,
+    and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is ready.
+    ``drain_number``: the number of the message by which the workers send it no new requests.
+
+    Operator: ``wanted_since``: since when an operator wants it to run. ``held``: an operator wants it stopped.
     """
 
     def __init__(self, config: Config, model: conf.Model, launch: conf.Launch, now: float) -> None:
+        # Configuration
         self.id = model.id
         self.surplus = frozenset[str]()
-        self.gone = False
-        self._needs = frozenset[int | str]()
-        self.follow(config, model, launch)
-        self.tried = shape(self.specs)
-        # Where it is
+        self.removed = False
+        self._resources = frozenset[int | str]()
+        self.configure(config, model, launch)
+        self.tried = comparable(self.specs)
+        # ModelPhase
         self.phase = ModelPhase.STOPPED
-        self.since = self.ready_since = self.last_use = now
+        self.since = self.ready_since = self.last_used = now
         self._served = 0.0
-        self._has_been_up = False
-        self._began: float | None = None
-        # What is done with it
+        self._was_ready = False
+        self._started_at: float | None = None
+        # Transition
         self.step: ModelPhase | None = None
         self.task: asyncio.Task[None] | None = None
-        self.ending = False
-        self.away: set[str] = set()
-        self.told = 0
-        self.ordered: float | None = None
+        self.stopping = False
+        self.out_of_rotation: set[str] = set()
+        self.drain_number = 0
+        self.start_times, self.wake_times, self.stop_times = Durations(FIRST_START), Durations(FIRST_WAKE), Durations(FIRST_STOP)
+        # Operator
+        self.wanted_since: float | None = None
         self.held = False
-        # How long that takes
-        self._starts, self.wakes, self.stops = Pace(FIRST_START), Pace(FIRST_WAKE), Pace(FIRST_STOP)
 
-    def follow(self, config: Config, model: conf.Model, launch: conf.Launch, running: Iterable[str] = ()) -> None:
-        """Take over what the configuration says. ``running``: its servers that there are at the moment."""
+    def configure(self, config: Config, model: conf.Model, launch: conf.Launch, running: Iterable[str] = ()) -> None:
+        """Apply its configuration. ``running``: the names of its servers that run at the moment."""
         self.launch = launch
-        self.specs = plan.launches_of(config, model)
+        self.specs = launches_of(config, model)
         wanted = frozenset(spec.name for spec in self.specs)
         self.surplus = frozenset(running) - wanted
         self.names = wanted | self.surplus
-        self.asked_as = (model.id, *(lora.id for lora in model.loras))
-        self._needs = plan.needs(launch) | (self._needs if running else frozenset())
+        self.model_names = (model.id, *(lora.id for lora in model.loras))
+        self._resources = exclusive_resources(launch) | (self._resources if running else frozenset())
         self._capacity = next((group.max_running for group in config.groups if group.id == launch.group), 1)
-        self.patience = config.server.drain
-        if self.gone:
-            self.gone = self.held = False
+        self.drain_timeout = config.server.drain
+        if self.removed:
+            self.removed = self.held = False
 
-    def dismiss(self) -> None:
-        """The configuration no longer has it: its requests may end, however long they take."""
-        self.gone = self.held = True
-        self.ordered, self.patience = None, math.inf
+    def remove(self) -> None:
+        """Mark it as removed from the configuration. Its requests may finish, however long they take."""
+        self.removed = self.held = True
+        self.wanted_since, self.drain_timeout = None, math.inf
 
-    def settled(self) -> None:
-        """Of its servers there are none but those that the configuration has."""
+    def surplus_stopped(self) -> None:
+        """Note that only the servers of the configuration are left."""
         self.names -= self.surplus
-        self.away &= self.names
+        self.out_of_rotation &= self.names
         self.surplus = frozenset()
-        self._needs = plan.needs(self.launch)
+        self._resources = exclusive_resources(self.launch)
 
     @property
-    def sleeps(self) -> bool:
+    def can_sleep(self) -> bool:
         """Whether its servers can be put to sleep."""
         return self.launch.idle_sleep is not None
 
-    def started(self, now: float) -> None:
-        """Its servers have been started just now."""
-        self._began = now
+    def start_began(self, now: float) -> None:
+        """Note that its servers have been started."""
+        self._started_at = now
 
-    def used(self, served: float, in_flight: float, now: float) -> None:
-        """Take in how many requests for it have ended so far, and how many are under way."""
+    def record_use(self, served: float, in_flight: float, now: float) -> None:
+        """Record how many of its requests have finished so far, and how many are in flight."""
         if served != self._served or in_flight:
-            self._served, self.last_use = served, now
+            self._served, self.last_used = served, now
 
-    def see(self, statuses: Iterable[LaunchStatus], now: float) -> None:
-        """Take in the states of its servers."""
-        stages = {status.name: status.state for status in statuses if status.name in self.names}
-        counted = {state for name, state in stages.items() if name not in self.away and name not in self.surplus}
-        phase = self.step or _phase(counted, bool(stages))
-        if phase is not self.phase:
-            self._enter(phase, now)
-
-    def _enter(self, phase: ModelPhase, now: float) -> None:
+    def observe(self, statuses: Iterable[LaunchStatus], now: float) -> None:
+        """Update its phase from the states of its servers."""
+        states = {status.name: status.state for status in statuses if status.name in self.names}
+        counted = {state for name, state in states.items() if name not in self.out_of_rotation and name not in self.surplus}
+        phase = self.step or _phase(counted, bool(states))
+        if phase is self.phase:
+            return
         if phase is ModelPhase.READY:
-            self.ordered, self._has_been_up = None, True
+            self.wanted_since, self._was_ready = None, True
             if self.phase is not ModelPhase.DRAINING:
                 self.ready_since = now
-            if self._began is not None:
-                self._starts.add(now - self._began)
+            if self._started_at is not None:
+                self.start_times.add(now - self._started_at)
         if phase in (ModelPhase.READY, ModelPhase.FAILED):
-            self._began = None
+            self._started_at = None
         self.phase, self.since = phase, now
 
-    def view(self, *, asked: float | None, in_flight: int, acknowledged: bool) -> ModelView:
-        """How it is to be seen. ``asked``: since when requests wait for it."""
+    def view(self, *, requested_since: float | None, in_flight: int, acknowledged: bool) -> ModelView:
+        """Return its view for the scheduler. ``requested_since``: since when requests wait for it."""
         launch = self.launch
-        wakes = self.sleeps and (
+        wakes = self.can_sleep and (
             self.step is ModelPhase.STARTING or self.phase in (ModelPhase.READY, ModelPhase.DRAINING, ModelPhase.SLEEPING)
         )
         return ModelView(
             self.id,
             self.phase,
             since=self.since,
-            needs=self._needs,
+            needs=self._resources,
             group=launch.group,
             capacity=self._capacity,
-            on_demand=launch.start == "on_demand" or self.gone,  # nobody has put the next one beside it
-            wanted_since=min((since for since in (asked, self.ordered) if since is not None), default=None),
+            # A removed model shares no GPU by an operator's choice, so it never counts as fitting beside an eager one.
+            on_demand=launch.start == "on_demand" or self.removed,
+            wanted_since=min((since for since in (requested_since, self.wanted_since) if since is not None), default=None),
             in_flight=in_flight,
             drain_acknowledged=acknowledged,
             ready_since=self.ready_since,
-            last_used=self.last_use,
-            start_seconds=(self.wakes if wakes else self._starts).longest,
-            stop_seconds=self.stops.longest,
-            eager=launch.start == "eager" and (launch.idle_stop is None or not self._has_been_up),
-            sleeps=self.sleeps,
+            last_used=self.last_used,
+            start_seconds=(self.wake_times if wakes else self.start_times).longest,
+            stop_seconds=self.stop_times.longest,
+            eager=launch.start == "eager" and (launch.idle_stop is None or not self._was_ready),
+            sleeps=self.can_sleep,
             idle_stop=launch.idle_stop,
             idle_sleep=launch.idle_sleep,
             held=self.held,
-            drain_timeout=self.patience,
+            drain_timeout=self.drain_timeout,
             in_transition=self.task is not None,
         )
 
 
-def _phase(stages: set[LaunchState], launched: bool) -> ModelPhase:
-    """What the states of a model's servers make it. ``launched``: there are some, though perhaps none that counts."""
+def _phase(states: set[LaunchState], launched: bool) -> ModelPhase:
+    """Return the phase for these states. ``launched``: the model has servers, even if none of them counts."""
     if not launched:
         return ModelPhase.STOPPED
-    for stage, phase in ((LaunchState.READY, ModelPhase.READY), (LaunchState.STARTING, ModelPhase.STARTING)):
-        if stage in stages:
+    for state, phase in ((LaunchState.READY, ModelPhase.READY), (LaunchState.STARTING, ModelPhase.STARTING)):
+        if state in states:
             return phase
-    return ModelPhase.FAILED if stages - {LaunchState.STOPPING, LaunchState.STOPPED} else ModelPhase.DRAINING
+    return ModelPhase.FAILED if states - {LaunchState.STOPPING, LaunchState.STOPPED} else ModelPhase.DRAINING

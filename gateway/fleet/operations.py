@@ -1,6 +1,6 @@
-"""What an operator may have done to a running gateway and its models.
+"""The operations on a running gateway and its models that operators request.
 
-The words are the same everywhere: commands, routes of the admin API, methods.
+The names are the same in commands, in routes of the admin API and in methods.
 """
 
 from __future__ import annotations
@@ -37,30 +37,57 @@ class Reading:
 
 
 class RefusedOperation(Exception):
-    """It is not done; the text tells the operator why."""
+    """The operation was not started. The text explains why, for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """The result of reading the configuration again.
+
+    ``when`` is wall clock. The others are sentences: ``problems`` are why the configuration was rejected, ``changes`` what changed, and
+    ``needs_restart`` which changes take effect only after a restart.
+    """
+
+    when: float
+    problems: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+
+    @property
+    def successful(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as /status shows it."""
+        return {
+            "successful": self.successful,
+            "when": self.when,
+            "problems": list(self.problems),
+            "changes": list(self.changes),
+            "needs_restart": list(self.needs_restart),
+        }
 
 
 class Operations(Protocol):
-    """Those of ``OPERATIONS`` take a model's id. Each raises RefusedOperation.
+    """The operations. Those of ``OPERATIONS`` take a model ID. Each raises RefusedOperation.
 
-    They return when the workers know of it and what /status says of the model is the answer; how long servers take to come up nobody
-    waits for.
+    Each returns when the workers know of the change and /status shows it. None waits for servers to become ready.
     """
 
-    async def reload(self) -> Reading:
-        """Read the configuration again, and serve by it if it is good."""
+    async def reload(self) -> ReloadResult:
+        """Read the configuration again, and apply it if it is valid."""
 
     async def drain(self) -> None:
-        """Begin to stop as at a SIGTERM: requests under way go on to their end."""
+        """Start to stop as SIGTERM does: open requests finish."""
 
     async def start(self, model: str) -> None:
-        """Begin to bring the servers up, and keep them up."""
+        """Start the model's servers, and keep them running."""
 
     async def stop(self, model: str) -> None:
-        """End the servers, and wait for that; none is started again until ``start`` or ``wake``."""
+        """Stop the model's servers, and return when they have ended. They stay down until ``start`` or ``wake``."""
 
     async def restart(self, model: str) -> None:
-        """Begin to replace the servers, one after the other: the first one gets no more requests."""
+        """Start to replace the model's servers, one at a time. The first one is out of rotation on return."""
 
     async def wake(self, model: str) -> None:
-        """Begin to bring the servers up as a request would."""
+        """Start the model's servers as a request would."""

@@ -1,7 +1,7 @@
-"""What is done with the servers of one model, step by step: ended, put to sleep, woken, replaced one after the other.
+"""The transitions of one launched model, step by step: stop, sleep, wake, replace its servers one at a time.
 
-The rule: a server that may still have requests is ended only when every worker knows that it gets no new ones and nothing is in flight
-on it, or the model's patience is over. Who is cancelled on the way leaves things where they are: the fleet's next look goes on from there.
+The rule: a server that may still have requests is stopped only when every worker has taken it out of rotation and nothing is in flight on
+it, or the drain timeout is over. A cancelled transition leaves everything as it is, and the fleet's next pass continues from there.
 """
 
 from __future__ import annotations
@@ -10,153 +10,152 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from gateway.fleet.launch_diff import Reshape
-from gateway.fleet.launched_model import Resident
+from gateway.fleet.launch_diff import LaunchDiff
+from gateway.fleet.launched_model import LaunchedModel
 from gateway.fleet.operations import RefusedOperation
-from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus
-from upstream.launcher.schedule import Action, ModelPhase
+from upstream.launcher.schedule import ModelPhase
 from upstream.vllm.health import Target
 from upstream.vllm.sleep import SleepError, fall_asleep, wake_up
 
 STOP_GRACE = 10.0
-"""Seconds that a launched server has to end by itself once nothing is in flight on it."""
-CLOSE_LOOK = 0.05
-"""Seconds between two looks where something is waited for."""
+"""Seconds that a launched server has to exit after SIGTERM once nothing is in flight on it."""
+POLL_INTERVAL = 0.05
+"""Seconds between two checks of an awaited condition."""
 _log = logging.getLogger("vllm_gateway.fleet")
 
 
-class Host(Protocol):
-    """What the fleet needs of control, beside launcher and workers."""
+class Rotation(Protocol):
+    """The servers' rotation as the workers have it: what the fleet needs of control."""
 
-    def configure(self) -> int:
-        """Have the workers serve by the servers that there are now; returns the number of that word."""
+    def publish_snapshot(self) -> int:
+        """Send the workers a snapshot of the present servers. Returns the number under which ``is_applied`` knows it."""
 
-    def tell_health(self) -> int:
-        """Tell the workers what is known of servers and models; returns the number of that word."""
+    def publish_health(self) -> int:
+        """Send the workers the present health of servers and models. Returns the number under which ``is_applied`` knows it."""
+
+    def is_applied(self, number: int) -> bool:
+        """Whether every worker has applied the message with this number, or a later one."""
+
+    async def wait_applied(self, number: int) -> None:
+        """Wait until every worker has applied the message with this number, up to a timeout."""
 
     def conditions(self) -> Mapping[str, Condition]:
-        """What is known of every server."""
-
-    def awaited(self) -> Set[str]:
-        """The models whose servers are still looked for."""
-
-    def acts(self, action: Action) -> None:
-        """Tell the operator what is done."""
+        """Return the condition of every server."""
 
 
-class Handling:
-    """The steps. ``in_flight``: how many requests these servers have, in all workers."""
+class Transitions:
+    """The steps of transitions. ``in_flight`` returns the number of requests on the given servers, in all workers."""
 
-    def __init__(self, launcher: Launcher, workers: WorkerSupervisor, host: Host, in_flight: Callable[[Iterable[str]], int]) -> None:
+    def __init__(self, launcher: Launcher, rotation: Rotation, in_flight: Callable[[Iterable[str]], int]) -> None:
         self._launcher = launcher
-        self._workers = workers
-        self._host = host
+        self._rotation = rotation
         self._in_flight = in_flight
 
-    async def end(self, resident: Resident) -> None:
-        """End its servers, at once."""
-        began = time.monotonic()
-        launched = [status.name for status in self._launcher.statuses() if status.name in resident.names]
+    async def stop(self, model: LaunchedModel) -> None:
+        """Stop its servers now."""
+        started = time.monotonic()
+        launched = [status.name for status in self._launcher.statuses() if status.name in model.names]
         await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
-        resident.stops.add(time.monotonic() - began)
-        resident.step = None
-        resident.away.clear()
-        resident.settled()
-        self._host.configure()
+        model.stop_times.add(time.monotonic() - started)
+        model.step = None
+        model.out_of_rotation.clear()
+        model.surplus_stopped()
+        self._rotation.publish_snapshot()
 
-    async def lull(self, resident: Resident) -> None:
-        """Put its servers to sleep; those that cannot are ended."""
+    async def sleep(self, model: LaunchedModel) -> None:
+        """Put its servers to sleep. If one cannot sleep, all are stopped."""
         try:
-            await asyncio.gather(*(fall_asleep(target, resident.launch.sleep_level) for target in self._targets(resident)))
+            await asyncio.gather(*(fall_asleep(target, model.launch.sleep_level) for target in self._targets(model)))
         except SleepError as error:
-            _log.error("%s cannot sleep and is stopped: %s", resident.id, error)
-            await self.end(resident)
+            _log.error("%s cannot sleep and is stopped: %s", model.id, error)
+            await self.stop(model)
         else:
-            resident.step = ModelPhase.SLEEPING
+            model.step = ModelPhase.SLEEPING
 
-    async def rouse(self, resident: Resident) -> None:
-        """Wake its servers; those that cannot be woken are ended, so that they are started anew."""
-        began = time.monotonic()
+    async def wake(self, model: LaunchedModel) -> None:
+        """Wake its servers. If one cannot be woken, all are stopped, so that they are started again."""
+        started = time.monotonic()
         try:
-            await asyncio.gather(*(wake_up(target, resident.launch.sleep_level) for target in self._targets(resident)))
+            await asyncio.gather(*(wake_up(target, model.launch.sleep_level) for target in self._targets(model)))
         except SleepError as error:
-            _log.error("%s does not wake and is started anew: %s", resident.id, error)
-            await self.end(resident)
+            _log.error("%s cannot be woken and is restarted: %s", model.id, error)
+            await self.stop(model)
         else:
-            resident.wakes.add(time.monotonic() - began)
-            resident.step = None
-            self._host.tell_health()
+            model.wake_times.add(time.monotonic() - started)
+            model.step = None
+            self._rotation.publish_health()
 
-    def in_turn(self, specs: Iterable[LaunchSpec]) -> list[LaunchSpec]:
-        """Those that are down first, so that never more than one is missing while they are replaced."""
-        conditions = self._host.conditions()
+    def down_first(self, specs: Iterable[LaunchSpec]) -> list[LaunchSpec]:
+        """Sort servers that are down before those that are up, so that at most one more is missing while they are replaced."""
+        conditions = self._rotation.conditions()
         return sorted(specs, key=lambda spec: conditions[spec.name] is Condition.UP)
 
-    async def roll(self, resident: Resident, specs: Iterable[LaunchSpec]) -> None:
-        """Replace one server after the other. Raises RefusedOperation."""
+    async def replace(self, model: LaunchedModel, specs: Iterable[LaunchSpec]) -> None:
+        """Replace one server after the other. Raises RefusedOperation where one does not come up."""
         for spec in specs:
-            await self._renew(resident, spec)
+            await self._replace_one(model, spec)
 
-    async def reshape(self, resident: Resident, change: Reshape) -> None:
-        """Make its servers those of the configuration: some leave, some are replaced one after the other, some are new.
+    async def apply_diff(self, model: LaunchedModel, diff: LaunchDiff) -> None:
+        """Make its servers those of the configuration.
 
-        Raises RefusedOperation where one does not come up: those that have not been replaced then stay as they are.
+        Raises RefusedOperation where a replaced server does not come up. The remaining ones then stay as they are.
         """
-        _log.info("%s: its configuration has changed", resident.id)
-        await asyncio.gather(*(self._part_with(resident, name) for name in change.leave))
-        resident.settled()
-        await self.roll(resident, self.in_turn(change.renew))
-        for spec in change.add:
+        _log.info("%s: its configuration has changed", model.id)
+        await asyncio.gather(*(self._remove(model, name) for name in diff.removed))
+        model.surplus_stopped()
+        await self.replace(model, self.down_first(diff.replaced))
+        for spec in diff.added:
             self._launcher.start(spec)
 
-    async def begin_anew(self, resident: Resident) -> None:
-        """End all its servers when their requests have ended; it is started again when there is room."""
-        await self._quiet(resident, resident.names, resident.patience)
-        resident.ending = True
-        await self.end(resident)
+    async def stop_when_drained(self, model: LaunchedModel) -> None:
+        """Drain all its servers, then stop them. It is started again when its GPUs are free."""
+        await self._drain(model, model.names, model.drain_timeout)
+        model.stopping = True
+        await self.stop(model)
 
-    async def _part_with(self, resident: Resident, name: str) -> None:
-        """End a server that workers no longer have, when its last request has ended."""
-        await self._quiet(resident, [name], math.inf)
+    def take_out_of_rotation(self, model: LaunchedModel, names: Collection[str]) -> int:
+        """Take servers out of rotation. Returns the number under which ``is_applied`` knows the message."""
+        model.out_of_rotation |= set(names)
+        return self._rotation.publish_health()
+
+    async def _drain(self, model: LaunchedModel, names: Collection[str], seconds: float) -> None:
+        """Take servers out of rotation, and wait until nothing is in flight on them, for ``seconds`` at most."""
+        number = self.take_out_of_rotation(model, names)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
+                await until(lambda: self._rotation.is_applied(number) and not self._in_flight(names))
+
+    async def _remove(self, model: LaunchedModel, name: str) -> None:
+        """Stop a server that the configuration no longer has, after its last request."""
+        await self._drain(model, [name], math.inf)
         await self._launcher.stop(name, STOP_GRACE)
 
-    def set_aside(self, resident: Resident, names: Collection[str]) -> int:
-        """Take servers out of routing; returns the number of the word by which workers know."""
-        resident.away |= set(names)
-        return self._host.tell_health()
-
-    async def _quiet(self, resident: Resident, names: Collection[str], patience: float) -> None:
-        """Take servers out of routing, and wait until nothing is in flight on them, or for so long."""
-        number = self.set_aside(resident, names)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if patience == math.inf else patience):
-                await until(lambda: self._workers.have_applied(number) and not self._in_flight(names))
-
-    async def _renew(self, resident: Resident, spec: LaunchSpec) -> None:
+    async def _replace_one(self, model: LaunchedModel, spec: LaunchSpec) -> None:
         name = spec.name
-        await self._quiet(resident, [name], resident.patience)
+        await self._drain(model, [name], model.drain_timeout)
         if self._status(name) is not None:
             await self._launcher.stop(name, STOP_GRACE)
-        resident.away.discard(name)
+        model.out_of_rotation.discard(name)
         self._launcher.start(spec)
+        # The next server is replaced only once every worker uses this one again.
         await until(lambda: (status := self._status(name)) is None or status.first_start_finished)
-        if self._host.conditions()[name] is not Condition.UP:
-            raise RefusedOperation(f"the restart ends here, since {name} did not come up again")
-        number = self._host.tell_health()
-        await until(lambda: self._workers.have_applied(number))
+        if self._rotation.conditions()[name] is not Condition.UP:
+            raise RefusedOperation(f"the restart stops here because {name} did not become ready again")
+        number = self._rotation.publish_health()
+        await until(lambda: self._rotation.is_applied(number))
 
-    def _targets(self, resident: Resident) -> list[Target]:
+    def _targets(self, model: LaunchedModel) -> list[Target]:
         return [
             Target(status.name, status.address, self._launcher.api_key(status.name))
             for status in self._launcher.statuses()
-            if status.name in resident.names
+            if status.name in model.names
         ]
 
     def _status(self, name: str) -> LaunchStatus | None:
@@ -164,6 +163,6 @@ class Handling:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Look again and again until it is so."""
-    while not condition():  # noqa: ASYNC110  # what is waited for is in other processes
-        await asyncio.sleep(CLOSE_LOOK)
+    """Wait until a condition is true."""
+    while not condition():  # noqa: ASYNC110  the condition is in other processes
+        await asyncio.sleep(POLL_INTERVAL)

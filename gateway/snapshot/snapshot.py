@@ -1,7 +1,7 @@
-"""What a worker serves by: one immutable value, made by control from the configuration.
+"""What a worker serves by: one immutable value, made by control from the configuration and the servers that are known.
 
-``Snapshot`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a worker reads one
-``Snapshot`` for the whole of a request and swaps to the next by one reference; nobody changes one.
+A ``Snapshot`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a request uses one ``Snapshot`` from its
+start to its end, a worker swaps to the next by one assignment, and a ``Snapshot`` is never modified.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from upstream.balancing import policies
 from upstream.balancing.server import ServerSpec
 from upstream.http.deadlines import Timeouts
 
+_MAX_PRIORITY = 10  # a larger distance from 0 counts as this: a thousand times the share of others is as good as all of it
+
+
+def weight_of(priority: int | None) -> float:
+    """Return the weight of a key's requests in queues by its priority: each step down doubles it, each step up halves it."""
+    return 2.0 ** -max(-_MAX_PRIORITY, min(priority or 0, _MAX_PRIORITY))
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may be used; None: any amount. Costs are in the currency of the prices; ``max_tokens`` is of one request."""
+    """The limits of a holder. None: unlimited. Costs are in the currency of the prices. ``max_tokens`` limits one request."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -33,16 +40,17 @@ class Limits:
     max_tokens: int | None = None
 
     request_seconds: float = field(init=False)
-    """Those in which a minute's limit gives one request; 0 where there is none."""
+    """Seconds in which the per-minute limit refills one request. 0: no such limit."""
     token_seconds: float = field(init=False)
+    """Seconds in which the per-minute limit refills one token. 0: no such limit."""
     at_once: float = field(init=False)
-    """``concurrent`` as a number; infinity where there is none."""
+    """``concurrent`` as a number, infinity for no limit."""
     calendar: bool = field(init=False)
-    """Whether one of them is for a day or a month."""
+    """Whether any limit is for a day or a month."""
     quotas: tuple[float, float, float, float] = field(init=False)
-    """Of a day's tokens and cost and of a month's; infinity where there is none."""
+    """The limits of a day's tokens and cost and of a month's tokens and cost, infinity for no limit."""
     in_advance: tuple[float, float, float, float] = field(init=False)
-    """The most that is taken of each of these before it is used; 0 where there is none."""
+    """The most that is reserved of each quota before it is used. 0: no such limit."""
 
     def __post_init__(self) -> None:
         quotas = (self.tokens_per_day, self.cost_per_day, self.tokens_per_month, self.cost_per_month)
@@ -59,31 +67,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Limits, and who shares them: whatever has the same ``holder`` counts as one. ``models`` are globs, None for all."""
+    """Limits and the name of their holder. Keys with the same ``holder`` share them. ``models`` are globs, None for all models."""
 
     holder: str
     limits: Limits
     models: tuple[str, ...] | None = None
 
 
-_MOST = 10
-"""Priorities further from 0 than this count as this: a thousand times the others' share is as good as all of it."""
-
-
-def weight_of(priority: int | None) -> float:
-    """The weight of a key's requests by its priority: each step down doubles it, each step up halves it."""
-    return 2.0 ** -max(-_MOST, min(priority or 0, _MOST))
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A principal. ``digests`` are the SHA-256 of its keys; ``models`` are globs over model IDs, None for all; ``expires`` is in
-    seconds since the epoch, and ``ends`` has that of single keys, by their digest; those of a ``revoked`` one are refused. ``fields``
-    are set on the body of each of its requests; ``team`` and ``labels`` go into its rows of the ledger; ``weight`` is its share
-    where requests of several keys wait; ``allowances`` are its own limits and its team's.
+    """A principal.
 
-    A token's subject is a principal of its own: ``entry`` is then the id of the configured one that it counts as, under which metrics
-    show it, and ``within`` are globs that narrow its scope further, None for no further."""
+    ``digests`` are the SHA-256 of its keys. ``ends`` gives the expiry of single keys by digest, and ``expires`` that of the entry, in
+    seconds since the epoch. ``models`` are globs over model IDs, None for all. All keys of a ``revoked`` entry are refused. ``fields`` are
+    set on the body of each request. ``team`` and ``labels`` are written into ledger rows. ``weight`` is its share in queues.
+    ``allowances`` are its own limits and its team's.
+
+    The subject of a token is a principal of its own. ``entry`` is then the ID of the configured key that it counts as, under which metrics
+    show it. ``within`` are globs that narrow its models further, None for no narrowing.
+    """
 
     id: str
     digests: tuple[bytes, ...] = field(default=(), repr=False)
@@ -103,7 +105,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Which of a token's claims say what; None: none does."""
+    """The names of the claims to read. None: not read."""
 
     subject: str = "sub"
     key: str | None = None
@@ -114,9 +116,12 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Issuer:
-    """Whose tokens are taken as keys. ``key_set`` holds its public keys, a JSON list of JWKs (RFC 7517), None while they are not
-    known; ``keys`` are the ids of the principals as which its tokens may count; ``leeway`` is in seconds, ``limit`` in bytes of a token;
-    ``subjects`` is for how many of them each worker counts apart."""
+    """An issuer whose tokens are accepted as keys.
+
+    ``key_set`` is its JWKS, a JSON list of JWKs (RFC 7517), None until it is known. ``keys`` are the IDs of the keys as which its tokens
+    may count. ``leeway`` is in seconds. ``limit`` is the maximum size of a token in bytes. ``subjects`` is how many subjects each worker
+    counts separately.
+    """
 
     name: str
     audiences: tuple[str, ...]
@@ -131,7 +136,7 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How many requests may wait in one worker for a model that is not up, or whose servers are full, and for how many seconds each."""
+    """How many requests may wait in one worker for a model that is down or at capacity, and how many seconds each may wait."""
 
     size: int
     wait: float
@@ -139,7 +144,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class BodyRules:
-    """What an operator says about a model's request bodies, beside the usual rules (see ``policy``)."""
+    """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""
 
     allow: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
@@ -150,10 +155,10 @@ class BodyRules:
 
 @dataclass(frozen=True, slots=True)
 class LimitsStore:
-    """A Redis where several gateways count together, at a host and port or at a socket's ``path``.
+    """A Redis in which several gateways count together, at a host and port or at the socket ``path``.
 
-    ``refuses``: while it is away requests are refused, and not counted by each gateway for itself. ``patience``: seconds that a reply
-    may take; it is looked at four times a second, so up to twice as long.
+    ``refuses``: requests are refused while it is unreachable, instead of being counted by each gateway alone. ``patience`` is the timeout
+    of a reply in seconds. It is checked four times a second, so a reply may take up to twice as long.
     """
 
     host: str = "localhost"
@@ -171,24 +176,26 @@ class LimitsStore:
 
     @property
     def counts(self) -> tuple[str, int]:
-        """Which counts are meant, however one gets there."""
+        """What identifies the counts, independent of credentials and TLS."""
         return str(self), self.database
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as clients see it, and its servers. ``mounts`` are path prefixes that serve this model alone; a launched server
-    that is stopped is not among ``servers``; ``max_inflight`` is what all workers together may have in flight on each server;
-    ``keepalive`` is in seconds; ``price`` is per million prompt and completion tokens.
+    """A model as clients see it, and its servers.
 
-    ``fallbacks`` are the names of the models to try, in order, when none of its servers can take a request; ``rewrite``: its
-    answers are to carry its id, whatever its servers call it.
+    ``mounts`` are path prefixes that serve this model alone. A launched server that is stopped is not in ``servers``. ``max_inflight``
+    limits the requests of all workers together on each server. ``keepalive`` is in seconds. ``price`` is per million prompt and completion
+    tokens.
 
-    ``task`` and ``capabilities`` are what the model list shows, as configured; ``launched_with`` the capabilities that its launch
-    arguments give it if it generates text. None: not known.
+    ``fallbacks`` are the names of the models to try in order when no server of this one can take a request. ``rewrite``: responses carry
+    this model's ID whatever name its servers use.
 
-    A LoRA adapter is a model too: ``parent`` is then the id of its base, whose servers it shares, and ``served`` the
-    name under which all of them know it.
+    ``task`` and ``capabilities`` are what the model list shows, as configured. ``launched_with`` are the capabilities that the launch
+    arguments give a model that generates text. None: unknown.
+
+    A LoRA adapter is a model too. ``parent`` is then the ID of its base model, whose servers it shares, and ``served`` the name under
+    which they know it.
     """
 
     id: str
@@ -216,17 +223,17 @@ class Model:
 
     @property
     def base(self) -> str:
-        """The id of the model whose servers these are: its own, or its parent's."""
+        """The ID of the model that owns the servers: its own, or its parent's."""
         return self.parent or self.id
 
     def is_in(self, globs: Iterable[str]) -> bool:
-        """Whether one of these covers its id or an alias; in them ``*`` stands for anything, slashes too."""
+        """Whether a glob matches its ID or an alias. ``*`` matches any text, including slashes."""
         return any(fnmatchcase(name, glob) for name in (self.id, *self.aliases) for glob in globs)
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Where spans go, a base URL, and which share of the requests, above 0 and up to 1, has one."""
+    """The base URL to which spans are sent, and the share of requests that are traced, above 0 and up to 1."""
 
     endpoint: str
     sample: float = 1.0
@@ -234,8 +241,11 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """What a worker asks of its clients' connections. Timeouts are in seconds; ``body_memory`` is in bytes, those of all bodies
-    that this worker holds at once; ``trusted_proxies`` are networks, ``max_per_address`` connections."""
+    """The limits of client connections in one worker.
+
+    Timeouts are in seconds. ``body_memory`` is in bytes, for all bodies in this worker together. ``trusted_proxies`` are networks.
+    ``max_per_address`` is a number of connections.
+    """
 
     headers_timeout: float = 10.0
     body_timeout: float = 60.0
@@ -247,9 +257,11 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version of what the workers serve. ``body_limit`` is in bytes; ``max_inflight`` is for all ``workers`` together;
-    ``docs``: the API reference is served; ``log_sample`` is the share of requests
-    whose body's shape is logged."""
+    """One version of what the workers serve.
+
+    ``body_limit`` is in bytes. ``max_inflight`` is for all ``workers`` together. ``docs``: the API reference is served. ``log_sample`` is
+    the share of requests whose body shape is logged.
+    """
 
     version: int
     keys: tuple[Key, ...]
@@ -273,14 +285,14 @@ class Snapshot:
     teams: Mapping[str, tuple[Allowance, ...]] = field(default_factory=dict)
     """The limits of each team that a token may name."""
     default_model: str | None = None
-    """The ID or alias of the model for requests that name none."""
+    """The ID or alias of the model for requests without a model."""
 
     @property
     def bases(self) -> tuple[Model, ...]:
-        """The models that have servers of their own: all but the LoRA adapters."""
+        """The models with servers of their own: all but the LoRA adapters."""
         return tuple(model for model in self.models if model.parent is None)
 
     @property
     def uses_store(self) -> bool:
-        """Whether a limits' store is configured, and any key or team has limits to count there."""
+        """Whether a limits store is configured, and any key or team has limits to count in it."""
         return self.limits_store is not None and (any(key.allowances for key in self.keys) or any(self.teams.values()))

@@ -1,8 +1,8 @@
-"""Who takes a connection, where several workers listen on one socket.
+"""Sharing the connections of one listening socket among several workers.
 
-Left to themselves, the worker that wakes first takes all that have arrived, and keeps them: clients' connections live long. So
-each worker writes down how many it has, in memory that all see, and stands back for a moment when it is ahead of another. The
-rule: standing back delays a connection by ``PAUSE`` at most, whatever the others do; a worker that is gone holds up nobody.
+Without it, the worker that wakes first accepts all waiting connections and keeps them, because clients' connections live long. So each
+worker publishes its number of connections in shared memory, and pauses for a moment when it is ahead of another worker. The rule: a pause
+delays a connection by at most ``PAUSE``, and a worker that has exited delays none.
 """
 
 from __future__ import annotations
@@ -18,128 +18,126 @@ from typing import Any
 
 PAUSE = 0.001
 """Seconds for which a worker that is ahead leaves connections to the others."""
-_EXHAUSTED = 0.1  # seconds without taking any when the system has no more descriptors
-_AT_ONCE = 16  # connections taken in one turn of the loop
+_EXHAUSTED_PAUSE = 0.1  # seconds without accepting after file descriptors or memory have run out
+_MAX_AT_ONCE = 16  # connections accepted in one event-loop iteration
 _CELL = struct.Struct("<Q")
-_NOBODY = 2**64 - 1
+_VACANT = 2**64 - 1
 _log = logging.getLogger("vllm_gateway")
 
 
 class Seats:
-    """How many connections each worker has. ``fd`` is what a child process inherits."""
+    """The number of connections of each worker, in shared memory. A child process inherits ``fd``."""
 
     def __init__(self, fd: int, number: int = 0) -> None:
         self.fd = fd
         size = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, size)
         self._own = number * _CELL.size
-        self._others = [place for place in range(0, size, _CELL.size) if place != self._own]
+        self._others = [offset for offset in range(0, size, _CELL.size) if offset != self._own]
 
     @classmethod
     def create(cls, workers: int) -> Seats:
-        """For so many workers, none of which is there yet."""
+        """Create the memory for this number of workers, none of which runs yet."""
         fd = os.memfd_create("seats")
-        os.write(fd, _CELL.pack(_NOBODY) * workers)
+        os.write(fd, _CELL.pack(_VACANT) * workers)
         return cls(fd)
 
     def close(self) -> None:
+        """Release the memory."""
         self._map.close()
         os.close(self.fd)
 
     def vacate(self, number: int) -> None:
-        """This worker is gone."""
-        _CELL.pack_into(self._map, number * _CELL.size, _NOBODY)
+        """Note that a worker has exited."""
+        _CELL.pack_into(self._map, number * _CELL.size, _VACANT)
 
-    def note(self, count: int) -> None:
-        """This worker has so many connections."""
+    def publish(self, count: int) -> None:
+        """Publish this worker's number of connections."""
         _CELL.pack_into(self._map, self._own, count)
 
     def is_ahead(self, count: int) -> bool:
-        """Whether that is clearly more than another worker has."""
-        least = min((_CELL.unpack_from(self._map, place)[0] for place in self._others), default=_NOBODY)
+        """Whether this number of connections is clearly more than another worker has."""
+        least = min((_CELL.unpack_from(self._map, offset)[0] for offset in self._others), default=_VACANT)
         return bool(count > least + 2 + least // 16)
 
 
-Begin = Callable[[socket.socket], Coroutine[Any, Any, Any]]
-"""Makes a connection of a socket that was accepted."""
+Connect = Callable[[socket.socket], Coroutine[Any, Any, Any]]
+"""Creates the transport and protocol of an accepted socket."""
 
 
 class Acceptor:
-    """Takes connections from a listening socket, which other processes may share. ``held``: how many this one has."""
+    """Accepts connections on a listening socket, which other processes may share. ``open_connections`` counts those of this process."""
 
-    def __init__(self, listener: socket.socket, begin: Begin, seats: Seats, held: Callable[[], int]) -> None:
+    def __init__(self, listener: socket.socket, connect: Connect, seats: Seats, open_connections: Callable[[], int]) -> None:
         self._listener = listener
-        self._begin = begin
+        self._connect = connect
         self._seats = seats
-        self._held = held
+        self._open_connections = open_connections
         self._loop = asyncio.get_running_loop()
-        self._beginnings: set[asyncio.Task[Any]] = set()
-        self._waiting: asyncio.TimerHandle | None = None
-        self._stood_back = False
-        self._told = False  # that none can be accepted
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_paused = False
+        self._has_warned = False
         listener.setblocking(False)
-        self._look_on()
+        self._resume()
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more connections, and close the socket."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
-        if self._waiting is not None:
-            self._waiting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def note(self) -> None:
-        """Tell the others how many there are now; also called by the clock, since connections end by themselves."""
-        self._seats.note(self._count)
+    def publish(self) -> None:
+        """Publish the present number of connections. The worker's clock also calls it, because connections end by themselves."""
+        self._seats.publish(self._count)
 
     @property
     def _count(self) -> int:
-        return self._held() + len(self._beginnings)
+        return self._open_connections() + len(self._connecting)
 
-    def _look_on(self) -> None:
-        self._waiting = None
-        self.note()
-        self._loop.add_reader(self._listener, self._arrived)
+    def _resume(self) -> None:
+        self._timer = None
+        self.publish()
+        self._loop.add_reader(self._listener, self._accept)
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._waiting = self._loop.call_later(seconds, self._look_on)
+        self._timer = self._loop.call_later(seconds, self._resume)
 
-    def _arrived(self) -> None:
-        """Somebody waits to be accepted; perhaps another worker has been quicker."""
-        for _ in range(_AT_ONCE):
-            if not self._stood_back and self._seats.is_ahead(self._count):
-                self._stood_back = True
+    def _accept(self) -> None:
+        """Accept waiting connections. Another worker may have accepted them first."""
+        for _ in range(_MAX_AT_ONCE):
+            if not self._has_paused and self._seats.is_ahead(self._count):
+                self._has_paused = True
                 self._pause(PAUSE)
                 return
-            self._stood_back = False
-            if not self._take_one():
+            self._has_paused = False
+            if not self._accept_one():
                 return
 
-    def _take_one(self) -> bool:
+    def _accept_one(self) -> bool:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return False
-        except OSError as error:  # no descriptors or no memory: it waits in the kernel's queue
-            self._exhausted(error)
+        except OSError as error:  # no file descriptors or no memory: the connection stays in the kernel's backlog
+            if not self._has_warned:
+                _log.warning("connections cannot be accepted at the moment: %s", error.strerror)
+                self._has_warned = True
+            self._pause(_EXHAUSTED_PAUSE)
             return False
-        self._told = False
+        self._has_warned = False
         connection.setblocking(False)
-        task = self._loop.create_task(self._begun(connection))
-        self._beginnings.add(task)
-        task.add_done_callback(self._beginnings.discard)
-        self.note()
+        task = self._loop.create_task(self._connect_accepted(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        self.publish()
         return True
 
-    def _exhausted(self, error: OSError) -> None:
-        if not self._told:
-            _log.warning("no connection can be accepted at the moment: %s", error.strerror)
-            self._told = True
-        self._pause(_EXHAUSTED)
-
-    async def _begun(self, connection: socket.socket) -> None:
+    async def _connect_accepted(self, connection: socket.socket) -> None:
         try:
-            await self._begin(connection)
-        except OSError:  # it left, or its TLS handshake failed
+            await self._connect(connection)
+        except OSError:  # the client has disconnected, or its TLS handshake failed
             connection.close()

@@ -1,4 +1,4 @@
-"""Which descriptors a process has, and how many it may have. Each connection is one, and the usual soft limit of 1,024 is few."""
+"""The file descriptors of this process. Each connection needs one, and the usual soft limit of 1,024 is low."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import os
 import resource
 
 
-def raise_limit(most: int | None = None) -> None:
-    """Take as many as the hard limit allows, or ``most`` of them. What there is already is never lowered.
+def raise_limit(maximum: int | None = None) -> None:
+    """Raise the soft limit to the hard limit, or to ``maximum`` if that is lower. A higher limit is never lowered.
 
-    Whatever this process starts takes the limit over.
+    Child processes inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if most is None or (hard != resource.RLIM_INFINITY and hard < most) else most
+    wanted = hard if maximum is None or (hard != resource.RLIM_INFINITY and hard < maximum) else maximum
     if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or soft < wanted):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def stand_in() -> None:
-    """Put /dev/null where standard input, output or error is closed, for this process and those that it starts: what is opened next, a
-    client's connection perhaps, would have its number, and be written to."""
+def open_missing_standard_streams() -> None:
+    """Open /dev/null for each closed standard stream, for this process and its children.
+
+    Otherwise the next opened file, perhaps a client's connection, would get its number and receive what is written to it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number

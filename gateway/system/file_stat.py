@@ -1,15 +1,15 @@
-"""How a file looks from outside, its links followed: whoever waits for a change compares two looks, and reads no content."""
+"""The state of a file without its content, for detecting changes by comparison. Symbolic links are followed."""
 
 from __future__ import annotations
 
 import os
 
-Look = tuple[int, ...] | None
-"""None: it is not there."""
+FileStat = tuple[int, ...] | None
+"""None: the file does not exist."""
 
 
-def look(file: str | os.PathLike[str]) -> Look:
-    """Another identity, size or time is another content, also where a link leads elsewhere, as in what Kubernetes mounts."""
+def file_stat(file: str | os.PathLike[str]) -> FileStat:
+    """Return identity, size and times of a file. A link that leads elsewhere, as Kubernetes mounts use, changes the identity."""
     try:
         found = os.stat(file)
     except OSError:

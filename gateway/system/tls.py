@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.system.file_stat import Look, look
+from gateway.system.file_stat import FileStat, file_stat
 
 _log = logging.getLogger("vllm_gateway.certificate")
 
@@ -97,9 +97,9 @@ def _context() -> ssl.SSLContext:
     return context
 
 
-def _stamp(files: Tls) -> tuple[Look, ...]:
+def _stamp(files: Tls) -> tuple[FileStat, ...]:
     """What is different when a file is."""
-    return tuple(map(look, (files.cert, files.key)))
+    return tuple(map(file_stat, (files.cert, files.key)))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from gateway.snapshot.snapshot import Snapshot
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import raise_limit
-from gateway.system.listener_drain import HANDSHAKE, is_awaited
+from gateway.system.listener_drain import HANDSHAKE, has_backlog
 from gateway.system.logs import LogSettings
 from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
@@ -201,7 +201,7 @@ class _Process:
             observe(lag, FAMILIES["worker_event_loop_lag_seconds"].buckets, max(monotonic() - due, 0.0))
             self.worker.tick()
             if isinstance(self._acceptor, Acceptor):
-                self._acceptor.note()
+                self._acceptor.publish()
             count += 1
             if count % _TELL_EVERY == 0:
                 logs.tell(monotonic())
@@ -223,7 +223,7 @@ class _Process:
         connections, is_tls = self.worker.connections, self.worker.certificate is not None
         self.worker.leaving = True
         await asyncio.sleep(HANDSHAKE)
-        await _settled(lambda: not is_awaited(listener), _FIRST_REQUEST)
+        await _settled(lambda: not has_backlog(listener), _FIRST_REQUEST)
         if self._acceptor is not None:
             self._acceptor.close()
         # a TLS handshake is not seen here

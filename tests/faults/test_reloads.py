@@ -170,7 +170,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
                     one.file.write_text(text)
                 else:
                     write(one.file, text)
-                reading = await one.control.reload()
+                reading = await one.reloader.reload()
                 outcomes[good] += 1
                 assert reading.successful is good, reading
                 assert one.value("config_last_reload_successful") == good
@@ -196,7 +196,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
 @asynccontextmanager
 async def watched(one: Controlled) -> AsyncIterator[None]:
     """The files are watched, as in a whole gateway."""
-    watching = asyncio.create_task(one.control.reloader.run())
+    watching = asyncio.create_task(one.reloader.run())
     try:
         yield
     finally:
@@ -241,7 +241,7 @@ async def _until_all(one: Controlled, token: str, status: int) -> None:
         streak = 0
         while streak < 12:
             reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
-            same = {worker.version for worker in one.control.workers.statuses} == {one.control.version}
+            same = {worker.version for worker in one.control.workers.statuses} == {one.control.publisher.version}
             streak = streak + 1 if reply.status == status and same else 0
 
 
@@ -252,7 +252,7 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
         end = time.time() + 3.0
         soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
         KeyFiles(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
-        assert (await one.control.reload()).successful
+        assert (await one.reloader.reload()).successful
         assert (await ask(one.port, request(token="sk-ends"))).status == 200
         async with asking(one, [KEY, "sk-ends"]) as seen:
             await until(lambda: 401 in seen["sk-ends"].statuses, 20.0)

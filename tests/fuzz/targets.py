@@ -36,7 +36,9 @@ from gateway.auth.keyring import Keyring
 from gateway.check import preflight
 from gateway.client.content_encoding import decoded
 from gateway.config import ConfigurationError, drafted, load
-from gateway.fleet import plan
+from gateway.fleet.configured_servers import launches
+from gateway.fleet.observed_servers import ObservedServers
+from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.proxy.body import Prepared, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.proxy.form import Form
 from gateway.proxy.prefix import affinity_key
@@ -82,9 +84,9 @@ def config(data: bytes) -> None:
         except ConfigurationError as error:
             assert error.problems and all(problem.message and "s3cret" not in str(problem) for problem in error.problems)
             return
-        snapshot = plan.build_snapshot(loaded, plan.Knowledge({}, {}, {}), 1, 0)
+        snapshot = build_snapshot(loaded, ObservedServers({}, {}, {}), 1, 0)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot) == snapshot
-        plan.launches(loaded)
+        launches(loaded)
 
 
 # Request bodies

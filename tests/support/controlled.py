@@ -17,12 +17,14 @@ import yaml
 from rich.console import Console
 
 from gateway.config import load
-from gateway.control.assembly import Surroundings, assembled
+from gateway.control.admin_operations import AdminOperations
+from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control
+from gateway.control.reload import Reloader
 from gateway.control.report import Report
 from gateway.control.serve import listen
 from gateway.control.startup_messages import Announcer
-from gateway.fleet.operations import Reading
+from gateway.fleet.operations import ReloadResult
 from gateway.telemetry.metrics import Series
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
@@ -44,6 +46,7 @@ class Controlled:
     """A running gateway."""
 
     control: Control
+    reloader: Reloader
     port: int
     said: io.StringIO
     client: httpx2.AsyncClient
@@ -51,14 +54,19 @@ class Controlled:
     _still: set[int] = field(default_factory=set)
 
     @property
+    def operations(self) -> AdminOperations:
+        """The operations of the admin port."""
+        return AdminOperations(self.control, self.reloader, asyncio.Queue())
+
+    @property
     def report(self) -> Report:
         """What the admin port would show."""
         return Report(self.control)
 
-    async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> Reading:
+    async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> ReloadResult:
         """Have another configuration read."""
         write(self.file, configuration(*models, **server) | {"groups": list(groups)})
-        return await self.control.reload()
+        return await self.reloader.reload()
 
     def status(self, model: str) -> dict[str, Any]:
         """The model as /status shows it."""
@@ -77,7 +85,7 @@ class Controlled:
 
     async def heard(self) -> None:
         """Wait until the workers know what control knows; they hear of it a moment later. Raises TimeoutError."""
-        number = self.control.tell_health()
+        number = self.control.publisher.publish_health()
         await until(lambda: self.control.workers.have_applied(number), 30.0)
 
     def value(self, family: str, *labels: str) -> float:
@@ -139,15 +147,15 @@ async def controlled(
     config, said = load(file), io.StringIO()
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen("127.0.0.1", 0)))
-        control = Control(config, Announcer(Console(file=said, width=200)))
-        around = Surroundings(folder / "logs", os.environ, cluster, "/tmp", resolve)
-        await stack.enter_async_context(assembled(control, file, data, around))
-        control.begin()
+        environment = Environment(folder / "logs", os.environ, cluster, "/tmp", resolve)
+        announcer = Announcer(Console(file=said, width=200))
+        control, reloader = await stack.enter_async_context(assembled(config, file, data, environment, announcer))
+        control.start()
         stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
-        await until(lambda: control.not_ready() is None, 60.0)
-        yield Controlled(control, port, said, client, file)
+        await until(lambda: control.readiness.not_ready() is None, 60.0)
+        yield Controlled(control, reloader, port, said, client, file)
 
 
 def _client(port: int) -> httpx2.AsyncClient:
@@ -164,7 +172,7 @@ def _client(port: int) -> httpx2.AsyncClient:
 async def _ended(control: Control, loop: asyncio.Task[None]) -> None:
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
-    await control.end()
+    await control.stop()
 
 
 async def held(condition: Callable[[], bool], seconds: float) -> None:

@@ -113,4 +113,4 @@ def test_a_gateway_that_can_have_no_socket_serves_all_the_same(tmp_path: Path) -
         (Path(runtime) / "vllm-gateway").write_text("a file in the folder's place")
         with gateway(tmp_path, configuration(launched()), runtime=Path(runtime)) as one:
             assert one.ask().status_code == 200
-            assert "no admin socket, so commands will not reach this gateway" in one.said
+            assert "the admin socket cannot be opened, so commands cannot reach this gateway" in one.said

@@ -18,7 +18,8 @@ from gateway.api.errors import Refusal
 from gateway.auth.keyring import Keyring
 from gateway.auth.keys import has_valid_checksum, hash_of, mint
 from gateway.config import Config, Limits, load
-from gateway.fleet.plan import Knowledge, build_snapshot
+from gateway.fleet.observed_servers import ObservedServers
+from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.key_management.key_file import KeyFileError, KeyFiles
 from tests.gateway.cli.test_main import Ran, gateway
 
@@ -52,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 def answer(config: Config, token: str) -> str:
     """Whose a key is, or why it is refused."""
-    ring = Keyring(build_snapshot(config, Knowledge({}, {}, {}), 1, 0).keys)
+    ring = Keyring(build_snapshot(config, ObservedServers({}, {}, {}), 1, 0).keys)
     try:
         return ring.authenticate(f"Bearer {token}".encode()).id
     except Refusal as refusal:

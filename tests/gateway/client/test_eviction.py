@@ -105,4 +105,4 @@ def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path:
         assert key.recv(65536)
         key.sendall(request(chat(model=MODEL), token=KEY))
         assert _status(key) == b"HTTP/1.1 200", "a key's connection stays, idle or not"
-        assert "no connection can be accepted" not in running.said
+        assert "connections cannot be accepted" not in running.said

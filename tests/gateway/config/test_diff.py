@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gateway.config import Config, diff, load
-from gateway.fleet.launch_diff import Reshape, can_roll, reshape
+from gateway.fleet.launch_diff import LaunchDiff, can_replace_one_at_a_time, launch_diff
 from tests.support.certificates import certificate
 from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm.command_line import LaunchSettings
@@ -33,31 +33,31 @@ def many(*names: str) -> list[dict[str, str]]:
     ("parts", "words"),
     [
         ({}, []),
-        ({"models": [MODEL | {"id": "n"}]}, ["model n is new", "model m is gone"]),
-        ({"models": [MODEL, MODEL | {"id": "n"}]}, ["model n is new"]),
-        ({"models": [MODEL | {"aliases": ["x"], "queue": {"size": 3}}]}, ["model m has changed: aliases, queue"]),
-        ({"keys": [KEY | {"models": ["m"]}]}, ["key team-a has changed"]),
-        ({"keys": many("k1", "k2", "k3")}, ["keys k1, k2, k3 are new"]),
-        ({"keys": many(*(f"k{n}" for n in range(7)))}, ["keys k0, k1, k2, k3, k4 and 2 more are new"]),
-        ({"server": {"drain": "1s", "body_limit": "1kB"}}, ["server has changed: body_limit, drain"]),
-        ({"groups": [{"id": "g"}], "log": {"level": "debug"}}, ["group g is new", "log has changed: level"]),
+        ({"models": [MODEL | {"id": "n"}]}, ["model n added", "model m removed"]),
+        ({"models": [MODEL, MODEL | {"id": "n"}]}, ["model n added"]),
+        ({"models": [MODEL | {"aliases": ["x"], "queue": {"size": 3}}]}, ["model m changed: aliases, queue"]),
+        ({"keys": [KEY | {"models": ["m"]}]}, ["key team-a changed"]),
+        ({"keys": many("k1", "k2", "k3")}, ["keys k1, k2, k3 added"]),
+        ({"keys": many(*(f"k{n}" for n in range(7)))}, ["keys k0, k1, k2, k3, k4 and 2 more added"]),
+        ({"server": {"drain": "1s", "body_limit": "1kB"}}, ["server changed: body_limit, drain"]),
+        ({"groups": [{"id": "g"}], "log": {"level": "debug"}}, ["group g added", "log changed: level"]),
     ],
 )
 def test_what_has_changed_is_told_in_words(tmp_path: Path, parts: dict[str, Any], words: list[str]) -> None:
     before, after = read(tmp_path), read(tmp_path, **parts)
-    assert list(diff.between(before, after)) == words
-    assert diff.is_none(before, after) is (not words)
+    assert list(diff.changes(before, after)) == words
+    assert diff.are_equal(before, after) is (not words)
 
 
 def test_a_secrets_change_is_seen_and_the_secret_is_not(tmp_path: Path) -> None:
     before, after = read(tmp_path), read(tmp_path, {"KEY": SECRET + "-2"})
-    assert diff.between(before, after) == ("model m has changed: servers",)
+    assert diff.changes(before, after) == ("model m changed: servers",)
 
 
 def test_another_order_is_a_change(tmp_path: Path) -> None:
     models = [MODEL, MODEL | {"id": "n"}]
     before, after = read(tmp_path, models=models), read(tmp_path, models=models[::-1])
-    assert not diff.is_none(before, after)
+    assert not diff.are_equal(before, after)
 
 
 def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
     fresh = read(
         tmp_path, server={"port": 1234, "workers": 3, "drain": "1s", "admin": admin}, ledger="sqlite:///x.db", log={"level": "error"}
     )
-    waiting = diff.waiting(running, fresh)
+    waiting = diff.needs_restart(running, fresh)
     assert waiting == (
         "server.port needs a restart (1234 in the file, 8000 in use)",
         "server.workers needs a restart (3 in the file, 1 in use)",
@@ -74,11 +74,11 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
         "ledger needs a restart",
     )
     assert SECRET not in str(waiting)
-    served = diff.pinned(running, fresh)
+    served = diff.without_restart(running, fresh)
     assert (served.server.port, served.server.workers, served.server.admin, served.ledger) == (8000, 1, running.server.admin, None)
     assert (served.server.drain, served.log.level, served.files) == (1.0, "error", fresh.files)
-    assert diff.waiting(served, fresh) == waiting, "it is told until the file says otherwise"
-    assert diff.waiting(served, running) == ()
+    assert diff.needs_restart(served, fresh) == waiting, "it is told until the file says otherwise"
+    assert diff.needs_restart(served, running) == ()
 
 
 def test_tls_is_switched_by_a_restart_and_other_certificates_are_not(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_tls_is_switched_by_a_restart_and_other_certificates_are_not(tmp_path: P
         cert, key = certificate(tmp_path / name)
         tls.append({"cert": str(cert), "key": str(key)})
     plain, one, other = (read(tmp_path, server=server) for server in ({}, {"tls": tls[0]}, {"tls": tls[1]}))
-    assert diff.waiting(plain, one) == diff.waiting(one, plain) == ("server.tls needs a restart",)
-    assert (diff.pinned(plain, one).server.tls, diff.pinned(one, plain).server.tls) == (None, one.server.tls)
-    assert diff.waiting(one, other) == () and diff.pinned(one, other).server.tls == other.server.tls
+    assert diff.needs_restart(plain, one) == diff.needs_restart(one, plain) == ("server.tls needs a restart",)
+    assert (diff.without_restart(plain, one).server.tls, diff.without_restart(one, plain).server.tls) == (None, one.server.tls)
+    assert diff.needs_restart(one, other) == () and diff.without_restart(one, other).server.tls == other.server.tls
 
 
 def spec(number: int, *gpus: int, drain: float = 30.0, timeout: float = 60.0, **args: Any) -> LaunchSpec:
@@ -115,8 +115,8 @@ def spec(number: int, *gpus: int, drain: float = 30.0, timeout: float = 60.0, **
 def test_servers_are_replaced_only_where_they_must_be(
     running: list[LaunchSpec], wanted: list[LaunchSpec], leave: list[int], renew: list[int], add: list[int], rolls: bool
 ) -> None:
-    found = reshape(running, wanted)
-    expected = Reshape(tuple(f"m#{n}" for n in leave), tuple(wanted[n] for n in renew), tuple(wanted[n] for n in add))
+    found = launch_diff(running, wanted)
+    expected = LaunchDiff(tuple(f"m#{n}" for n in leave), tuple(wanted[n] for n in renew), tuple(wanted[n] for n in add))
     assert found == expected
     assert bool(found) is bool(leave or renew or add)
-    assert can_roll(running, found) is rolls
+    assert can_replace_one_at_a_time(running, found) is rolls

@@ -112,12 +112,12 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         await stage.put(*map(endpoint, HOSTS))
         await stage.shows("up", "up", "up")
         assert await stage.farm.used(one, 9) == set(HOSTS)
-        version = one.control.version
+        version = one.control.publisher.version
         await stage.put(endpoint(HOSTS[0], ready=False), endpoint(HOSTS[1], ready=False, terminating=True), endpoint(HOSTS[2]))
         await stage.shows("loading", "out_of_rotation", "up")
-        assert one.control.version == version, "the servers are the same"
+        assert one.control.publisher.version == version, "the servers are the same"
         assert await stage.farm.used(one) == {HOSTS[2]}
-        assert one.control.not_ready() is None, "servers come and go, and the gateway is ready"
+        assert one.control.readiness.not_ready() is None, "servers come and go, and the gateway is ready"
         shown = {each["name"]: each["endpoint"] for each in one.status(MODEL)["servers"]}
         assert list(shown.values()) == ["unready", "leaving", "ready"]
         states = {server.name: server.state for server in picture(one.report.status()).models[0].servers}
@@ -130,14 +130,14 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         await stage.put(endpoint(HOSTS[1]))
         await stage.shows("up", hosts=HOSTS[1:2])
         assert await stage.farm.used(one) == {HOSTS[1]}
-        assert f"{MODEL}: servers were found: 2 new, 3 in all" in one.said.getvalue()
-        assert f"{MODEL}: servers were found: 3 gone, 0 in all" in one.said.getvalue()
+        assert f"{MODEL}: discovered servers changed: 2 added, 3 in total" in one.said.getvalue()
+        assert f"{MODEL}: discovered servers changed: 3 removed, 0 in total" in one.said.getvalue()
 
 
 async def test_requests_wait_for_servers_that_are_not_there_yet(tmp_path: Path) -> None:
     async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
         one = stage.one
-        assert one.control.not_ready() is None and one.state(MODEL) == "failed"
+        assert one.control.readiness.not_ready() is None and one.state(MODEL) == "failed"
         waiting = [asyncio.create_task(one.ask(MODEL)) for _ in range(2)]
         await until(lambda: one.status(MODEL)["queued"] == 2, 30.0)
         refused = await one.ask(MODEL)
@@ -278,7 +278,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
         model = named("one", port=server.port)
         model["discover"] |= {"model": "inner", "api_key": {"file": "inner"}}
         async with controlled(tmp_path, model, resolve=names) as one:
-            one.control.acquaint_within = 30.0  # for a machine that stands still meanwhile
+            one.control.observer.added_timeout = 30.0  # for a machine that stands still meanwhile
             assert await farm.used(one) == {HOSTS[0], HOSTS[1]}
             assert farm.keys == {"Bearer inner-key"}
             names.table["one"] = [HOSTS[1]]
@@ -288,7 +288,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
             await one.heard()
             assert await farm.used(one) == {HOSTS[1]}, "what was found stays"
             reading = await one.reload(named("two", port=server.port))
-            assert reading.changes == (f"model {MODEL} has changed: discover",)
+            assert reading.changes == (f"model {MODEL} changed: discover",)
             assert await farm.used(one) == {HOSTS[2]}, "the new servers had been found and probed before"
             assert farm.keys == {"Bearer inner-key", None}
             reading = await one.reload(named("two", port=server.port), named("two", port=server.port) | {"id": "second"})
@@ -302,7 +302,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
 def test_the_whole_gateway_finds_servers_and_says_so(tmp_path: Path) -> None:
     models = [found(), {"id": "named", "discover": {"dns": {"name": "localhost", "port": 1}}}]
     with gateway(tmp_path, whole(*models)) as one:
-        assert "found by kubernetes vllm:http" in one.said and "found by dns localhost:1" in one.said
+        assert "discovered by kubernetes vllm:http" in one.said and "discovered by dns localhost:1" in one.said
         shown = {each["id"]: each for each in one.get("/status").json()["models"]}
         assert "KUBERNETES_SERVICE_HOST is not set" in shown[MODEL]["discovery"]["problem"]
         assert "http://127.0.0.1:1" in [each["name"] for each in shown["named"]["servers"]]

@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from gateway.config import Config, ConfigurationError, load
-from gateway.control.jwks_fetch import KeySets, key_sets
+from gateway.control.jwks_fetch import JwksFetcher, jwks_fetcher
 from tests.support.certificates import certificate
 from tests.support.issuer import AUDIENCE, Issuer, Published, SigningKey, published
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
@@ -57,18 +57,18 @@ def told() -> Told:
 
 
 @pytest.fixture
-async def sets(told: Told) -> AsyncIterator[KeySets]:
-    async with key_sets(told) as followed:
+async def sets(told: Told) -> AsyncIterator[JwksFetcher]:
+    async with jwks_fetcher(told) as followed:
         yield followed
 
 
-async def test_a_key_set_is_fetched_and_asked_for_again(tmp_path: Path, sets: KeySets, told: Told) -> None:
+async def test_a_key_set_is_fetched_and_asked_for_again(tmp_path: Path, sets: JwksFetcher, told: Told) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
         config = configured(tmp_path, provider(shown, refresh="50ms"))
-        sets.want(config)
-        assert sets.awaited() == {issuer.name}
-        await until(lambda: not sets.awaited())
+        sets.follow(config)
+        assert sets.unfetched() == {issuer.name}
+        await until(lambda: not sets.unfetched())
         before = sets.known()[issuer.name]
         assert [key["kid"] for key in json.loads(before)] == [issuer.keys[0].kid]
         await until(lambda: max(shown.asked) > (304, 0.0) and len(shown.asked) > 2)
@@ -77,17 +77,17 @@ async def test_a_key_set_is_fetched_and_asked_for_again(tmp_path: Path, sets: Ke
         await until(lambda: told.times == 2)
         assert len(json.loads(sets.known()[issuer.name])) == 2
         assert list(sets.well()) == [(issuer.name, True)]
-        sets.want(configured(tmp_path, provider(shown, leeway="1s", refresh="1h")))
+        sets.follow(configured(tmp_path, provider(shown, leeway="1s", refresh="1h")))
         assert sets.known(), "what is followed already is not asked anew"
         (tmp_path / "keys.json").write_bytes(issuer.document)
-        sets.want(configured(tmp_path, provider("keys.json")))
+        sets.follow(configured(tmp_path, provider("keys.json")))
         assert not sets.known()
 
 
 @pytest.mark.parametrize(
     ("status", "document"), [(500, None), (0, None), (301, None), (200, b"no"), (200, b'{"keys": []}'), (200, b"x" * (2 << 20))]
 )
-async def test_the_last_good_set_stays(tmp_path: Path, sets: KeySets, status: int, document: bytes | None, caplog: Any) -> None:
+async def test_the_last_good_set_stays(tmp_path: Path, sets: JwksFetcher, status: int, document: bytes | None, caplog: Any) -> None:
     class Moody(Issuer):
         other: bytes | None = None
 
@@ -98,53 +98,53 @@ async def test_the_last_good_set_stays(tmp_path: Path, sets: KeySets, status: in
     issuer = Moody()
     with published(issuer) as shown:
         config = configured(tmp_path, provider(shown, refresh="50ms"))
-        sets.want(config)
+        sets.follow(config)
         await until(sets.known)
         before = sets.known()
         issuer.other, shown.status = document, status
         await until(lambda: list(sets.well()) == [(issuer.name, False)])
-        (row,) = sets.shown(config)
+        (row,) = sets.as_json(config)
         assert sets.known() == before
         assert row["problem"] and row["fetched"] <= time.time()
-        assert "the keys that are known stay" in caplog.text
+        assert "the last known keys stay in use" in caplog.text
         issuer.other, shown.status = None, 200
         await until(lambda: list(sets.well()) == [(issuer.name, True)])
-        assert "can be read again" in caplog.text
+        assert "can be fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
-async def test_a_proxy_of_a_kind_that_is_not_known_is_told_of(tmp_path: Path, sets: KeySets, monkeypatch: Any, proxy: str) -> None:
+async def test_a_proxy_of_a_kind_that_is_not_known_is_told_of(tmp_path: Path, sets: JwksFetcher, monkeypatch: Any, proxy: str) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ALL_PROXY", proxy)
     config = configured(tmp_path, provider("http://login.example.com/keys"))
-    sets.want(config)
-    await until(lambda: not sets.awaited())
-    assert sets.shown(config)[0]["problem"]
+    sets.follow(config)
+    await until(lambda: not sets.unfetched())
+    assert sets.as_json(config)[0]["problem"]
 
 
-async def test_who_asks_is_heard_now_and_then(tmp_path: Path, sets: KeySets) -> None:
+async def test_who_asks_is_heard_now_and_then(tmp_path: Path, sets: JwksFetcher) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
-        sets.want(configured(tmp_path, provider(shown, refresh="1h")))
+        sets.follow(configured(tmp_path, provider(shown, refresh="1h")))
         await until(sets.known)
         for _ in range(100):
-            sets.ask(issuer.name)
-            sets.ask("https://unknown.example.com/")
+            sets.request(issuer.name)
+            sets.request("https://unknown.example.com/")
             await asyncio.sleep(0.001)
         await until(lambda: len(shown.asked) == 2, 60)
         assert shown.asked[1][1] - shown.asked[0][1] > 4.5
         assert [status for status, _ in shown.asked] == [200, 304]
 
 
-async def test_authorities_of_ones_own(tmp_path: Path, sets: KeySets) -> None:
+async def test_authorities_of_ones_own(tmp_path: Path, sets: JwksFetcher) -> None:
     issuer, files = Issuer(), certificate(tmp_path)
     with published(issuer, files) as shown:
         config = configured(tmp_path, provider(shown))
-        sets.want(config)
-        await until(lambda: not sets.awaited())
-        assert "CERTIFICATE_VERIFY_FAILED" in sets.shown(config)[0]["problem"]
-        sets.want(configured(tmp_path, provider(shown, ca="cert.pem")))
+        sets.follow(config)
+        await until(lambda: not sets.unfetched())
+        assert "CERTIFICATE_VERIFY_FAILED" in sets.as_json(config)[0]["problem"]
+        sets.follow(configured(tmp_path, provider(shown, ca="cert.pem")))
         await until(sets.known)
 
 
@@ -250,7 +250,7 @@ def kept_while_away(one: Gateway, shown: Published) -> None:
     unknown = shown.issuer.token(SigningKey("ES256", "third"))
     wait_for(lambda: asked(one, unknown).status_code == 401 and one.metric(f'vllm_gateway_key_set_up{{issuer="{shown.issuer.name}"}}') == 0)
     (row,) = one.get("/status").json()["issuers"]
-    assert (row["issuer"], row["keys"], row["problem"]) == (shown.issuer.name, shown.url, "it answered with status 503")
+    assert (row["issuer"], row["keys"], row["problem"]) == (shown.issuer.name, shown.url, "it responded with status 503")
     assert asked(one, shown.issuer.token(sub="bob")).status_code == 200
 
 

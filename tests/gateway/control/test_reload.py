@@ -18,8 +18,8 @@ import pytest
 
 from gateway.auth import keys
 from gateway.config import Config, load
-from gateway.control.reload import History, Reloader
-from gateway.fleet.operations import Reading
+from gateway.control.reload import Reloader, ReloadHistory
+from gateway.fleet.operations import ReloadResult
 from tests.support.certificates import certificate
 from tests.support.controlled import controlled
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
@@ -82,7 +82,7 @@ def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict
     assert after["snapshot_version"] != before["snapshot_version"]
     assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
     assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
-    assert after["configuration"]["changes"] == ["key team-b is new"]
+    assert after["configuration"]["changes"] == ["key team-b added"]
     assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
 
 
@@ -140,7 +140,7 @@ def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, 
     assert (done.returncode, done.stderr) == (0, "")
     # the watcher may have been there before it
     assert set(done.stdout.splitlines()) in (
-        {"model sim/one has changed: aliases, timeouts", "key b is new", "log has changed: level"},
+        {"model sim/one changed: aliases, timeouts", "key b added", "log changed: level"},
         {"nothing has changed"},
     )
     wait_for(lambda: running.ask(model="uno").status_code == 404)
@@ -200,9 +200,9 @@ def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -
                 mounted(volume, number, keys=stanza("team-c", f"sk-c-{number + 1}"), upstream="first")
                 answers(one, f"sk-c-{number + 1}", 200)
                 answers(one, f"sk-c-{number}", 401)
-            wait_for(lambda: last(one)["changes"] == ["key team-c has changed"])
+            wait_for(lambda: last(one)["changes"] == ["key team-c changed"])
             mounted(volume, 9, keys=stanza("team-c", "sk-c-4"), upstream="second")
-            wait_for(lambda: last(one)["changes"] == ["model far has changed: servers"])
+            wait_for(lambda: last(one)["changes"] == ["model far changed: servers"])
             assert "second" not in one.said
             assert one.metric(FAILED) == 0
 
@@ -247,19 +247,19 @@ async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_i
         async with controlled(tmp_path, far) as one:
             assert (await one.ask("far")).status_code == 200
             key.write_text("second")
-            assert (await one.control.reload()).changes == ("model far has changed: servers",)
+            assert (await one.reloader.reload()).changes == ("model far changed: servers",)
             assert (await one.ask("far")).status_code == 200
             accepted.remove("Bearer first")
             assert (await one.ask("far")).status_code == 200
             key.write_text("first")
-            await one.control.reload()
+            await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "down", 60.0)
             await one.heard()
             answer = await one.ask("far")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_server")
             assert one.status("far")["servers"][0]["reason"].startswith("the server refused the gateway's key")
             key.write_text("second")
-            await one.control.reload()
+            await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "up", 60.0)
             await one.heard()
             assert (await one.ask("far")).status_code == 200
@@ -269,30 +269,30 @@ class FailingOnce:
     """Serves by what it is given, but fails over the first."""
 
     def __init__(self) -> None:
-        self.history = History()
+        self.history = ReloadHistory()
         self.taken_ones: list[Config] = []
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         yield
 
-    async def acquaint(self, config: Config) -> None:
+    async def check_added(self, config: Config) -> None:
         pass
 
-    def take(self, config: Config) -> int:
+    def apply_config(self, config: Config) -> int:
         self.taken_ones.append(config)
         if len(self.taken_ones) == 1:
             raise RuntimeError("a mistake")
         return 1
 
-    async def taken(self, number: int) -> None:
+    async def wait_applied(self, number: int) -> None:
         pass
 
-    def read(self, reading: Reading) -> None:
-        pass
+    def reloaded(self, result: ReloadResult) -> None:
+        self.history.add(result)
 
 
-@pytest.mark.parametrize(("port", "changes"), [(2, ["model m has changed: servers"]), (1, [])])
+@pytest.mark.parametrize(("port", "changes"), [(2, ["model m changed: servers"]), (1, [])])
 async def test_what_could_not_be_taken_is_no_success_and_is_tried_with_the_next_reading(
     tmp_path: Path, port: int, changes: list[str]
 ) -> None:
@@ -305,7 +305,7 @@ async def test_what_could_not_be_taken_is_no_success_and_is_tried_with_the_next_
     written(2)
     failed = await reloader.reload()
     assert (failed.successful, taker.history.last, taker.history.counts) == (False, failed, {"success": 0, "failure": 1})
-    assert failed.problems == ("the gateway failed on it (RuntimeError); its log says where",)
+    assert failed.problems == ("the gateway failed while reading it (RuntimeError); see the log",)
     wanted = written(port)
     taken = await reloader.reload()
     assert (taken.successful, list(taken.changes)) == (True, changes)

@@ -65,7 +65,7 @@ async def test_a_model_at_rest_or_on_its_way_up_degrades_nothing(tmp_path: Path)
             assert one.report.degraded() == []
             await asyncio.sleep(0.01)
         assert (one.state(A), asked.result().status_code, one.report.degraded()) == ("ready", 200, [])
-        await one.control.stop(A)
+        await one.operations.stop(A)
         assert (one.state(A), one.report.degraded()) == ("stopped", [])
 
 

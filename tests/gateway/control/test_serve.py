@@ -177,7 +177,10 @@ def test_it_is_ready_when_its_workers_know_of_the_servers(tmp_path: Path) -> Non
             fifo.write_text("go\n")
             wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
             answer = one.get("/readyz")
-            assert (answer.status_code, answer.json()["reasons"]) == (503, ["waiting for the workers to hear of their servers"])
+            assert (answer.status_code, answer.json()["reasons"]) == (
+                503,
+                ["waiting for the workers to receive the state of their servers"],
+            )
         finally:
             os.kill(deaf, signal.SIGCONT)
         wait_for(lambda: one.get("/readyz").status_code == 200)

@@ -48,7 +48,7 @@ async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) 
         end = time.monotonic() + 240.0
 
         def starts() -> dict[str, int]:
-            return {name: one.said.getvalue().count(f"{name} is started") for name in (A, B, C)}
+            return {name: one.said.getvalue().count(f"{name} starts (") for name in (A, B, C)}
 
         async def client(name: str) -> None:
             turn = 0
@@ -112,7 +112,7 @@ async def test_the_end_of_the_gateway_is_told_to_those_who_wait(tmp_path: Path) 
         await one.reaches(A, "starting")
         await until(lambda: one.status(A)["queued"] == 1)
         async with asyncio.timeout(30.0):
-            await one.control.end()
+            await one.control.stop()
         assert ((await waiting).status_code, waiting.result().json()["error"]["code"]) == (503, "draining")
 
 
@@ -196,7 +196,7 @@ async def test_an_eager_one_makes_room_and_comes_back(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager, on_demand(B, **SHARED, idle_stop="2s")) as one:
         assert one.state(A) == "ready"
         assert (await one.ask(B)).status_code == 200
-        assert one.state(A) == "stopped" and one.control.not_ready() is None
+        assert one.state(A) == "stopped" and one.control.readiness.not_ready() is None
         await one.reaches(B, "stopped")
         await one.reaches(A, "ready")
 
@@ -227,7 +227,7 @@ async def test_stop_holds_it_down_until_start(tmp_path: Path) -> None:
         assert (await one.ask(A)).status_code == 200
         with one.frozen(A):
             streams = await one.streams(A, 3, seconds=1.5)
-            stopping = asyncio.create_task(one.control.stop(A))
+            stopping = asyncio.create_task(one.operations.stop(A))
             await one.reaches(A, "draining")
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
@@ -235,11 +235,11 @@ async def test_stop_holds_it_down_until_start(tmp_path: Path) -> None:
         await stopping
         assert (one.state(A), one.pids(A)) == ("stopped", [])
         assert (await one.ask(A)).json()["error"]["code"] == "no_healthy_server" and one.launches(A) == 1
-        await one.control.start(A)
+        await one.operations.start(A)
         await one.reaches(A, "ready")
         assert (await one.ask(A)).status_code == 200
-        await one.control.stop(A)
-        await one.control.wake(A)
+        await one.operations.stop(A)
+        await one.operations.wake(A)
         assert (await one.ask(A)).status_code == 200, "it waits for the start that was asked for"
         assert one.launches(A) == 3
 
@@ -248,14 +248,14 @@ async def test_stop_while_it_starts_and_while_requests_wait(tmp_path: Path) -> N
     async with controlled(tmp_path, on_demand(A, args={"sim-listen-after": 60})) as one:
         waiting = asyncio.create_task(one.ask(A))
         await one.reaches(A, "starting")
-        await one.control.stop(A)
+        await one.operations.stop(A)
         assert ((await waiting).status_code, one.state(A)) == (503, "stopped")
 
 
 async def test_the_operators_patience_ends(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A), drain="500ms") as one:
         stream, *_ = await one.streams(A, seconds=60.0)
-        await one.control.stop(A)
+        await one.operations.stop(A)
         assert one.state(A) == "stopped"
         assert '"finish_reason":"abort"' in (await stream).text
         await until(lambda: one.value("inflight_requests", A) == 0 and one.value("incomplete_total", A, "upstream") == 1)
@@ -276,10 +276,10 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
 
         watching = asyncio.create_task(watch())
-        await one.control.restart(A)
+        await one.operations.restart(A)
         assert sorted(each["condition"] for each in one.status(A)["servers"]) == ["out_of_rotation", "up"] and one.state(A) == "ready"
         with pytest.raises(RefusedOperation, match="being worked on"):
-            await one.control.restart(A)
+            await one.operations.restart(A)
         more = [asyncio.create_task(one.ask(A, stream=True, simulate={"tokens": 20, "tokens_per_second": 10})) for _ in range(100)]
         replies = await asyncio.gather(*first, *more)
         assert len(replies) == 200 and all(map(whole, replies))
@@ -293,7 +293,7 @@ async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
     """Its old server has got its last request: one that comes now is served by the new one."""
     async with controlled(tmp_path, on_demand(A), drain="60s", workers=2) as one:
         stream, *_ = await one.streams(A)
-        await one.control.restart(A)
+        await one.operations.restart(A)
         assert one.state(A) == "draining" and not stream.done()
         assert (await one.ask(A)).status_code == 200 and one.launches(A) == 2
         assert whole(await stream)
@@ -301,12 +301,12 @@ async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
 
 async def test_what_is_called_off_before_it_has_begun_leaves_the_model_to_others(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
-        await one.control.start(A)
+        await one.operations.start(A)
         await one.reaches(A, "ready")
         async with asyncio.timeout(60):
-            await asyncio.gather(one.control.restart(A), one.control.stop(A))
+            await asyncio.gather(one.operations.restart(A), one.operations.stop(A))
         assert one.state(A) == "stopped"
-        await one.control.start(A)
+        await one.operations.start(A)
         await one.reaches(A, "ready")
         assert (await one.ask(A)).status_code == 200
 
@@ -324,7 +324,7 @@ async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> N
         failed = since(B)
         stream, *_ = await one.streams(A)
         ready, asked = since(A), time.time()
-        stopping = asyncio.create_task(one.control.stop(A))
+        stopping = asyncio.create_task(one.operations.stop(A))
         await one.reaches(A, "draining")
         draining = since(A)
         assert ready < asked <= draining
@@ -339,7 +339,7 @@ async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> N
 async def test_the_restart_of_a_single_one_lets_requests_wait(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
         assert (await one.ask(A)).status_code == 200
-        await one.control.restart(A)
+        await one.operations.restart(A)
         assert [reply.status_code for reply in await asyncio.gather(*(one.ask(A) for _ in range(5)))] == [200] * 5
         await until(lambda: one.launches(A) == 2)
 
@@ -348,10 +348,10 @@ async def test_what_an_operator_cannot_have(tmp_path: Path) -> None:
     found = {"id": B, "servers": [{"url": "http://127.0.0.1:9"}]}
     async with controlled(tmp_path, on_demand(A), found) as one:
         await one.reaches(B, "failed")
-        for operation in (one.control.start, one.control.stop, one.control.restart, one.control.wake):
+        for operation in (one.operations.start, one.operations.stop, one.operations.restart, one.operations.wake):
             with pytest.raises(RefusedOperation, match="there is no model sim/z"):
                 await operation("sim/z")
             with pytest.raises(RefusedOperation, match="sim/b is not launched by the gateway"):
                 await operation(B)
-        with pytest.raises(RefusedOperation, match="sim/a is stopped; only a model that runs can be restarted"):
-            await one.control.restart(A)
+        with pytest.raises(RefusedOperation, match="sim/a is stopped; only a running model can be restarted"):
+            await one.operations.restart(A)

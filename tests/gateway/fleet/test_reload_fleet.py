@@ -68,7 +68,7 @@ async def test_who_stops_a_model_is_told_that_it_has_left_the_file_meanwhile(tmp
 
 async def _operate(one: Controlled, path: str) -> httpx2.Response:
     """What the admin port answers to a POST."""
-    app = Guard(application(one.report, one.control), "token", "127.0.0.1")
+    app = Guard(application(one.report, one.operations), "token", "127.0.0.1")
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers={"authorization": "Bearer token"}) as client:
         return await client.post(path, timeout=60)
@@ -79,9 +79,9 @@ async def test_a_model_that_takes_long_to_come_up_keeps_nobody_from_the_others(t
         await one.reload(eager(A, args=CHANGED), eager(B, args={"sim-healthy-after": 60}))
         await one.reaches(B, "starting")
         await until(lambda: one.pids(A) != [] and one.state(A) != "ready")
-        await held(lambda: one.control.not_ready() is None, 0.5)
+        await held(lambda: one.control.readiness.not_ready() is None, 0.5)
         await one.reaches(A, "ready")
-        assert one.control.not_ready() is None and one.state(B) == "starting"
+        assert one.control.readiness.not_ready() is None and one.state(B) == "starting"
         refused = await one.ask(B)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
 
@@ -91,7 +91,7 @@ async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_
         [pid] = one.pids(A)
         streams = await one.streams(A, 2, seconds=SECONDS)
         await one.reload(eager(B))
-        await until(lambda: "takes no new requests" in one.said.getvalue())
+        await until(lambda: "is draining" in one.said.getvalue())
         await one.reload(eager(A), eager(B))
         await one.reaches(A, "ready")
         assert (await one.ask(A)).status_code == 200
@@ -138,7 +138,7 @@ async def test_a_template_beside_the_configuration_is_found_from_everywhere(tmp_
     model = {"id": A, "launch": {"command": ["./vllm", "serve"], "args": {"chat-template": "./t.jinja"}}}
     async with controlled(tmp_path, eager(B)) as one:
         assert not (await one.reload(model, eager(B))).successful
-        assert template in one.control.reloader._files, "its arrival has the configuration read again"
+        assert template in one.reloader._files, "its arrival has the configuration read again"
         template.write_text("{{ messages }}")
         assert (await one.reload(model, eager(B))).successful
         await one.reaches(A, "ready")
@@ -153,13 +153,13 @@ async def test_a_change_that_is_interrupted_is_made_all_the_same(tmp_path: Path,
         await one.reload(eager(A, args=CHANGED), eager(B))
         await until(lambda: one.status(A)["servers"][0]["condition"] == "out_of_rotation")  # it is to be replaced when its request is over
         if way == "it is stopped and started":
-            stopping = asyncio.create_task(one.control.stop(A))
+            stopping = asyncio.create_task(one.operations.stop(A))
             await one.reaches(A, "draining")
-            await one.control.start(A)
+            await one.operations.start(A)
             await stopping
         else:
             await one.reload(eager(B))
-            await until(lambda: "takes no new requests" in one.said.getvalue())
+            await until(lambda: "is draining" in one.said.getvalue())
             await one.reload(eager(A, args=CHANGED), eager(B))
         assert all(map(whole, await asyncio.gather(*streams)))
         await until(lambda: one.state(A) == "ready" and all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A)), 60.0)
@@ -294,10 +294,10 @@ async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path:
 
 async def test_a_model_that_the_operator_holds_down_stays_down(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
-        await one.control.stop(A)
+        await one.operations.stop(A)
         await one.reload(eager(A, args=CHANGED), eager(B))
         await held(lambda: one.state(A) == "stopped", 0.8)
-        await one.control.start(A)
+        await one.operations.start(A)
         await one.reaches(A, "ready")
 
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from gateway.config import Config, ConfigurationError, load
-from gateway.fleet import plan
+from gateway.fleet.observed_servers import ObservedServers
+from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.snapshot import Snapshot
 from tests.support.process import configuration
 
@@ -23,7 +24,7 @@ def loaded(folder: Path, ledger: Any, **more: Any) -> Config:
 
 
 def told(config: Config) -> Snapshot:
-    return plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 0)
+    return build_snapshot(config, ObservedServers({}, {}, {}), 1, 0)
 
 
 def test_a_url_alone_is_enough(tmp_path: Path) -> None:

@@ -32,16 +32,16 @@ def seats() -> Iterator[Seats]:
 def test_who_is_clearly_ahead_stands_back(seats: Seats) -> None:
     other = Seats(seats.fd, 1)
     assert not seats.is_ahead(1000), "the other is not there yet"
-    other.note(0)
+    other.publish(0)
     assert [seats.is_ahead(count) for count in (0, 2, 3)] == [False, False, True]
-    other.note(160)
+    other.publish(160)
     assert [seats.is_ahead(count) for count in (100, 172, 173)] == [False, False, True]
     seats.vacate(1)
     assert not seats.is_ahead(1000), "it is gone"
 
 
 async def test_nobody_waits_for_a_worker_that_takes_none(seats: Seats) -> None:
-    Seats(seats.fd, 1).note(0)  # and that is all it does
+    Seats(seats.fd, 1).publish(0)  # and that is all it does
     taken: list[socket.socket] = []
 
     async def begin(connection: socket.socket) -> None:

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from gateway.config import Config, load
-from gateway.control.control import Control
-from gateway.control.startup_messages import Announcer
-from gateway.fleet import plan
+from gateway.control.readiness import CriticalTasks
+from gateway.fleet.observed_servers import ObservedServers
+from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.link import Health
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.worker.supervisor import WorkerEvents, running_workers
@@ -183,7 +183,7 @@ def test_a_service_manager_follows_the_gateway_from_its_start_to_its_end(tmp_pat
             assert one.command("reload").returncode == 0
             inbox.wait_for("READY")
             write(tmp_path / "gateway.yaml", config | {"modles": []})
-            inbox.wait_for("STATUS", "1 of 1 servers up; the configuration that was read last cannot be used")
+            inbox.wait_for("STATUS", "1 of 1 servers up; the last configuration was rejected")
             assert inbox.order("RELOADING", "READY") == ["RELOADING", "READY"] * 2
             [server] = [each for each in one.named("upstream.simulator") if "upstream.launcher.shim" not in each.cmdline()]
             assert not {*VARIABLES} & server.environ().keys()
@@ -209,15 +209,16 @@ def test_a_control_process_that_hangs_feeds_no_watchdog(tmp_path: Path) -> None:
 
 
 async def test_a_part_of_control_that_has_ended_is_told() -> None:
-    control = Control(Config(models=(), keys=()), Announcer())
+    critical = CriticalTasks()
 
     async def part() -> None:
         pass
 
     task = asyncio.create_task(part(), name="Reloader.run")
-    control.lasting.append(task)
+    critical.add(task)
+    assert critical.failure() is None
     await task
-    assert control.broken() == "Reloader.run has ended"
+    assert critical.failure() == "Reloader.run has ended"
 
 
 # Workers that hang
@@ -238,7 +239,7 @@ async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: 
     config, listener = served(tmp_path, 2)
     with closing(listener):
         async with running_workers(listener, 2, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
-            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: all(worker.up for worker in supervisor.statuses), 60)
             first, second = (worker.pid for worker in supervisor.statuses)
             assert first is not None
@@ -255,7 +256,7 @@ async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Pa
     config, listener = served(tmp_path, 1)
     with closing(listener):
         async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
-            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: supervisor.statuses[0].pid is not None, 60)
             first = supervisor.statuses[0].pid
             assert first is not None
@@ -276,7 +277,7 @@ async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
             assert supervisor.failure(now) is None
             supervisor.check(now)
             assert supervisor.failure(now + 61) == "no worker starts"
-            supervisor.apply_snapshot(plan.build_snapshot(config, plan.Knowledge({}, {}, {}), 1, 1), Health({}, {}))
+            supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: supervisor.statuses[0].up, 60)
             supervisor.check(now + 61)
             assert supervisor.failure(now + 61) is None

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from gateway.control.worker_processes import process_series
 from gateway.telemetry.metrics import FAMILIES
+from gateway.worker.process_metrics import process_series
 from gateway.worker.supervisor import WorkerStatus
 from tests.support.process import configuration, gateway, launched, wait_for
 

@@ -9,8 +9,16 @@ import pytest
 import yaml
 
 from gateway.config import Config, load
-from gateway.fleet import plan
-from gateway.fleet.plan import Knowledge
+from gateway.config.launches import may_be_stopped
+from gateway.fleet.configured_servers import configured_servers, launches
+from gateway.fleet.observed_servers import (
+    ObservedServers,
+    health_check_targets,
+    max_model_len,
+    tasks,
+    without_first_result,
+)
+from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.snapshot import BodyRules, Queue
 from tests.gateway.config.test_models import HASH
 from upstream.balancing.server import Condition
@@ -20,7 +28,13 @@ from upstream.vllm.command_line import Adapter
 from upstream.vllm.health import ModelCard, ServerHealth, Target
 
 UDS = Address("localhost", uds="/run/x.sock")
-NOTHING = Knowledge({}, {}, {})
+
+
+def by_name(statuses: list[LaunchStatus]) -> dict[str, LaunchStatus]:
+    return {status.name: status for status in statuses}
+
+
+NOTHING = ObservedServers({}, {}, {})
 
 
 @pytest.fixture
@@ -57,12 +71,12 @@ NAMES = ["launched#0", "launched#1", "http://10.0.0.5:8000", "http://10.0.0.6:80
 
 
 def test_every_server_has_one_name(config: Config) -> None:
-    assert [place.name for place in plan.places(config)] == NAMES
-    assert [place.served_model for place in plan.places(config)] == ["launched", "launched", "inner", "found", "lora"]
+    assert [server.name for server in configured_servers(config)] == NAMES
+    assert [server.served_model for server in configured_servers(config)] == ["launched", "launched", "inner", "found", "lora"]
 
 
 def test_launches(config: Config) -> None:
-    first, second = plan.launches(config)
+    first, second = launches(config)
     assert (first.name, second.name) == ("launched#0", "launched#1")
     assert (first.settings.gpus, second.settings.gpus) == ((0,), (1,))
     assert first.settings.served_names == ("launched",), "so that answers carry the model's id"
@@ -70,12 +84,12 @@ def test_launches(config: Config) -> None:
 
 
 def test_the_state(config: Config) -> None:
-    known = Knowledge(
-        plan.by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
+    observed = ObservedServers(
+        by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
         {},
         {"launched#0": "x", "launched#1": "y"},
     )
-    snapshot = plan.build_snapshot(config, known, 3, 1_760_000_000)
+    snapshot = build_snapshot(config, observed, 3, 1_760_000_000)
     assert (snapshot.version, snapshot.body_limit, snapshot.models[0].created) == (3, 1 << 20, 1_760_000_000)
     specs = [spec for model in snapshot.models for spec in model.servers]
     assert [spec.name for spec in specs] == NAMES
@@ -100,18 +114,18 @@ def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> Non
         {"id": "launched", "launch": {"model": "../base"}, "loras": loras, "mounts": ["/i"], "defaults": {"seed": 1}},
         {"id": "found", "servers": servers, "loras": [{"id": "chat"}]},
     )
-    (spec,) = plan.launches(config)
+    (spec,) = launches(config)
     assert spec.settings.model == str(tmp_path.parent / "base"), "from the folder of the configuration"
     assert spec.settings.adapters == (Adapter("sql", str(tmp_path / "loras/sql")),)
-    known = Knowledge(plan.by_name([status("launched#0", LaunchState.READY)]), {}, {"launched#0": "x"})
-    snapshot = plan.build_snapshot(config, known, 1, 0)
+    observed = ObservedServers(by_name([status("launched#0", LaunchState.READY)]), {}, {"launched#0": "x"})
+    snapshot = build_snapshot(config, observed, 1, 0)
     base, adapter, found, other = snapshot.models
     assert snapshot.bases == (base, found)
     assert (adapter.id, adapter.aliases, adapter.parent, adapter.served) == ("sql", ("s",), "launched", "sql")
     assert (adapter.servers, adapter.defaults, adapter.mounts) == (base.servers, {"seed": 1}, ())
     assert (other.id, other.parent, other.served, other.servers) == ("chat", "found", "chat", found.servers)
     probes = {"http://10.0.0.5:8000": ServerHealth("", True, models=(ModelCard("inner", 4096), ModelCard("chat")))}
-    assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 4096, "chat": 4096}
+    assert max_model_len(config, ObservedServers({}, probes, {})) == {"found": 4096, "chat": 4096}
 
 
 UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
@@ -120,7 +134,7 @@ UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 @pytest.mark.parametrize("up", [None, True, False])
 @pytest.mark.parametrize("stage", [None, *LaunchState])
 def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
-    known = Knowledge(
+    observed = ObservedServers(
         {} if stage is None else {"s": status("s", stage)}, {} if up is None else {"s": ServerHealth("s", up)}, {}
     )  # fmt: skip
     probed = {None: LOADING, True: UP, False: DOWN}[up]
@@ -130,16 +144,16 @@ def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
         expected = UP if up is None else probed
     else:
         expected = LOADING if stage is LaunchState.STARTING else DOWN
-    assert plan.condition("s", known) is expected
+    assert observed.condition("s") is expected
 
 
 def test_what_is_probed(config: Config) -> None:
-    known = Knowledge(
-        plan.by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
+    observed = ObservedServers(
+        by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
         {},
         {"launched#0": "x", "launched#1": "y"},
     )
-    targets = plan.targets(config, known)
+    targets = health_check_targets(config, observed)
     assert {target.name for target in targets} == {*NAMES} - {"launched#1"}
     assert Target("launched#0", UDS, "x") in targets
     assert Target("http://10.0.0.5:8000", Address("10.0.0.5", 8000), "k") in targets
@@ -151,8 +165,8 @@ def test_context_lengths(config: Config) -> None:
         "http://10.0.0.6:8000#found": ServerHealth("", False, models=(ModelCard("found", 2048),)),
         "http://10.0.0.6:8000#shared": ServerHealth("", True, models=(ModelCard("lora"), ModelCard("base", 7))),
     }
-    assert plan.max_model_len(config, Knowledge({}, probes, {})) == {"found": 2048}
-    assert plan.max_model_len(config, NOTHING) == {}
+    assert max_model_len(config, ObservedServers({}, probes, {})) == {"found": 2048}
+    assert max_model_len(config, NOTHING) == {}
 
 
 @pytest.mark.parametrize(
@@ -168,14 +182,14 @@ def test_what_servers_report_to_be_for(tmp_path: Path, reported: tuple[str | Non
     servers = [{"url": f"http://127.0.0.1:{port}"} for port in (8001, 8002)]
     config = _loaded(tmp_path, {"id": "m", "servers": servers, "loras": [{"id": "a"}]})
     probes = {server["url"]: ServerHealth(server["url"], True, task=task) for server, task in zip(servers, reported, strict=True)}
-    assert plan.tasks(config, Knowledge({}, probes, {})) == expected
+    assert tasks(config, ObservedServers({}, probes, {})) == expected
 
 
 def test_what_the_model_list_shows(tmp_path: Path) -> None:
     said = {"task": "rerank", "capabilities": ["image"], "servers": [{"url": "http://127.0.0.1:8001"}]}
     args = {"reasoning-parser": "qwen3"}
     models = _loaded(tmp_path, {"id": "said", **said}, {"id": "seen", "launch": {"args": args}}, {"id": "bare", "launch": {}})
-    shown = [(each.task, each.capabilities, each.launched_with) for each in plan.build_snapshot(models, NOTHING, 1, 0).models]
+    shown = [(each.task, each.capabilities, each.launched_with) for each in build_snapshot(models, NOTHING, 1, 0).models]
     assert shown == [
         ("rerank", ("image",), None),
         ("chat", None, ("structured_outputs", "reasoning")),
@@ -184,13 +198,13 @@ def test_what_the_model_list_shows(tmp_path: Path) -> None:
 
 
 def test_what_has_no_result_yet(config: Config) -> None:
-    assert plan.unconcluded(config, NOTHING) == NAMES
-    known = Knowledge(
-        plan.by_name([status("launched#0", LaunchState.STARTING), status("launched#1", LaunchState.STARTING, concluded=True)]),
+    assert without_first_result(config, NOTHING) == NAMES
+    observed = ObservedServers(
+        by_name([status("launched#0", LaunchState.STARTING), status("launched#1", LaunchState.STARTING, concluded=True)]),
         {"launched#0": ServerHealth("launched#0", True), "http://10.0.0.5:8000": ServerHealth("", False)},
         {},
     )
-    assert plan.unconcluded(config, known) == ["launched#0", *NAMES[3:]], "what failed is concluded too"
+    assert without_first_result(config, observed) == ["launched#0", *NAMES[3:]], "what failed is concluded too"
 
 
 @pytest.fixture
@@ -210,8 +224,8 @@ def lazy(tmp_path: Path) -> Config:
 
 
 def test_who_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
-    assert [plan.may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
-    models = plan.build_snapshot(lazy, NOTHING, 1, 0).models
+    assert [may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
+    models = build_snapshot(lazy, NOTHING, 1, 0).models
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
     assert [model.keepalive for model in models] == [9.0, None, None]
     assert [model.servers for model in models] == [(), (), ()], "none is launched"
@@ -230,7 +244,7 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     }
     path = tmp_path / "bounds.yaml"
     path.write_text(yaml.safe_dump(document))
-    made = plan.build_snapshot(load(path, {}), NOTHING, 1, 0)
+    made = build_snapshot(load(path, {}), NOTHING, 1, 0)
     assert (made.max_inflight, made.workers) == (100, 2)
     assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
         ("bounded", 8, Queue(64, 30.0)),
@@ -241,13 +255,13 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
 
 
 def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
-    assert [(spec.settings.sleeps, spec.settings.drain) for spec in plan.launches(lazy)] == [(False, 45.0), (True, 45.0), (False, 45.0)]
+    assert [(spec.settings.sleeps, spec.settings.drain) for spec in launches(lazy)] == [(False, 45.0), (True, 45.0), (False, 45.0)]
 
 
 def test_one_that_is_away(lazy: Config) -> None:
-    known = Knowledge({"neighbor#0": status("neighbor#0", LaunchState.READY)}, {}, {}, frozenset({"neighbor#0"}))
-    assert plan.condition("neighbor#0", known) is Condition.OUT_OF_ROTATION
-    assert plan.unconcluded(lazy, known) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
+    observed = ObservedServers({"neighbor#0": status("neighbor#0", LaunchState.READY)}, {}, {}, frozenset({"neighbor#0"}))
+    assert observed.condition("neighbor#0") is Condition.OUT_OF_ROTATION
+    assert without_first_result(lazy, observed) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
 
 
 def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[dict[str, Any]]:
@@ -260,7 +274,7 @@ def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[
     }
     if secret is not None:
         document["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
-    return [dict(key.fields) for key in plan.build_snapshot(_written(folder, document), NOTHING, 1, 0).keys]
+    return [dict(key.fields) for key in build_snapshot(_written(folder, document), NOTHING, 1, 0).keys]
 
 
 def test_what_keys_bring(tmp_path: Path) -> None:
@@ -278,7 +292,7 @@ def test_what_bodies_may_hold(tmp_path: Path) -> None:
     body = {"allow": ["chat_template"], "refuse": ["tools"], "max_n": 2, "max_tokens": 9, "media_hosts": ["*.Example.com"]}
     config = _loaded(tmp_path, {"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}], "body": body, "loras": [{"id": "l"}]})
     rules = BodyRules(("chat_template",), ("tools",), 2, 9, ("*.example.com",))
-    assert [model.body for model in plan.build_snapshot(config, NOTHING, 1, 0).models] == [rules, rules], "its adapters' too"
+    assert [model.body for model in build_snapshot(config, NOTHING, 1, 0).models] == [rules, rules], "its adapters' too"
 
 
 @pytest.mark.parametrize(
@@ -286,10 +300,10 @@ def test_what_bodies_may_hold(tmp_path: Path) -> None:
 )
 def test_a_server_that_fetches_from_listed_hosts_follows_no_redirects(tmp_path: Path, hosts: list[str], follows: str | None) -> None:
     config = _loaded(tmp_path, {"id": "m", "launch": {}, "body": {"media_hosts": hosts}})
-    assert plan.launches(config)[0].settings.env.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") == follows
+    assert launches(config)[0].settings.env.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") == follows
 
 
 def test_operators_may_have_redirects_followed(tmp_path: Path) -> None:
     name = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
     config = _loaded(tmp_path, {"id": "m", "launch": {"env": {name: "1"}}, "body": {"media_hosts": ["a.example.com"]}})
-    assert plan.launches(config)[0].settings.env[name] == "1"
+    assert launches(config)[0].settings.env[name] == "1"

@@ -1,0 +1,53 @@
+"""The operations of the admin port and the admin socket, on the running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from gateway.control.control import Control
+from gateway.control.reload import Reloader
+from gateway.fleet.operations import RefusedOperation, ReloadResult
+
+
+class AdminOperations:
+    """Implements ``Operations``. While the gateway stops, an operation that would start something is refused."""
+
+    def __init__(self, control: Control, reloader: Reloader, stop_requests: asyncio.Queue[int]) -> None:
+        self._control = control
+        self._reloader = reloader
+        self._stop_requests = stop_requests
+
+    async def start(self, model: str) -> None:
+        """Start a model, also one that ``stop`` has stopped."""
+        self._refuse_while_stopping()
+        await self._control.fleet.start(model)
+
+    async def stop(self, model: str) -> None:
+        """Drain and stop a model, and hold it down."""
+        await self._control.fleet.stop(model)
+
+    async def restart(self, model: str) -> None:
+        """Start to replace a model's servers, one at a time."""
+        self._refuse_while_stopping()
+        await self._control.fleet.restart(model)
+
+    async def wake(self, model: str) -> None:
+        """Start a model as a request would."""
+        self._refuse_while_stopping()
+        await self._control.fleet.wake(model)
+
+    async def reload(self) -> ReloadResult:
+        """Read the configuration again, and apply it if it is valid."""
+        self._refuse_while_stopping()
+        return await self._reloader.reload()
+
+    async def drain(self) -> None:
+        """Start to stop the gateway."""
+        self._refuse_while_stopping()
+        self._control.announce_stop()
+        self._stop_requests.put_nowait(signal.SIGTERM)
+
+    def _refuse_while_stopping(self) -> None:
+        if self._control.readiness.is_stopping:
+            raise RefusedOperation("the gateway is stopping")

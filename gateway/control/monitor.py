@@ -1,0 +1,59 @@
+"""What control measures once a second: tokens per second of each model, and the state of the gateway's dependencies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gateway.control.discovery import Discovery
+from gateway.control.jwks_fetch import JwksFetcher
+from gateway.control.server_observer import ServerObserver
+from gateway.system import logs
+from gateway.telemetry.dependencies import Dependencies, Observation
+from gateway.telemetry.metrics import tokens_by_model
+from gateway.telemetry.token_rates import TokenRates
+from gateway.worker.supervisor import WorkerSupervisor
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+_INTERVAL = 1.0  # seconds
+
+
+class Monitor:
+    """Measures token rates and observes dependencies."""
+
+    def __init__(
+        self, observer: ServerObserver, workers: WorkerSupervisor, discovery: Discovery, key_sets: JwksFetcher, ledger: Ledger | None
+    ) -> None:
+        self._observer = observer
+        self._workers = workers
+        self._discovery = discovery
+        self._key_sets = key_sets
+        self._ledger = ledger
+        self.rates = TokenRates()
+        self.dependencies = Dependencies()
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            self.rates.observe(time.monotonic(), tokens_by_model(self._workers.boards))
+            self.observed_dependencies()
+            logs.tell(time.monotonic())
+            await asyncio.sleep(_INTERVAL)
+
+    def observed_dependencies(self) -> Dependencies:
+        """Observe the dependencies at this moment, and return them."""
+        self.dependencies.observe(self._observations(), time.time())
+        return self.dependencies
+
+    def _observations(self) -> Iterator[Observation]:
+        store = self._workers.store_status()
+        if store is not None:
+            yield Observation("limits_store", error=store.error)
+        if self._ledger is not None:
+            yield from self._ledger.dependencies()
+        yield from self._key_sets.dependencies()
+        yield from self._discovery.dependencies(self._observer.config)

@@ -1,0 +1,119 @@
+"""What control sends to the workers: snapshots with a growing version, and health messages with a growing number.
+
+The rule: workers learn of servers, models and keys only from here, so what they serve by is what was known at one moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gateway.config import Config
+from gateway.control.discovery import discovered_models
+from gateway.control.server_observer import ServerObserver
+from gateway.fleet.configured_servers import configured_servers
+from gateway.fleet.observed_servers import conditions, max_model_len, tasks
+from gateway.fleet.snapshot_builder import build_snapshot
+from gateway.snapshot.link import Health
+from gateway.worker.supervisor import WorkerSupervisor
+from upstream.balancing.server import Condition
+
+
+class FirstResults:
+    """Follows what the gateway was started with until each part has had a first result, and the workers know of them.
+
+    Parts are the servers, the models with discovery, and the issuers with a JWKS URL. Servers that are added or restarted later never
+    delay the gateway's readiness.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._pending = {server.name for server in configured_servers(config)}
+        self._pending |= {model.id for model, _ in discovered_models(config)}
+        self._pending |= {issuer.issuer for issuer in config.jwt}
+        self._number: int | None = None
+        self._is_applied = False
+
+    def pending(self, without_result: Sequence[str]) -> list[str]:
+        """Return the parts without a first result, of those that have none now."""
+        self._pending.intersection_update(without_result)
+        return [name for name in without_result if name in self._pending]
+
+    def published(self, number: int) -> None:
+        """Note that a message was sent. The first one after all results contains them."""
+        if self._number is None and not self._pending:
+            self._number = number
+
+    def are_applied(self, is_applied: Callable[[int], bool]) -> bool:
+        """Whether every worker knows the first results. Once true it stays true: a replaced worker changes nothing."""
+        self._is_applied = self._is_applied or (self._number is not None and is_applied(self._number))
+        return self._is_applied
+
+
+class Publisher:
+    """Sends snapshots and health to the workers. ``version`` is that of the last snapshot, 0 before the first.
+
+    ``started`` is when the gateway was started, in seconds since the epoch.
+    """
+
+    def __init__(self, observer: ServerObserver, workers: WorkerSupervisor, first_results: FirstResults, started: float) -> None:
+        self._observer = observer
+        self._workers = workers
+        self._first_results = first_results
+        self._started = started
+        self._is_scheduled = False
+        self._conditions: Mapping[str, Condition] = {}
+        self.version = 0
+        self.changed_at: Mapping[str, float] = {}
+        """Since when each server has had its condition, in seconds since the epoch."""
+        self.expected: Callable[[], Mapping[str, float]] = dict
+        """Returns when each model that is down may be up."""
+
+    def publish_snapshot(self) -> int:
+        """Send the workers a snapshot of the present servers. Returns the number under which ``is_applied`` knows it."""
+        self.version += 1
+        snapshot = build_snapshot(self._observer.config, self._observer.observe(), self.version, int(self._started))
+        return self._published(self._workers.apply_snapshot(snapshot, self._health()))
+
+    def publish_health(self) -> int:
+        """Send the workers the present health of servers and models. Returns the number under which ``is_applied`` knows it."""
+        return self._published(self._workers.apply_health(self._health()))
+
+    def schedule_health(self, then: Callable[[], None]) -> None:
+        """Send the health in the next event-loop iteration, once for all changes of this one, and call ``then``."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._publish_scheduled, then)
+
+    def _publish_scheduled(self, then: Callable[[], None]) -> None:
+        self._is_scheduled = False
+        self.publish_health()
+        then()
+
+    def is_applied(self, number: int) -> bool:
+        """Whether every worker has applied the message with this number, or a later one."""
+        return self._workers.have_applied(number)
+
+    async def wait_applied(self, number: int) -> None:
+        """Wait until every worker has applied the message with this number, up to a timeout."""
+        await self._workers.wait_applied(number)
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """Return the condition of every server."""
+        return self._observer.conditions()
+
+    def _published(self, number: int) -> int:
+        self._first_results.published(number)
+        return number
+
+    def _health(self) -> Health:
+        self._first_results.pending(self._observer.without_first_result())
+        config, observed = self._observer.config, self._observer.observe()
+        present = conditions(config, observed)
+        self._date(present)
+        return Health(present, max_model_len(config, observed), self.expected(), tasks=tasks(config, observed))
+
+    def _date(self, present: Mapping[str, Condition]) -> None:
+        """Note when each server got its condition. Every change is published, so none is missed."""
+        now, before, self._conditions = time.time(), self._conditions, present
+        self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}

@@ -1,0 +1,97 @@
+"""Whether the gateway is ready, degraded or broken, in sentences for /readyz, /status and the service manager."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway import config as conf
+from gateway.admin.status_view import counted
+from gateway.config.launches import may_be_stopped
+from gateway.control.monitor import Monitor
+from gateway.control.publisher import FirstResults
+from gateway.control.reload import ReloadHistory
+from gateway.control.server_observer import ServerObserver
+from gateway.fleet.fleet import Fleet
+from gateway.worker.supervisor import WorkerSupervisor
+from upstream.launcher.schedule import ModelPhase
+
+_INACTIVE = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING, ModelPhase.DRAINING})
+
+
+class CriticalTasks:
+    """The tasks that run as long as the gateway serves."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def add(self, *tasks: asyncio.Task[None]) -> None:
+        self._tasks += tasks
+
+    def failure(self) -> str | None:
+        """Name a task that has ended, None if all are running."""
+        ended = next((task for task in self._tasks if task.done()), None)
+        return None if ended is None else f"{ended.get_name()} has ended"
+
+
+class Readiness:
+    """Judges the state of the gateway. ``is_stopping`` is set when no more requests should come."""
+
+    def __init__(
+        self,
+        observer: ServerObserver,
+        workers: WorkerSupervisor,
+        fleet: Fleet,
+        monitor: Monitor,
+        history: ReloadHistory,
+        first_results: FirstResults,
+    ) -> None:
+        self._observer = observer
+        self._workers = workers
+        self._fleet = fleet
+        self._monitor = monitor
+        self._history = history
+        self._first_results = first_results
+        self.critical_tasks = CriticalTasks()
+        self.is_stopping = False
+
+    def not_ready(self) -> str | None:
+        """Explain why no traffic should come yet, None if it may."""
+        if self.is_stopping:
+            return "draining"
+        if not any(status.up for status in self._workers.statuses):
+            return "no worker is up"
+        if pending := self.pending():
+            return f"waiting for {', '.join(pending)}"
+        known = self._first_results.are_applied(self._workers.have_applied)
+        return None if known else "waiting for the workers to receive the state of their servers"
+
+    def pending(self) -> list[str]:
+        """Return what the gateway was started with and has had no first result yet."""
+        return self._first_results.pending(self._observer.without_first_result())
+
+    def degraded(self) -> list[str]:
+        """Explain why some requests cannot be served as configured. The list is empty if all can.
+
+        It contains no configured name, because clients without access to /status may read it.
+        """
+        ready, models = self._observer.ready_servers(), self._observer.config.models
+        count = sum(not ready[model.id] and not self._is_inactive(model) for model in models)
+        without = [f"{count} of {counted(len(models), 'model')} without a ready server"] if count else []
+        return without + [f"{name} is down" for name in self._monitor.observed_dependencies().down()]
+
+    def _is_inactive(self, model: conf.Model) -> bool:
+        """Whether the gateway itself has stopped a model's servers, or is starting them again."""
+        phase = self._fleet.phase(model.id)
+        return phase in _INACTIVE or (phase is ModelPhase.STARTING and may_be_stopped(self._observer.config, model))
+
+    def broken(self) -> str | None:
+        """Explain what has failed and will not recover without a restart, None if nothing has."""
+        return self.critical_tasks.failure() or self._workers.failure(time.monotonic())
+
+    def headline(self) -> str:
+        """Summarize the state of the gateway in one line."""
+        servers = f"{self._observer.up()} of {self._observer.in_rotation()} servers up"
+        rejected = "" if self._history.last.successful else "; the last configuration was rejected"
+        down = "".join(f"; {name} is down" for name in self._monitor.dependencies.down())
+        return f"{self.broken() or self.not_ready() or servers}{down}{rejected}"

@@ -1,0 +1,104 @@
+"""The servers as control observes them through the launcher, the prober and discovery, for the configuration in use.
+
+The rule: the observation is made anew for each question, so no two answers mix different moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+
+from gateway.config import Config
+from gateway.control.discovery import Discovery
+from gateway.control.jwks_fetch import JwksFetcher
+from gateway.fleet.configured_servers import configured_servers
+from gateway.fleet.observed_servers import ObservedServers, conditions, health_check_targets, ready_servers, without_first_result
+from upstream.balancing.server import Condition
+from upstream.discovery import EndpointState
+from upstream.launcher.launcher import Launcher
+from upstream.vllm.health import Prober
+
+
+class ServerObserver:
+    """Observes the servers. ``config`` is the configuration in use, with the discovered servers; ``config_as_read`` is without them."""
+
+    def __init__(self, config: Config, launcher: Launcher, prober: Prober, discovery: Discovery, key_sets: JwksFetcher) -> None:
+        self.config_as_read = self.config = config
+        self._launcher = launcher
+        self._prober = prober
+        self._discovery = discovery
+        self._key_sets = key_sets
+        self.launched_out_of_rotation: Callable[[], frozenset[str]] = frozenset
+        """Returns the launched servers that the fleet has taken out of rotation."""
+        self.added_timeout = 0.3
+        """Seconds in which a server that a new configuration adds may respond to its first health check."""
+
+    def observe(self) -> ObservedServers:
+        """Observe all servers at this moment."""
+        launched = {status.name: status for status in self._launcher.statuses()}
+        probes = {probe.name: probe for probe in self._prober.servers()}
+        return ObservedServers(
+            launched,
+            probes,
+            api_keys={name: self._launcher.api_key(name) for name in launched},
+            out_of_rotation=self.launched_out_of_rotation() | self._discovery.named(EndpointState.TERMINATING),
+            unready=self._discovery.named(EndpointState.UNREADY),
+            undiscovered=self._discovery.undiscovered(self.config, probes),
+            key_sets=self._key_sets.known(),
+        )
+
+    def conditions(self) -> Mapping[str, Condition]:
+        """Return the condition of every server."""
+        return conditions(self.config, self.observe())
+
+    def ready_servers(self) -> Mapping[str, int]:
+        """Return how many servers of each model take requests."""
+        return ready_servers(self.config, self.observe())
+
+    def undiscovered(self) -> Set[str]:
+        """Return the models whose discovery has had no result yet."""
+        return self.observe().undiscovered if self._discovery.may_be_undiscovered(self.config) else frozenset()
+
+    def without_first_result(self) -> list[str]:
+        """Return the servers, models and issuers of which nothing is known yet."""
+        return [*without_first_result(self.config, self.observe()), *sorted(self._key_sets.unfetched())]
+
+    def up(self) -> int:
+        """Return how many servers are up."""
+        return sum(condition is Condition.UP for condition in self.conditions().values())
+
+    def in_rotation(self) -> int:
+        """Return how many servers should be up: all but the launched ones that are out of rotation."""
+        out = self.launched_out_of_rotation()
+        return sum(server.name not in out for server in configured_servers(self.config))
+
+    def progress(self, server: str) -> str:
+        """Return the last line about the start of a launched server, empty if there is none."""
+        status = self.observe().launched.get(server)
+        return status.progress if status else ""
+
+    def update_targets(self) -> None:
+        """Let the prober check the servers of the configuration in use."""
+        self._prober.set_targets(health_check_targets(self.config, self.observe()))
+
+    async def check_added(self, config: Config) -> None:
+        """Discover and check the servers that a configuration adds, up to a timeout.
+
+        A model whose servers move is then up at its new servers when the configuration is applied.
+        """
+        self._discovery.look_for(self.config_as_read, config)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.added_timeout):
+                while not self._discovery.has_results(config):  # noqa: ASYNC110  the condition depends on the network
+                    await asyncio.sleep(0.01)
+                await self._check_new_targets(self._discovery.fill(config))
+
+    async def _check_new_targets(self, config: Config) -> None:
+        observed = self.observe()
+        targets = health_check_targets(config, observed)
+        new = {target.name for target in targets} - {server.name for server in configured_servers(self.config)}
+        if new:
+            self._prober.set_targets((*health_check_targets(self.config, observed), *targets))
+            while not new <= self.observe().probes.keys():  # noqa: ASYNC110  the condition depends on the network
+                await asyncio.sleep(0.01)

@@ -1,0 +1,121 @@
+"""What control observes of the servers, and what follows from it: their conditions, health-check targets, and the models' lengths. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from gateway import config as conf
+from gateway.config import Config
+from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
+from upstream.balancing.server import Condition
+from upstream.http.address import Address
+from upstream.launcher.lifecycle import LaunchState, LaunchStatus
+from upstream.vllm.health import ServerHealth, Target
+
+_LAUNCHED = {LaunchState.STARTING: Condition.LOADING, LaunchState.READY: Condition.UP}
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedServers:
+    """What is known of the servers at one moment, by server name.
+
+    ``api_keys`` are the internal keys of launched servers. ``out_of_rotation`` are servers that are stopped, asleep or draining.
+    ``unready`` are discovered servers that are reported as not ready. ``undiscovered`` are the IDs of models whose discovery has had no
+    result yet. ``key_sets`` are the fetched JWKS by issuer.
+    """
+
+    launched: Mapping[str, LaunchStatus]
+    probes: Mapping[str, ServerHealth]
+    api_keys: Mapping[str, str]
+    out_of_rotation: Set[str] = frozenset()
+    unready: Set[str] = frozenset()
+    undiscovered: Set[str] = frozenset()
+    key_sets: Mapping[str, bytes] = field(default_factory=dict)
+
+    def condition(self, name: str) -> Condition:
+        """Return the condition of a server.
+
+        A launched server is loading until it is ready. From then on its health checks decide, as they do for an external server.
+        """
+        if name in self.out_of_rotation:
+            return Condition.OUT_OF_ROTATION
+        if name in self.unready:
+            return Condition.LOADING
+        status, probe = self.launched.get(name), self.probes.get(name)
+        if status is not None and (status.state is not LaunchState.READY or probe is None):
+            return _LAUNCHED.get(status.state, Condition.DOWN)
+        if probe is None:
+            return Condition.LOADING
+        return Condition.UP if probe.up else Condition.DOWN
+
+
+def conditions(config: Config, observed: ObservedServers) -> dict[str, Condition]:
+    """Return the condition of every server of the configuration, as workers get it."""
+    return {server.name: observed.condition(server.name) for server in configured_servers(config)}
+
+
+def ready_servers(config: Config, observed: ObservedServers) -> dict[str, int]:
+    """Return how many servers of each model take requests. Every model of the configuration is in it."""
+    ready = {model.id: 0 for model in config.models}
+    for server in configured_servers(config):
+        ready[server.model.id] += observed.condition(server.name) is Condition.UP
+    return ready
+
+
+def health_check_targets(config: Config, observed: ObservedServers) -> tuple[Target, ...]:
+    """Return what the prober checks: every external server in rotation, and every launched server that became ready."""
+    unchecked = observed.out_of_rotation | observed.unready
+    external = [
+        Target(server.name, Address.parse(server.external.url), api_key_of(server.external))
+        for server in configured_servers(config)
+        if server.external and server.name not in unchecked
+    ]
+    ready = [status for status in observed.launched.values() if status.state is LaunchState.READY]
+    return (*external, *(Target(status.name, status.address, observed.api_keys[status.name]) for status in ready))
+
+
+def api_key_of(server: conf.Server) -> str | None:
+    """Return the key that an external server requires, None for none."""
+    return server.api_key.get_secret_value() if server.api_key is not None else None
+
+
+def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
+    """Return the context length of each model and adapter whose servers report one: the smallest of theirs, in tokens."""
+    lengths: dict[str, list[int]] = {}
+    for server in configured_servers(config):
+        probe = observed.probes.get(server.name)
+        for card in probe.models if probe else ():
+            if card.id == server.served_model and card.max_model_len is not None:
+                for name in _model_and_adapters(server.model):
+                    lengths.setdefault(name, []).append(card.max_model_len)
+    return {model: min(values) for model, values in lengths.items()}
+
+
+def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
+    """Return the task of each model and adapter, where its servers' routes show it and all of them agree."""
+    found: dict[str, set[str]] = {}
+    for server in configured_servers(config):
+        probe = observed.probes.get(server.name)
+        if probe is not None and probe.task is not None:
+            for name in _model_and_adapters(server.model):
+                found.setdefault(name, set()).add(probe.task)
+    return {model: each.pop() for model, each in found.items() if len(each) == 1}
+
+
+def _model_and_adapters(model: conf.Model) -> tuple[str, ...]:
+    return (model.id, *(lora.id for lora in model.loras))
+
+
+def without_first_result(config: Config, observed: ObservedServers) -> list[str]:
+    """Return the servers whose first start or first health check has no result yet, and the models that wait for discovery."""
+    servers = (server.name for server in configured_servers(config) if not _has_result(server, observed))
+    return [*servers, *sorted(observed.undiscovered)]
+
+
+def _has_result(server: ConfiguredServer, observed: ObservedServers) -> bool:
+    launch, status = server.model.launch, observed.launched.get(server.name)
+    # A server that starts on demand, is out of rotation or is discovered at runtime never delays the gateway's readiness.
+    if server.model.discover is not None or server.name in observed.out_of_rotation or (launch is not None and launch.start == "on_demand"):
+        return True
+    return status.first_start_finished if status is not None else server.name in observed.probes

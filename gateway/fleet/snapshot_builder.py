@@ -1,0 +1,223 @@
+"""Build the snapshot that workers serve from the configuration and the observed servers. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from gateway import config as conf
+from gateway.config import Config
+from gateway.config.launches import may_be_stopped
+from gateway.config.redis_url import limits_store
+from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
+from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.snapshot.snapshot import (
+    Allowance,
+    BodyRules,
+    Claims,
+    Clients,
+    Issuer,
+    Key,
+    Limits,
+    LimitsStore,
+    Model,
+    Queue,
+    Snapshot,
+    Tracing,
+    weight_of,
+)
+from gateway.system.logs import LogSettings
+from gateway.system.tls import Tls
+from upstream.balancing.server import ServerSpec
+from upstream.http import deadlines
+from upstream.http.address import Address
+from upstream.vllm.capabilities import capabilities_of, task_of
+from upstream.vllm.presets import with_preset
+
+KEEP_IDLE_LAUNCHED = 60.0
+"""Seconds for which an idle connection to a launched server is kept: less than the server's own 75. Other servers have vLLM's 5."""
+
+
+def build_snapshot(config: Config, observed: ObservedServers, version: int, created: int) -> Snapshot:
+    """Build the snapshot. ``created`` is the time that model lists show for every model, in seconds since the epoch."""
+    specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
+    for server in configured_servers(config):
+        if server.external is not None or server.name in observed.launched:
+            specs[server.model.id].append(_server(server, observed))
+    return Snapshot(
+        version=version,
+        keys=_keys(config),
+        models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
+        body_limit=config.server.body_limit,
+        body_values=config.server.body_values,
+        cors_origins=config.server.cors.origins,
+        docs=config.server.docs,
+        log_user=config.log.user,
+        log_sample=config.log.sample,
+        ledger_user=config.ledger is not None and config.ledger.user,
+        ledger_metadata=config.ledger is not None and config.ledger.metadata,
+        max_inflight=config.server.max_inflight,
+        workers=config.server.workers,
+        log=log_settings(config),
+        tracing=_tracing(config),
+        clients=client_limits(config.server),
+        tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
+        limits_store=_limits_store(config),
+        issuers=tuple(_issuer(issuer, observed.key_sets) for issuer in config.jwt),
+        teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
+        default_model=config.default_model,
+    )
+
+
+def client_limits(server: conf.ServerSection) -> Clients:
+    """Return the limits of client connections. Body memory is a worker's share of the total, but at least one body of maximum size."""
+    return Clients(
+        headers_timeout=server.headers_timeout,
+        body_timeout=server.body_timeout,
+        write_timeout=server.write_timeout,
+        body_memory=max(server.body_memory // server.workers, server.body_limit),
+        max_per_address=server.max_connections_per_address,
+        trusted_proxies=tuple(map(str, server.trusted_proxies)),
+    )
+
+
+def log_settings(config: Config) -> LogSettings:
+    """Return the settings of the log."""
+    return LogSettings(config.log.level, config.log.format, config.log.levels)
+
+
+def _tracing(config: Config) -> Tracing | None:
+    tracing = config.tracing
+    return None if tracing is None or not tracing.sample else Tracing(tracing.endpoint.rstrip("/"), tracing.sample)
+
+
+def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
+    if server.external is None:
+        address, api_key = observed.launched[server.name].address, observed.api_keys[server.name]
+        return ServerSpec(server.name, address, server.served_model, api_key, keep_idle=KEEP_IDLE_LAUNCHED)
+    address = Address.parse(server.external.url)
+    return ServerSpec(server.name, address, server.served_model, api_key_of(server.external), float(server.external.weight))
+
+
+def _queue(config: Config, model: conf.Model) -> Queue | None:
+    """Return the queue of one worker: its share of the total, since any worker may get a client's connection."""
+    has_default = model.max_inflight is not None or may_be_stopped(config, model)
+    queue = model.queue or (conf.Queue() if has_default else None)
+    return None if queue is None else Queue(math.ceil(queue.size / config.server.workers), queue.wait)
+
+
+def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
+    timeouts, launch = model.timeouts, model.launch
+    args = None if launch is None else with_preset(launch.preset, launch.args)
+    return Model(
+        id=model.id,
+        servers=tuple(servers),
+        aliases=model.aliases,
+        mounts=model.mounts,
+        balance=model.balance,
+        timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
+        queue=_queue(config, model),
+        max_inflight=model.max_inflight,
+        keepalive=model.keepalive,
+        defaults=model.defaults,
+        overrides=model.overrides,
+        body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
+        fallbacks=model.fallbacks,
+        rewrite=model.rewrite_model,
+        created=created,
+        price=(model.price.prompt, model.price.completion) if model.price is not None else None,
+        task=model.task or (None if args is None else task_of(args)),
+        capabilities=model.capabilities,
+        launched_with=None if args is None else capabilities_of(args),
+    )
+
+
+def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
+    """Yield a model and its LoRA adapters, which clients request like models and the same servers serve."""
+    yield base
+    for lora in model.loras:
+        yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
+
+
+def _issuer(issuer: conf.Jwt, key_sets: Mapping[str, bytes]) -> Issuer:
+    return Issuer(
+        name=issuer.issuer,
+        audiences=issuer.audience,
+        keys=issuer.keys,
+        algorithms=issuer.algorithms,
+        key_set=issuer.jwks.keys if issuer.jwks.url is None else key_sets.get(issuer.issuer),
+        claims=Claims(**issuer.claims.model_dump()),
+        leeway=issuer.leeway,
+        limit=issuer.token_limit,
+        subjects=issuer.subjects,
+    )
+
+
+def _teams(config: Config) -> dict[str, tuple[Allowance, ...]]:
+    return {team.id: tuple(_allowances(f"team {team.id}", team.limits)) for team in config.teams}
+
+
+def _keys(config: Config) -> tuple[Key, ...]:
+    teams = _teams(config)
+    return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
+
+
+def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
+    """Yield the limits of a key or team. No ID contains a space, so the names of holders are unique."""
+    if limits is None:
+        return
+    amounts = _amounts(limits)
+    if amounts != Limits():
+        yield Allowance(holder, amounts)
+    for row in limits.models:
+        yield Allowance(f"{holder} for {' '.join(sorted(row.models))}", _amounts(row), row.models)
+
+
+def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
+    return Limits(*(getattr(limits, name) for name in _AMOUNTS))
+
+
+_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init)
+
+
+def _limits_store(config: Config) -> LimitsStore | None:
+    if config.limits_store is None:
+        return None
+    return limits_store(config.limits_store.get_secret_value(), refuses=config.limits.on_store_failure == "refuse")
+
+
+def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tuple[Allowance, ...]) -> Key:
+    return Key(
+        id=key.id,
+        digests=tuple(_digest(one.text) for one in key.hashes),
+        ends={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
+        models=None if key.models == ("*",) else key.models,
+        expires=key.expires.timestamp() if key.expires is not None else None,
+        anonymous=key.anonymous,
+        fields=_fields(key, isolation),
+        team=key.team,
+        labels=key.labels,
+        revoked=key.revoked,
+        weight=weight_of(key.priority),
+        allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
+    )
+
+
+def _digest(text: str) -> bytes:
+    return bytes.fromhex(text.removeprefix("sha256:"))
+
+
+def _fields(key: conf.Key, isolation: conf.PrefixCacheIsolation | None) -> dict[str, Any]:
+    """Return the fields to set on each request of a key.
+
+    The salt is the same in all workers and after a restart, and does not reveal the secret.
+    """
+    fields: dict[str, Any] = {} if key.priority is None else {"priority": key.priority}
+    if isolation is not None:
+        secret = isolation.secret.get_secret_value().encode()
+        fields["cache_salt"] = hmac.new(secret, key.id.encode(), hashlib.sha256).hexdigest()
+    return fields
