@@ -20,6 +20,7 @@ from gateway.api.routes import REFUSED, ROUTES
 from gateway.cli.main import application
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
+from tests.support.rows import each_row
 from upstream.vllm.failures import CAUSES
 from upstream.vllm.presets import PRESETS
 
@@ -130,7 +131,7 @@ def test_shown_targets_of_make_exist() -> None:
     assert shown >= {"run", "test"} and shown <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identity)
+@each_row("page", PAGES, ids=identity)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if link.startswith("https://"):

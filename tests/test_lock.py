@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rows import each_row
+
 ROOT = Path(__file__).resolve().parent.parent
 LOCKED = ("tests", "docs", "deploy")
 LOCKS = [ROOT / "requirements.lock", *sorted(file for folder in LOCKED for file in (ROOT / folder).rglob("*.lock"))]
@@ -23,7 +25,7 @@ def entries(lock: Path) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in _ENTRY.finditer(text)]
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: str(lock.relative_to(ROOT)))
+@each_row("lock", LOCKS, ids=lambda lock: str(lock.relative_to(ROOT)))
 def test_every_locked_package_has_one_version_and_its_hashes(lock: Path) -> None:
     found = entries(lock)
     assert found

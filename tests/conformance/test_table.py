@@ -10,9 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from tests.conformance.stage import REAL
+from tests.support.rows import each_row
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "compatibility.md"
@@ -55,7 +54,7 @@ def stages(test: Callable[..., Any]) -> set[str]:
     return {"real vLLM" if name in REAL else "simulator" for name in names}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@each_row("row", ROWS, ids=str)
 def test_a_row_is_true(row: Row) -> None:
     assert row.tests and row.works in ("yes", "no")
     assert row.against == {name for file, test in row.tests for name in stages(getattr(module(file), test))}

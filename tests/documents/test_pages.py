@@ -11,6 +11,7 @@ import pytest
 
 from tests.documents.blocks import BLOCKS, PAGES, REASONS, Block, Fate, blocks, identity
 from tests.documents.stage import SHELLS, follow, possible, run_here
+from tests.support.rows import each_row
 
 FOLLOWED = [page for page in PAGES if run_here(page)]
 
@@ -57,7 +58,7 @@ def test_a_command_that_fails_is_where_it_ends(tmp_path: Path) -> None:
     assert "not_found" in followed.said and "not reached" not in followed.said
 
 
-@pytest.mark.parametrize("block", blocks(*SHELLS), ids=identity)
+@each_row("block", blocks(*SHELLS), ids=identity)
 def test_what_is_for_a_shell_is_well_formed(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import CORPUS, TARGETS
 from tests.support.examples import examples
+from tests.support.rows import each_row
 
 INPUTS = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("path", INPUTS, ids=lambda path: str(path.relative_to(CORPUS)))
+@each_row("path", INPUTS, ids=lambda path: str(path.relative_to(CORPUS)))
 def test_an_input(path: Path) -> None:
     TARGETS[path.parent.name](path.read_bytes())
 

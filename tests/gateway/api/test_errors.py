@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from gateway.api.errors import ERRORS, Refusal, anthropic_error, duration, from_failure, openai_error, render_event
+from tests.support.rows import each_row
 from upstream.http import errors as upstream
 
 FAILURES = {
@@ -29,7 +30,7 @@ def test_a_failure_is_told_without_its_details(kind: type[upstream.UpstreamError
     assert "10.0.0.5" not in refusal.message and "s#0" not in refusal.message
 
 
-@pytest.mark.parametrize("code", ERRORS)
+@each_row("code", ERRORS)
 def test_the_shapes(code: str) -> None:
     refusal = Refusal(code, "Words.", param="p")
     assert openai_error(refusal) == {"error": {"message": "Words.", "type": ERRORS[code].type, "param": "p", "code": code}}
@@ -42,7 +43,7 @@ def test_the_shapes(code: str) -> None:
 RETRIED = {"request_timeout", "rate_limit_exceeded"}
 
 
-@pytest.mark.parametrize("code", ERRORS)
+@each_row("code", ERRORS)
 def test_a_client_is_told_not_to_retry_what_a_retry_cannot_cure(code: str) -> None:
     headers, status = Refusal(code, "Words.").headers, ERRORS[code].status
     assert headers.get("x-should-retry") == ("false" if status < 500 and code not in RETRIED else None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from tests.support.examples import examples
+from tests.support.rows import each_row
 
 WANTED: Wanted = {
     "usage": None,
@@ -97,8 +98,8 @@ def test_it_may_be_cut_anywhere(step: int) -> None:
     assert scanned([wire[at : at + step] for at in range(0, len(wire), step)]) == expected
 
 
-@pytest.mark.parametrize("key", [b"us\\u0061ge", b"\\u0075\\u0073\\u0061\\u0067\\u0065", b"usag\\u0065"])
-@pytest.mark.parametrize("cut", range(0, 30, 4))
+@each_row("key", [b"us\\u0061ge", b"\\u0075\\u0073\\u0061\\u0067\\u0065", b"usag\\u0065"])
+@each_row("cut", range(0, 30, 4))
 def test_an_escaped_key_is_the_same_key(key: bytes, cut: int) -> None:
     wire = b'{"a":[],"%b" : 5}' % key
     assert scanned([wire[:cut], wire[cut:]]) == [(("usage",), 5)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.api.lax_int import MOST, whole
 from tests.support.examples import examples
+from tests.support.rows import each_row
 
 PYDANTIC = TypeAdapter(int)
 TEXTS = st.text(alphabet="0123456789_+-. \t\u00a0ex\u0663", max_size=12)
@@ -44,7 +44,7 @@ def test_what_pydantic_takes_is_the_same_number(value: object) -> None:
         assert found is None or found == expected or (found == -MOST and expected <= -(10**18))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     [0.5, 1e300, 2.0**63, float("inf"), float("nan"), "", " ", "x", "5.5", "1e3", "0x5", "5.", ".0", "+", "--5", "\u0663", None, [5], {}],
 )

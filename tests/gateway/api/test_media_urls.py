@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.media_urls import MEMBERS, MediaHosts, is_entry, path_to, refused_member
+from tests.support.rows import each_row
 
 NONE, LISTED, ANY = (
     MediaHosts(),
@@ -20,7 +21,7 @@ NONE, LISTED, ANY = (
 DATA = "data:image/png;base64,AAAA"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     [
         "http://images.example.com/a.png",
@@ -98,13 +99,13 @@ AMBIGUOUS = [
 ]
 
 
-@pytest.mark.parametrize("url", AMBIGUOUS)
-@pytest.mark.parametrize("hosts", [NONE, LISTED, ANY], ids=["none", "listed", "any"])
+@each_row("url", AMBIGUOUS)
+@each_row("hosts", [NONE, LISTED, ANY], ids=["none", "listed", "any"])
 def test_what_could_be_read_in_two_ways(url: str, hosts: MediaHosts) -> None:
     assert not hosts.allows(url)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     [
         "http://evil.org/",
@@ -142,7 +143,7 @@ def test_entries(entry: str) -> None:
     assert is_entry(entry)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "entry", ["", "*.", ".a", "a.", "http://a", "a/b", "*a", "a.*", "**", "[::1]", "1", "10.0.0", "a:0", "a:b", "*.10.0.0.7", "ä", "a b"]
 )
 def test_what_is_no_entry(entry: str) -> None:
@@ -208,7 +209,7 @@ def test_the_place_of_a_url_is_looked_for_among_so_many_values() -> None:
     assert path_to({"k" * 999: [sought]}, sought) == "k" * 64 + ".0."
 
 
-@pytest.mark.parametrize("value", INSIDE, ids=str)
+@each_row("value", INSIDE, ids=str)
 def test_a_url_anywhere_in_a_message(value: Any) -> None:
     path = forbidden(value, NONE)
     assert path is not None
@@ -216,7 +217,7 @@ def test_a_url_anywhere_in_a_message(value: Any) -> None:
     assert last in MEMBERS and last in functools.reduce(_below, above, value), "the path leads to it"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     [
         [],

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.model_name import Renaming, renamed
+from tests.support.rows import each_row
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import ask, chat, request
@@ -34,13 +35,13 @@ OLD = b'o\\"l\\\\d\\\\'
 """A name with a quote and backslashes."""
 
 
-@pytest.mark.parametrize("document", CASES)
-@pytest.mark.parametrize("old", [b"old", OLD])
+@each_row("document", CASES)
+@each_row("old", [b"old", OLD])
 def test_the_documents_own_name_alone(document: bytes, old: bytes) -> None:
     assert renamed(document.replace(HERE, old), "NEW") == document.replace(HERE, b"NEW")
 
 
-@pytest.mark.parametrize("document", CASES)
+@each_row("document", CASES)
 def test_however_it_is_cut(document: bytes) -> None:
     before = document.replace(HERE, OLD)
     for first in range(len(before) + 1):

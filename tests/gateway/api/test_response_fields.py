@@ -14,6 +14,7 @@ from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from tests.gateway.api.test_json_scan import CUTS, FORMS, pieces
 from tests.support.examples import examples
+from tests.support.rows import each_row
 from tests.support.wire import COMPLETION
 
 FORGED: dict[str, Any] = {
@@ -96,8 +97,8 @@ def test_an_echo_changes_nothing(
     assert of_body(wire, dialect) == observed(pieces(wire, places), dialect) == of_document(json.loads(wire), dialect) == expected
 
 
-@pytest.mark.parametrize("dialect", Dialect)
-@pytest.mark.parametrize("echo", ECHOES)
+@each_row("dialect", Dialect)
+@each_row("echo", ECHOES)
 def test_an_echo_alone_is_nothing(dialect: Dialect, echo: Any) -> None:
     document = bodies(echo, stopped=False)[dialect]
     document.pop("meta" if dialect is Dialect.COHERE else "usage")
@@ -128,9 +129,9 @@ def events(echo: Any, stopped: bool) -> dict[Dialect, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("dialect", Dialect)
-@pytest.mark.parametrize("echo", ECHOES)
-@pytest.mark.parametrize("stopped", [False, True])
+@each_row("dialect", Dialect)
+@each_row("echo", ECHOES)
+@each_row("stopped", [False, True])
 def test_an_echo_changes_nothing_in_a_stream(dialect: Dialect, echo: Any, stopped: bool) -> None:
     fields = [of_event(document, dialect) for document in events(echo, stopped)[dialect]]
     assert [each.usage for each in fields][-1] == USAGE and fields[-1].is_final
@@ -138,9 +139,9 @@ def test_an_echo_changes_nothing_in_a_stream(dialect: Dialect, echo: Any, stoppe
     assert any(each.stopped for each in fields) is (stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN))
 
 
-@pytest.mark.parametrize("dialect", Dialect)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("escaped", [False, True])
+@each_row("dialect", Dialect)
+@each_row("form", FORMS)
+@each_row("escaped", [False, True])
 def test_every_event_with_a_field_has_a_mark(dialect: Dialect, form: dict[str, Any], escaped: bool) -> None:
     for document in events("", stopped=True)[dialect]:
         if of_event(document, dialect) == of_event({}, dialect):
@@ -159,8 +160,8 @@ def test_a_key_may_be_spelled_otherwise(spelled: bytes, padding: bytes) -> None:
     assert of_body(wire, Dialect.CHAT) == Fields(Usage(7), stopped=True, is_final=True)
 
 
-@pytest.mark.parametrize("usage", ['{"prompt_tokens":-1}', "5", "null", '"x"', "[]", '{"prompt_tokens":"5"}'])
-@pytest.mark.parametrize("padding", ["", " " * HELD])
+@each_row("usage", ['{"prompt_tokens":-1}', "5", "null", '"x"', "[]", '{"prompt_tokens":"5"}'])
+@each_row("padding", ["", " " * HELD])
 def test_a_usage_that_is_none_hides_nothing_else(usage: str, padding: str) -> None:
     wire = f'{padding}{{"usage":{usage},"choices":[{{"finish_reason":"abort"}}]}}'.encode()
     assert of_body(wire, Dialect.CHAT) == Fields(stopped=True, is_final=True)

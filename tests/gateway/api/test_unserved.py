@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.api.routes import REFUSED, ROUTES
 from gateway.api.unserved import LONGEST, OTHER_APIS, shown, unserved
 from gateway.telemetry.access_log import line
+from tests.support.rows import each_row
 from tests.support.running import KEY, model, serving, until
 from tests.support.wire import ask, request
 
@@ -34,7 +35,7 @@ WRONG_BASE_URLS = {
 }
 
 
-@pytest.mark.parametrize("path", WRONG_BASE_URLS)
+@each_row("path", WRONG_BASE_URLS)
 def test_a_mistake_in_the_base_url_is_named(path: str) -> None:
     refusal = unserved("POST", path)
     assert refusal.code == "not_found"
@@ -46,7 +47,7 @@ def test_a_path_without_a_known_cure_is_only_named(path: str) -> None:
     assert unserved("GET", path).message == f"There is no route GET {path}."
 
 
-@pytest.mark.parametrize("path", REFUSED)
+@each_row("path", REFUSED)
 def test_a_refused_route_of_vllm_says_why(path: str) -> None:
     method, reason = REFUSED[path]
     told = f"The route {method} {path} of vLLM is not served by this gateway: {reason}."

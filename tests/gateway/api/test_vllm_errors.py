@@ -17,6 +17,7 @@ from gateway.api.errors import ERRORS, Refusal, openai_error, render
 from gateway.api.routes import ROUTES
 from gateway.api.vllm_errors import from_event, from_server
 from tests.support.examples import examples
+from tests.support.rows import each_row
 
 
 def own(message: str, kind: str = "BadRequestError", param: str | None = None, code: int = 400) -> dict[str, object]:
@@ -91,7 +92,7 @@ TABLE: dict[str, tuple[int, Any, str, str | None, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each_row("name", TABLE)
 def test_the_table(name: str) -> None:
     status, body, code, param, message = TABLE[name]
     refusal = from_server(status, orjson.dumps(body), "nope", "messages")
@@ -173,7 +174,7 @@ def refusal_of(row: dict[str, Any], *, knows_document: bool = True) -> Refusal:
     return from_server(400, orjson.dumps(row["error"]), "m", field, None, row["sent"] if knows_document else None)
 
 
-@pytest.mark.parametrize("row", CORPUS, ids=lambda row: f"{row['route']} {row['path']}")
+@each_row("row", CORPUS, ids=lambda row: f"{row['route']} {row['path']}")
 def test_the_message_names_the_wrong_field(row: dict[str, Any]) -> None:
     refusal = refusal_of(row)
     assert re.search(rf"(?<![\w.]){re.escape(row['path'])}(?![\w]|\.\w)", refusal.message), refusal.message
@@ -182,7 +183,7 @@ def test_the_message_names_the_wrong_field(row: dict[str, Any]) -> None:
     assert (refusal.code == "missing_required_parameter") == refusal.message.endswith("Field required")
 
 
-@pytest.mark.parametrize("row", CORPUS, ids=lambda row: f"{row['route']} {row['path']}")
+@each_row("row", CORPUS, ids=lambda row: f"{row['route']} {row['path']}")
 def test_nothing_is_invented_where_the_request_is_not_known(row: dict[str, Any]) -> None:
     refusal = refusal_of(row, knows_document=False)
     assert INTERNALS.search(refusal.message) is None and INTERNALS.search(refusal.param or "") is None
@@ -250,8 +251,8 @@ REQUESTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("title", RESPONSES)
-@pytest.mark.parametrize("status", [400, 500])
+@each_row("title", RESPONSES)
+@each_row("status", [400, 500])
 def test_a_response_that_vllm_refuses_is_the_servers_error(title: str, status: int) -> None:
     error = texted(title, ("dict_type", "input", "Input should be a valid dictionary"))
     refusal = from_server(status, orjson.dumps(error), "m", "messages", None, {"messages": []})
@@ -303,7 +304,7 @@ def test_the_servers_name_for_a_model_stays_inside(words: str, message: str) -> 
     assert (refusal.code, refusal.message, refusal.param) == ("invalid_value", message, "dimensions")
 
 
-@pytest.mark.parametrize("words", FLAGS)
+@each_row("words", FLAGS)
 def test_settings_of_the_server_are_the_operators(words: str) -> None:
     not_enabled = "not enabled for this model; ask the operator."
     refusal = from_server(400, orjson.dumps(own(words)), "m", "messages", None, TOOLS)

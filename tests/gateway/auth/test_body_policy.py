@@ -17,6 +17,7 @@ from gateway.api.routes import ROUTES, Body
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
 from gateway.proxy.body import Prepared, parse, prepare
 from gateway.snapshot.snapshot import BodyRules
+from tests.support.rows import each_row
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (ROUTES[f"/v1/{name}"] for name in ("chat/completions", "completions", "responses", "messages"))
 MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -36,7 +37,7 @@ def refused(document: dict[str, Any], **rules: Any) -> str | None:
     return caught.value.param
 
 
-@pytest.mark.parametrize("name", sorted(FORBIDDEN))
+@each_row("name", sorted(FORBIDDEN))
 def test_operators_may_allow_a_field(name: str) -> None:
     assert applied({name: 5}, allow=(name,)) == {name: 5}
     kwargs = {"chat_template_kwargs": {name: 5}}
@@ -115,7 +116,7 @@ def test_the_bound_of_a_prompt_on_the_chat_route() -> None:
     assert bounded({"prompt": "x", "max_output_tokens": 7}, CHAT)["max_tokens"] == 16
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
+@each_row("name", sorted(SIZES))
 def test_large_fields(name: str) -> None:
     assert refused({name: {"x": "x" * SIZES[name]}}) == name
     for fine in ({"x": "x" * (SIZES[name] - 100)}, None):
@@ -232,7 +233,7 @@ def sent(route: Any, document: dict[str, Any]) -> Prepared:
     return prepare(document, BodyPolicy(BodyRules(allow=("cache_salt", "priority")), {"priority": 1}, {"cache_salt": "x"}), route, 100, OWN)
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES.values() if route.body is Body.JSON], ids=lambda route: route.path)
+@each_row("route", [route for route in ROUTES.values() if route.body is Body.JSON], ids=lambda route: route.path)
 def test_a_keys_fields_win_over_everybodys(route: Any) -> None:
     prepared = sent(route, {"prompt": "x", "priority": 9, "cache_salt": "mine"})
     if "cache_salt" in route.takes:
@@ -260,8 +261,8 @@ def test_integers_of_64_bits(number: int) -> None:
     assert parse(b'{"seed": %d}' % number) == {"seed": number}
 
 
-@pytest.mark.parametrize("digits", [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "-1" + "0" * 307, "1" + "0" * 400, "9" * 5000], ids=len)
-@pytest.mark.parametrize("before", ["", '"z": "%s", ' % ("x" * 20_000)], ids=["short", "long"])
+@each_row("digits", [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "-1" + "0" * 307, "1" + "0" * 400, "9" * 5000], ids=len)
+@each_row("before", ["", '"z": "%s", ' % ("x" * 20_000)], ids=["short", "long"])
 def test_larger_integers_are_refused(digits: str, before: str) -> None:
     for body in ('{"seed": %s}', '{"a": [{"b": "c", "d": %s}]}', '{"a": "\\"", "seed": %s}', '{"a": [[1, 2.5, null, [%s]]]}'):
         with pytest.raises(Refusal) as caught:

@@ -14,6 +14,7 @@ from gateway.api.errors import Refusal
 from gateway.auth import keys
 from gateway.auth.keyring import Keyring
 from gateway.snapshot.snapshot import Key
+from tests.support.rows import each_row
 from tests.support.running import KEY, key
 
 MINTED = keys.mint("team-a")
@@ -36,7 +37,7 @@ RING = Keyring(
 OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anonymous=True)])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("authorization", "api_key", "closed", "opened"),
     [
         (None, None, "missing_api_key", "anybody"),

@@ -13,6 +13,7 @@ from gateway.check import preflight
 from gateway.config import Note
 from gateway.config.references import Draft
 from gateway.config.source import parse
+from tests.support.rows import each_row
 from upstream.launcher.program import why_not_executable
 from upstream.vllm import gpus, installed_vllm, known_names
 from upstream.vllm.known_names import KnownNames
@@ -27,7 +28,7 @@ def told(text: str, machine: preflight.Machine = HERE) -> list[str]:
     return ["+" * isinstance(each, Note) + str(each).removeprefix("g.yaml:").replace(".launch", "") for each in found]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "said"),
     [
         ("max-model-len: 1, tensor_parallel_size: 2, no-enable-prefix-caching: true, enable-log-requests: false", []),

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.client.addresses import Connections, Proxies, counted_as, shown
 from gateway.snapshot.snapshot import Clients
+from tests.support.rows import each_row
 from tests.support.running import model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, client, request
@@ -16,7 +17,7 @@ from tests.support.wire import COMPLETION, ask, client, request
 PROXIES = Proxies(("10.0.0.0/8", "2001:db8::/32", "::1"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("forwarded", "client_address"),
     [
         ("", "10.0.0.1"),

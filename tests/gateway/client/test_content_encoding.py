@@ -20,6 +20,7 @@ from gateway.system.steps import finished
 from tests.gateway.proxy.test_form import BOUNDARY, FILE, form
 from tests.gateway.proxy.test_form import MODEL as MODEL_PART
 from tests.support import zstd
+from tests.support.rows import each_row
 from tests.support.running import MODEL, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request
@@ -75,7 +76,7 @@ BROKEN: dict[str, tuple[bytes, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@each_row("name", BROKEN)
 def test_what_is_not_valid(name: str) -> None:
     data, encoding, words = BROKEN[name]
     with pytest.raises(Refusal, match=words) as caught:

@@ -18,6 +18,7 @@ from gateway.config.models import Section
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
 from gateway.config.values import KeyHash
 from tests.support.certificates import certificate
+from tests.support.rows import each_row
 
 HASH = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 CANARY = "canary-9f2c41"
@@ -250,7 +251,7 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "5", 5, 5.0, True, None, "-1s", "1 s", "s", "1s1s", "٣s", "1e3s", "1S", "inf s", "1MiB ", "1s\n", []])
+@each_row("text", ["", "5", 5, 5.0, True, None, "-1s", "1 s", "s", "1s1s", "٣s", "1e3s", "1S", "inf s", "1MiB ", "1s\n", []])
 def test_quantities_without_a_visible_unit_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="with its unit"):
         parse_duration(text)

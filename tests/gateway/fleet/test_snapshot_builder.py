@@ -21,6 +21,7 @@ from gateway.fleet.observed_servers import (
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.snapshot import BodyRules, Queue
 from tests.gateway.config.test_models import HASH
+from tests.support.rows import each_row
 from upstream.balancing.server import Condition
 from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
@@ -131,8 +132,8 @@ def test_an_adapter_is_a_model_on_the_servers_of_its_base(tmp_path: Path) -> Non
 UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 
 
-@pytest.mark.parametrize("up", [None, True, False])
-@pytest.mark.parametrize("stage", [None, *LaunchState])
+@each_row("up", [None, True, False])
+@each_row("stage", [None, *LaunchState])
 def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
     observed = ObservedServers(
         {} if stage is None else {"s": status("s", stage)}, {} if up is None else {"s": ServerHealth("s", up)}, {}

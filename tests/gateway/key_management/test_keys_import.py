@@ -9,6 +9,7 @@ import pytest
 
 from gateway.auth.keys import hash_of, mint
 from gateway.key_management.keys_import import BadLineError, read_keys, sort_keys
+from tests.support.rows import each_row
 
 KEY = mint("team-a")
 FIRST, SECOND, THIRD = (f"sk-{word}-0123456789" for word in ("first", "second", "third"))
@@ -36,7 +37,7 @@ def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
     assert {one.entry["hash"]: one.entry["id"] for one in read_keys(text)} == {hash_of(token): owner for token, owner in named.items()}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "said"),
     [
         (f"{FIRST}\nsk two words of text\n", "line 2 is no key: expected a key, or id,key, of 16 to 512 visible characters"),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.key_management.yaml_edit import UneditableError, append_entries, set_member, stanza
+from tests.support.rows import each_row
 
 H1, H2, H3 = (f"sha256:{letter * 64}" for letter in "abc")
 ENTRY = {"id": "team-b", "hash": H2, "models": ["Qwen/*", "x"], "limits": {"requests_per_minute": 6}}
@@ -40,7 +41,7 @@ def test_an_entry_goes_behind_the_last_one_and_comments_stay_where_they_are() ->
     assert yaml.safe_load(made)["keys"][1] == ENTRY
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "path"),
     [
         ("keys: []\n", ("keys",)),

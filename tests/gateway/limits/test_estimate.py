@@ -11,12 +11,13 @@ from gateway.api.errors import Refusal
 from gateway.api.usage import Usage
 from gateway.limits.estimate import Outcome, TokenEstimate, amounts_of, apply_max_tokens, counts_as_request, estimate, used_tokens
 from gateway.limits.rules import Amounts
+from tests.support.rows import each_row
 
 BATCH = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "fields", "completion"),
     [
         (CHAT, {}, 1024),
@@ -69,7 +70,7 @@ URL = "data:;base64," + "A" * 40_000
 PLAIN = "data:text/plain," + "A" * 40_000  # as long as a text, which it is
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("document", "media"),
     [
         ({"messages": [{"role": "user", "content": ";base64," + "A" * 40_000}]}, 0),
@@ -148,7 +149,7 @@ def test_costs() -> None:
 WHOLE = Outcome(reached_server=True, status=200, usage=None, events=0, incomplete=None)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("what", "counts"),
     [
         ({"usage": Usage(30, 7)}, (30, 7)),

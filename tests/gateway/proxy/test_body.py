@@ -19,6 +19,7 @@ from gateway.proxy.body import MAX_DEPTH, Prepared, _marks_outside_strings, merg
 from gateway.proxy.body import prepare as prepared_by
 from gateway.snapshot.snapshot import Key, Model
 from gateway.system.steps import finished
+from tests.support.rows import each_row
 
 JSON_ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
 CHAT, COMPLETIONS = ROUTES["/v1/chat/completions"], ROUTES["/v1/completions"]
@@ -91,8 +92,8 @@ def test_what_is_authorized_is_what_is_dispatched(models: list[Any], extra: Any,
     assert (extra if extra is not None else models[-1]) == "tiny"
 
 
-@pytest.mark.parametrize("name", sorted(FORBIDDEN))
-@pytest.mark.parametrize("value", [0, 1, "", "x", {}, []])
+@each_row("name", sorted(FORBIDDEN))
+@each_row("value", [0, 1, "", "x", {}, []])
 def test_a_forbidden_field_with_any_value(name: str, value: object) -> None:
     if name in REFUSED:
         with pytest.raises(Refusal) as caught:

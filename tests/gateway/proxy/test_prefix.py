@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.proxy.prefix import HEAD, affinity_key
 from tests.support.examples import examples
+from tests.support.rows import each_row
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -52,7 +53,7 @@ APART: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "other"), ALIKE)
+@each_row(("one", "other"), ALIKE)
 def test_what_begins_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert affinity_key(one) == affinity_key(other) is not None
 

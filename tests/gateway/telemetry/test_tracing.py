@@ -31,6 +31,7 @@ from tests.gateway.telemetry.test_metrics import record
 from tests.support.collector import Collector, collector
 from tests.support.collector import attributes as plain
 from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.rows import each_row
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, DONE, ROLE, ask, chat, request
@@ -177,7 +178,7 @@ async def test_neither_key_nor_prompt_is_in_a_span(collected: Collector) -> None
     assert CANARY.encode() not in written and KEY.encode() not in written
 
 
-@pytest.mark.parametrize(
+@each_row(
     "given",
     [
         "", "00", TRACEPARENT + "-00", TRACEPARENT.upper(), f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01",

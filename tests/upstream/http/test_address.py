@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.rows import each_row
 from upstream.http.address import Address
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "address", "authority", "shown"),
     [
         ("http://10.0.0.5:8000", Address("10.0.0.5", 8000), "10.0.0.5:8000", "http://10.0.0.5:8000"),
@@ -31,7 +32,7 @@ def test_what_is_read(url: str, address: Address, authority: str, shown: str) ->
     assert Address.parse(str(address)) == address
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     ["", "a:1", "ftp://a", "http://", "http:///x", "http://a:b", "http://a:70000", "http://user@a", "http://:secret@a", "http://a?x=1", "http://a#b",
      "unix:", "unix://", "http://[::1", "http://a b", "http://a\r\nx: y", "http://a/b\r\nx: y", "http://a/b c", "http://a/\u00e4", "http://a..b"],

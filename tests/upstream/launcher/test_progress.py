@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.rows import each_row
 from upstream.launcher.progress import MOST, progress
 
 LOADING = "\rLoading safetensors checkpoint shards:   0% Completed | 0/2 [00:00<?, ?it/s]\n"
@@ -11,7 +10,7 @@ WARNED = "(Worker pid=1197) WARNING 11-21 14:37:21 [utils.py:333] Attempted to l
 BAR = "\rLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:03<00:03, 3.10s/it]"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "shown"),
     [
         ("", ""),

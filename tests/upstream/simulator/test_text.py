@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from tests.support.rows import each_row
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.text import json_schema, tokenizer
@@ -54,7 +55,7 @@ SCHEMAS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("given_schema", "wanted"), SCHEMAS)
+@each_row(("given_schema", "wanted"), SCHEMAS)
 def test_a_schema_has_a_small_instance(given_schema: dict[str, Any], wanted: Any) -> None:
     assert json_schema.instance(given_schema, Speaker(0)) == wanted
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.rows import each_row
 from upstream.http.address import Address
 from upstream.vllm.command_line import Adapter, ArgumentValue, LaunchSettings, address_for, command_line, problems
 
@@ -34,7 +35,7 @@ def test_tcp_is_host_and_port() -> None:
     assert words(Address(port=8123))[6:] == ("--host", "127.0.0.1", "--port", "8123")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         (True, ("--a-flag",)),
@@ -105,7 +106,7 @@ def test_secrets_are_in_no_word_and_no_repr() -> None:
     assert "hf_canary" not in repr(line) + repr(secret)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "place"),
     [
         (settings(api_key="x"), "args.api-key"),

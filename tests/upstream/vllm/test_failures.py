@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.rows import each_row
 from upstream.vllm.failures import CAUSES, LINE_LENGTH, ProcessExit, find_cause
 
 EXIT = ProcessExit("exit code 1", 1)
@@ -119,7 +120,7 @@ def noise() -> Iterable[str]:
     yield "resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects to clean up"
 
 
-@pytest.mark.parametrize("said", [*PROVOKED, *PUBLISHED], ids=lambda said: f"{said.code}: {said.line[:50]}")
+@each_row("said", [*PROVOKED, *PUBLISHED], ids=lambda said: f"{said.code}: {said.line[:50]}")
 def test_the_line_that_says_why_is_found_above_the_end(said: Said) -> None:
     cause = find_cause(in_a_log(said.line), EXIT)
     assert cause.code == said.code
@@ -148,7 +149,7 @@ def test_a_log_without_an_error_has_no_cause_to_show() -> None:
         assert (cause.code, cause.headline) == ("unknown", "")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ended", "log", "code"),
     [
         (ProcessExit("killed", -9, 1), "KeyError: 'x'", "killed_for_memory"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ports import refusing
+from tests.support.rows import each_row
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.http.address import Address
@@ -39,7 +40,7 @@ FAILED = ProbeResult(False, "GET /health: status 503")
 REFUSED = ProbeResult(False, "refused", conclusive=True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "seen", "after"),
     [
         (None, ProbeResult(True), ProbeHistory(ServerHealth("s", True))),

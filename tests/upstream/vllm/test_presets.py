@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.rows import each_row
 from upstream.vllm import known_names
 from upstream.vllm.presets import PRESETS, preset_for, with_preset
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "preset"),
     [
         ("Qwen/Qwen3-0.6B", "qwen3"),

@@ -15,6 +15,7 @@ from gateway.api.reference import page, words
 from gateway.api.routes import ENDPOINTS, ROUTES, Body, Dialect
 from gateway.auth.body_policy import FORBIDDEN, MOST
 from tests.support.described import answer_problems, described, request_problems
+from tests.support.rows import each_row
 
 DOCUMENT = described()
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -50,7 +51,7 @@ def test_every_code_is_told_with_its_status_and_no_other() -> None:
     assert SCHEMAS["Error"]["properties"]["error"]["properties"]["code"]["enum"] == list(ERRORS)
 
 
-@pytest.mark.parametrize("code", ERRORS)
+@each_row("code", ERRORS)
 def test_errors_have_the_shape_that_is_told(code: str) -> None:
     refusal = Refusal(code, "-", param="model")
     for name, error in (("Error", openai_error(refusal)), ("MessagesError", anthropic_error(refusal))):
@@ -91,7 +92,7 @@ def request_name(path: str) -> str:
     return str(kind["schema"]["$ref"].rpartition("/")[2])
 
 
-@pytest.mark.parametrize("path", [path for path, route in ROUTES.items() if route.body is Body.JSON])
+@each_row("path", [path for path, route in ROUTES.items() if route.body is Body.JSON])
 def test_the_examples_are_what_is_asked_for(path: str) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     assert request_problems(path, example) == []
