@@ -18,7 +18,7 @@ from gateway.api.errors import ERRORS
 from gateway.api.reference.shapes import read
 from gateway.api.routes import ROUTES
 from gateway.config import schema
-from gateway.limits.messages import _WORDS
+from gateway.limits.messages import _NAMES
 from gateway.limits.redis_store import COUNTED_LIMITS
 from gateway.snapshot.snapshot import Limits
 from gateway.telemetry.metrics import FAMILIES, PREFIX
@@ -119,7 +119,7 @@ KINDS = {
         (
             Place("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
             Place("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
-            Place("gateway/limits/messages.py, _WORDS", lambda: _WORDS, "add the text of its refusal"),
+            Place("gateway/limits/messages.py, _NAMES", lambda: _NAMES, "add the text of its refusal"),
             Place("docs/limits.md", described("docs/limits.md"), "add a row"),
         ),
     ),

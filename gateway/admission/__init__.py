@@ -1,5 +1,5 @@
-"""Which requests enter, and in which order they wait: in-flight limits, queues, fair queueing, memory for bodies.
+"""Decide when a request may proceed: concurrency limits, queues for models, and the memory for request bodies.
 
-It counts requests, not tokens or money; those belong to ``limits``.
-Start with ``inflight`` for the bounds and ``queue`` for waiting.
+It owns what one worker holds at once; rates and budgets are in ``limits``. Nothing here reads a request or sends one. Start with
+``inflight``, the limit on all requests; ``queue`` has a queue per model, whose order is that of ``fair_queue``.
 """

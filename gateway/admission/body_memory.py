@@ -1,8 +1,8 @@
-"""How much of requests' bodies a worker holds in memory at once, and how much of that may be one key's.
+"""Limit the memory for request bodies of a worker, and each key's part of it.
 
-The rules: a body above ``FREE`` bytes takes what it needs before it is kept, and gives it back when its request is over, however
-it ended; small ones are not counted, since there are no more of them than connections. A key's first body may have all that is
-free; with more of them it gets what leaves free a ``_TIMES_FREE``th of what it has, so others find room whatever it does.
+The rules: a body larger than ``FREE`` reserves its memory before it is stored, and releases it when its request ends, however it
+ends. Small bodies are not counted; there are no more of them than connections. A key's first body may use all that is free. With
+more bodies, a ``_TIMES_FREE``th of what the key has must stay free, so other keys find memory.
 """
 
 from __future__ import annotations
@@ -10,42 +10,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FREE = 64 * 1024
-"""Bytes of a body that are not counted."""
+"""Body bytes that need no memory reservation."""
 _TIMES_FREE = 4
 
 
 @dataclass(slots=True)
 class _HeldBodies:
-    """What one holder has."""
+    """What one holder has reserved."""
 
     size: int = 0
     bodies: int = 0
 
 
 class BodyMemory:
-    """A number of bytes, of which requests take a part."""
+    """A number of bytes that requests reserve parts of."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._shares: dict[str, _HeldBodies] = {}
+        self._held_by: dict[str, _HeldBodies] = {}
 
     def reserve(self, size: int, holder: str, *, more: bool = False) -> bool:
-        """Take so many bytes for a body of a holder, or ``more`` for one that has some; False, and nothing is taken, where it may not."""
-        share, left = self._shares.get(holder) or _HeldBodies(), self.limit - self.held - size
-        if left < 0 or (share.bodies > more and share.size + size > _TIMES_FREE * left):
+        """Reserve bytes for a body of a holder, or ``more`` for a body that has some. Returns False, and reserves nothing, if it may
+        not.
+        """
+        held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
+        if free < 0 or (held.bodies > more and held.size + size > _TIMES_FREE * free):
             return False
         self.held += size
-        share.size += size
-        share.bodies += not more
-        self._shares[holder] = share
+        held.size += size
+        held.bodies += not more
+        self._held_by[holder] = held
         return True
 
     def release(self, size: int, holder: str) -> None:
-        """Give back what was taken for a body."""
-        share = self._shares[holder]
+        """Release what a body has reserved."""
+        held = self._held_by[holder]
         self.held -= size
-        share.size -= size
-        share.bodies -= 1
-        if not share.bodies:
-            del self._shares[holder]
+        held.size -= size
+        held.bodies -= 1
+        if not held.bodies:
+            del self._held_by[holder]

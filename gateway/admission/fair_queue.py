@@ -1,10 +1,10 @@
-"""In which order those go on that wait for the same thing: start-time fair queueing (Goyal, Vin and Cheng, 1996), by requests.
+"""Order waiting requests by start-time fair queueing (Goyal, Vin and Cheng, 1996), counted in requests.
 
-Who waits belongs to a flow with a weight. The rules: flows that keep waiting go on in proportion to their weights, to within one
-request each, however many wait in each of them; within a flow the order is that of arrival; who leaves costs his flow nothing;
-when there is no place for one more, the flow that has most for its weight gives one up, but never its last.
+A waiting item belongs to a flow with a weight. The rules: flows that keep waiting are served in proportion to their weights, to
+within one request each, however many items each has. Within a flow the order is that of arrival. Removing an item does not charge
+its flow. If the queue is full, the flow with the most items for its weight gives one up, but never its last.
 
-Pure: no clock, no I/O. What is done costs time in proportion to the number of flows that wait, not of those who wait.
+Pure: no clock, no I/O. The cost grows with the number of waiting flows, not of waiting items.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _Flow(Generic[T]):
-    """Those of one flow, in order, with the time since when each waits. ``start`` is when the first one's turn begins, in virtual time."""
+    """The items of one flow in order, with the time since when each waits. ``start`` is the virtual start time of the first."""
 
     __slots__ = ("key", "start", "waiting", "weight")
 
@@ -27,23 +27,24 @@ class _Flow(Generic[T]):
         self.waiting: dict[T, float] = {}
 
     def add(self, item: T, since: float) -> None:
+        """Add an item in the order of waiting."""
         latest = next(reversed(self.waiting.values()), since)
         self.waiting[item] = since
-        if since < latest:  # it had had its turn before, to no avail
+        if since < latest:  # it was dispatched before and came back without a server
             self.waiting = dict(sorted(self.waiting.items(), key=lambda pair: pair[1]))
 
     def share(self) -> float:
-        """How many wait for their weight."""
+        """Return the number of items divided by the weight."""
         return len(self.waiting) / self.weight
 
 
 class FairQueue(Generic[T]):
-    """Those who wait. Virtual time begins anew whenever nobody does."""
+    """The waiting items. Virtual time restarts when the queue is empty."""
 
     def __init__(self) -> None:
         self._flows: dict[str, _Flow[T]] = {}
         self._ended: dict[str, float] = {}
-        """The virtual time at which the last turn of a flow ended in which nobody waits now."""
+        """The virtual time at which the last dispatch of a flow without waiting items ended."""
         self._now = 0.0
         self._size = 0
 
@@ -51,16 +52,16 @@ class FairQueue(Generic[T]):
         return self._size
 
     def __iter__(self) -> Iterator[T]:
-        """Everybody, in no order between flows."""
+        """Iterate over all items, in no order between flows."""
         return (item for flow in self._flows.values() for item in flow.waiting)
 
     @property
     def oldest(self) -> float | None:
-        """Since when the one waits who came first."""
+        """Since when the oldest item waits; None if the queue is empty."""
         return min((next(iter(flow.waiting.values())) for flow in self._flows.values()), default=None)
 
     def put(self, item: T, key: str, weight: float, since: float) -> None:
-        """Have one more wait in the flow of a key, behind those of it who came before."""
+        """Add an item to the flow of a key, behind the earlier ones."""
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = _Flow(key, weight, max(self._now, self._ended.pop(key, 0.0)))
@@ -69,7 +70,7 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def pop(self) -> T:
-        """Whose turn it is. Raises ValueError when nobody waits."""
+        """Remove and return the next item. Raises ValueError if the queue is empty."""
         flow = min(self._flows.values(), key=lambda flow: flow.start)
         item = next(iter(flow.waiting))
         self._now = flow.start
@@ -78,14 +79,14 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, item: T, key: str) -> None:
-        """One leaves without having had his turn. Raises KeyError for one who does not wait."""
+        """Remove an item that was not dispatched. Raises KeyError if it does not wait."""
         self._remove_from(self._flows[key], item)
 
     def displaced_by(self, key: str, weight: float) -> T | None:
-        """Who would have to leave for one more of this flow, when there is no place: None when that one has to.
+        """Return the item that a new item of this flow would displace if the queue is full; None: the new item is refused.
 
-        It is the latest of the flow that has most for its weight; a flow in which nobody waits gets its first place from any
-        that has two.
+        It is the latest item of the flow with the most items for its weight. A flow without items may displace one of any flow that
+        has two.
         """
         own = self._flows.get(key)
         largest = max((flow for flow in self._flows.values() if len(flow.waiting) > 1), key=_Flow.share, default=None)

@@ -1,8 +1,9 @@
-"""How much is let in: each worker's part of the bounds that the configuration sets for the whole gateway.
+"""Limit concurrent requests: each worker's part of the limits that the configuration sets for the whole gateway.
 
-The rule: the parts of all workers are exactly the whole, where it is enough for one each, so a bound holds without the workers' asking
-each other. The bound on all requests together is judged before the body is read, and nobody waits for it; that on a server is kept by
-its pool (upstream/balancing/pool.py), and who finds all servers full waits in their model's room (waiting.py).
+The rule: the parts of all workers add up to the whole, if that is enough for one each. So a limit holds without communication
+between workers. The limit on all requests is checked before the body is read, and no request is queued for it. The limit of a
+server is kept by its pool (upstream/balancing/pool.py); if all servers are at capacity, the request is queued for its model
+(queue.py).
 """
 
 from __future__ import annotations
@@ -10,25 +11,27 @@ from __future__ import annotations
 from gateway.api.errors import Refusal
 
 _TIMES_FREE = 4
-"""While others want in, a key may have so many times what is free: one key four fifths of all, two keys four ninths each."""
+"""While capacity is short, a key may have this many times what is free: one key 4/5 of all, two keys 4/9 each."""
 _LITTLE = 0.25
-"""A key with less than this part of the whole is one that others must leave room for."""
+"""A key with less than this part of the whole is light. Other keys must leave capacity for it."""
 _REMEMBERED = 60.0
-"""Seconds for which room is left after the last request of such a key."""
+"""Seconds for which capacity is reserved after the last request of a light key."""
 
 
 def worker_share(whole: int, number: int, of: int) -> int:
-    """How much of a bound is worker ``number``'s, of so many workers; the first ones get what cannot be divided. It is never nothing:
-    a bound for fewer workers may be read while those before serve on, until the restart that their number needs."""
+    """Return a worker's part of a limit. The first workers get what cannot be divided.
+
+    It is at least 1: a configuration with fewer slots than workers may apply before the restart that changes their number.
+    """
     return max(whole // of + (number % of < whole % of), 1)
 
 
 class ConcurrencyLimit:
-    """The bound on all requests of a worker.
+    """The limit on all requests of a worker.
 
-    A key that is alone may have all of it. When it is full and somebody is turned away who has little, what is free is shared out by
-    a threshold that moves with it (Choudhury and Hahne, 1998): who has much comes in no more until enough is free for others, and as
-    his requests end there is. Nobody is counted but the one who asks.
+    A single key may use all of it. When it is full and a light key is refused, free capacity is shared by a dynamic threshold
+    (Choudhury and Hahne, 1998): heavy keys are rejected until enough capacity is free, which comes as their requests finish.
+    Nothing is counted for keys other than the one that asks.
     """
 
     __slots__ = ("_most", "_shared_until")
@@ -37,12 +40,13 @@ class ConcurrencyLimit:
         self._most = most
         self._shared_until = 0.0
 
-    def admit(self, under_way: int, own: int, now: float) -> None:
-        """Let a request in, which is one of so many under way in this worker, and whose key has ``own`` of the others.
+    def admit(self, in_flight: int, own: int, now: float) -> None:
+        """Admit a request, or raise Refusal overloaded.
 
-        ``now`` is ``time.monotonic``. Raises Refusal overloaded.
+        ``in_flight`` counts the requests of this worker with this one, ``own`` the others of its key; ``now`` is
+        ``time.monotonic``.
         """
-        free = self._most - under_way + 1
+        free = self._most - in_flight + 1
         if own < _LITTLE * self._most and (free <= 0 or now < self._shared_until):
             self._shared_until = now + _REMEMBERED
         if free <= 0 or (now < self._shared_until and own >= _TIMES_FREE * free):

@@ -1,6 +1,6 @@
-"""Tickets: how many requests of each key are in flight.
+"""Count the requests of each key that are in flight.
 
-The rule: a ticket is a ``with``; leaving it, on whatever way, gives it back once.
+The rule: a slot is a ``with``; leaving it, however, frees it once.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from gateway.snapshot.snapshot import Key
 
 
 class InflightCounts:
-    """Requests in flight by key. A key has its ticket from its first request on, for as long as the worker lives."""
+    """Requests in flight by key. A key's slot exists from its first request on, as long as the worker lives."""
 
     def __init__(self) -> None:
         self._slots: dict[str, InflightSlot] = {}
 
     @property
     def in_flight(self) -> int:
-        """How many requests are admitted."""
-        return sum(ticket.in_flight for ticket in self._slots.values())
+        """Number of requests in flight."""
+        return sum(slot.in_flight for slot in self._slots.values())
 
     def slot(self, key: Key) -> InflightSlot:
-        """Admit a request of a key for the length of a ``with``."""
+        """Return the slot of a key; a request holds it in a ``with``."""
         return self._slots.get(key.id) or self._slots.setdefault(key.id, InflightSlot())
 
 
 class InflightSlot:
-    """A key's requests in flight. Any number of ``with`` may be in it at a time: it holds no more than their number."""
+    """A key's requests in flight. Any number of ``with`` blocks may hold it at once."""
 
     __slots__ = ("in_flight",)
 

@@ -18,7 +18,7 @@ _LONGEST = 18  # digits of a number that is surely below ``MOST``
 _LONG = 4300  # digits that pydantic reads at most, leading zeros aside
 
 
-def whole(value: Any) -> int | None:
+def lax_int(value: Any) -> int | None:
     """A member of a JSON object as a whole number; None for what is none."""
     kind = type(value)
     if kind is int or kind is bool:

@@ -1,8 +1,8 @@
-"""What keys may use: counted when a request comes, and set right when it is over.
+"""Rate limits and budgets of keys: reserved when a request arrives, settled when it finishes.
 
-The rule: what was taken for a request is settled once, on whatever way it ends. ``rules`` decides and knows no clock and
-no memory; ``meters`` keeps the counts in memory that all workers of a gateway share, ``store`` in a Redis that several
-gateways share; a ``Reservation`` is one request's share in both.
+The rule: what was reserved for a request is settled exactly once, however the request ends. Nothing here sends a request or knows
+HTTP. Start with ``rules``, which decides; ``buckets`` keeps the counts in memory that all workers share, ``redis_store`` in a Redis
+that several gateways share; a ``Reservation`` is what one request has reserved in either.
 """
 
 from gateway.limits.limiter import Limiter

@@ -1,12 +1,12 @@
-"""The meters of a gateway: what each holder of limits has used, in memory that all its workers share.
+"""Count what each holder of limits has used, in memory that all workers of a gateway share.
 
-An anonymous memory file that control makes and workers inherit, as with the scoreboards; here all of them write. The rules:
-whoever reads in order to write holds the file's lock, which the system takes back from a process that dies; requests in
-flight are counted apart for each worker, so that the successor of one that died begins with none; a meter is found by
-what its holder is called, so counts outlive a reload and a worker.
+Control creates an anonymous memory file, which the workers inherit and write. The rules: a process that reads in order to write
+holds the file lock, which the kernel releases if the process dies. Requests in flight are counted separately for each worker, so
+the successor of a worker that died starts with none. Counts are found by the name of their holder, so they survive a reload and a
+worker.
 
-Layout, little-endian: u64 workers, u64 meters, then for each meter 32 bytes of the name's SHA-256, its numbers as float64
-(``rules``), and for each worker a float64 of what it has in flight.
+Layout, little-endian: u64 workers, u64 holders; then for each holder the SHA-256 of its name (32 bytes), its counts as float64 (see
+``rules``), and for each worker a float64 of what it has in flight.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gateway.limits import rules
 from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Moment, is_longer
 from gateway.snapshot.snapshot import Limits
 
-_ROOM = 64 * 1024 * 1024  # bytes of address space; memory is used only for what is written (the file is sparse)
+_CAPACITY = 64 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
 _HEAD = struct.Struct("<QQ")
 _DIGEST = 32
 _CELL = 8  # bytes of a float64
 
 
 class Holder(NamedTuple):
-    """One who has limits, and where the counts are: ``meter`` is the first cell of its meter in ``Buckets``."""
+    """A holder of limits. ``offset`` is the first cell of its counts in ``Buckets``."""
 
     name: str
     limits: Limits
@@ -39,11 +39,11 @@ class Holder(NamedTuple):
 
 
 class BucketsFullError(Exception):
-    """There is no room for another holder."""
+    """The memory has no capacity for another holder."""
 
 
 class Buckets:
-    """The memory as one worker sees it. ``fd`` is what a child process inherits; -1 where it is this process's alone."""
+    """The shared counts as one worker sees them. ``fd`` is inherited by child processes; -1: not shared."""
 
     def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int = 0) -> None:
         self.fd = fd
@@ -54,7 +54,7 @@ class Buckets:
         self._own = SIZE + worker
         self._size: int = _DIGEST + _CELL * (SIZE + self._workers)
         self._offsets: dict[bytes, int] = {}
-        self._lock = Lock() if self._is_alone else _Lock(fd)  # of one worker there is one thread: the cheapest that can be held
+        self._lock = Lock() if self._is_alone else _Lock(fd)  # a single worker has one thread, so the cheapest lock will do
         with self._lock:
             self._find_new_holders()
             for place in self._offsets.values():
@@ -62,23 +62,23 @@ class Buckets:
 
     @classmethod
     def private(cls) -> Buckets:
-        """Meters for a worker that shares them with no other."""
-        memory = mmap.mmap(-1, _ROOM)
+        """Create counts for a single worker."""
+        memory = mmap.mmap(-1, _CAPACITY)
         _HEAD.pack_into(memory, 0, 1, 0)
         return cls(memory)
 
     @classmethod
     def create(cls, name: str, workers: int) -> Buckets:
-        """A new file without any meter, for so many workers."""
+        """Create an empty file for a number of workers."""
         fd = os.memfd_create(name)
-        os.ftruncate(fd, _ROOM)
+        os.ftruncate(fd, _CAPACITY)
         os.pwrite(fd, _HEAD.pack(workers, 0), 0)
-        return cls(mmap.mmap(fd, _ROOM), fd)
+        return cls(mmap.mmap(fd, _CAPACITY), fd)
 
     @classmethod
     def inherited(cls, fd: int, worker: int) -> Buckets:
-        """A file that another process has made, for the worker of this number, which has nothing in flight yet."""
-        return cls(mmap.mmap(fd, _ROOM), fd, worker)
+        """Map the file of another process for this worker, which has nothing in flight yet."""
+        return cls(mmap.mmap(fd, _CAPACITY), fd, worker)
 
     def close(self) -> None:
         self.cells.release()
@@ -86,17 +86,17 @@ class Buckets:
         if self.fd >= 0:
             os.close(self.fd)
 
-    # Places
+    # Holders
 
     def holder(self, name: str, limits: Limits, part: float = 1.0) -> Holder:
-        """A holder with its meter, which is made for the first who asks, in a part of the room. Raises MetersFullError."""
+        """Return a holder; its counts are created for the first request, in a part of the memory. Raises BucketsFullError."""
         digest = sha256(name.encode()).digest()
         with self._lock:
             self._find_new_holders()
             return Holder(name, limits, self._offsets.get(digest) or self._append(digest, part))
 
     def _find_new_holders(self) -> None:
-        """Learn of meters that other workers have made."""
+        """Index the holders that other workers have added."""
         _, count = _HEAD.unpack_from(self._map)
         for number in range(len(self._offsets), count):
             start = _HEAD.size + number * self._size
@@ -106,7 +106,7 @@ class Buckets:
         count = len(self._offsets)
         start = _HEAD.size + count * self._size
         if start + self._size > len(self._map) * part:
-            raise BucketsFullError(f"there are {count} holders of limits")
+            raise BucketsFullError(f"no capacity for another holder of limits: there are {count}")
         self._map[start : start + self._size] = digest + bytes(self._size - _DIGEST)
         _HEAD.pack_into(self._map, 0, self._workers, count + 1)
         self._offsets[digest] = (start + _DIGEST) // _CELL
@@ -114,54 +114,56 @@ class Buckets:
 
     # Counts
 
-    def in_flight(self, meter: int) -> float:
-        """Requests of a holder that are under way, in all workers."""
-        slots = meter + SIZE
+    def in_flight(self, offset: int) -> float:
+        """Return a holder's requests in flight in all workers."""
+        slots = offset + SIZE
         return self.cells[slots] if self._is_alone else sum(self.cells[slots : slots + self._workers])
 
     def full_times(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
-        """When each holder's buckets of requests and of tokens are full again."""
+        """Return for each holder when its buckets of requests and of tokens are full."""
         cells = self.cells
         return [(holder.limits, cells[holder.offset + REQUESTS], cells[holder.offset + TOKENS]) for holder in holders]
 
     def _longest_refusal(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> tuple[Holder, ExceededLimit] | None:
-        """Who of several refuses for the longest time."""
+        """Return the holder that refuses for the longest time."""
         worst: tuple[Holder, ExceededLimit] | None = None
-        for holder, ask in wanted:
-            refusal = rules.exceeded_limit(holder.limits, self.cells, holder.offset, self.in_flight(holder.offset), ask, at)
+        for holder, amounts in wanted:
+            refusal = rules.exceeded_limit(holder.limits, self.cells, holder.offset, self.in_flight(holder.offset), amounts, at)
             if refusal is not None and (worst is None or is_longer(refusal, worst[1])):
                 worst = holder, refusal
         return worst
 
     def reserve(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, ends: dict[int, float]) -> tuple[Holder, ExceededLimit] | None:
-        """Take what is asked of each holder; or nothing, if one refuses, which is told with its reason. ``ends``: as in ``rules.admit``."""
+        """Reserve amounts from each holder, or nothing; then return the holder that refuses and its limit. ``ends``: see
+        ``rules.admit``.
+        """
         cells = self.cells
         with self._lock:
             if len(wanted) > 1 and (worst := self._longest_refusal(wanted, at)) is not None:
                 return worst
-            for holder, ask in wanted:
-                meter, slots = holder.offset, ask.slots
-                refusal = rules.admit(holder.limits, cells, meter, self.in_flight(meter) if slots else 0, ask, at, ends)
+            for holder, amounts in wanted:
+                offset, slots = holder.offset, amounts.slots
+                refusal = rules.admit(holder.limits, cells, offset, self.in_flight(offset) if slots else 0, amounts, at, ends)
                 if refusal is not None:
                     return holder, refusal
                 if slots:
-                    cells[meter + self._own] += slots
+                    cells[offset + self._own] += slots
         return None
 
     def settle(
         self, reserved: Iterable[tuple[Holder, Amounts]], ends: Mapping[int, float], used: Amounts, then: Moment, now: float
     ) -> None:
-        """Put what was used in the place of what was reserved at a moment, of each holder."""
+        """Replace what was reserved at ``then`` by what was used."""
         cells = self.cells
         with self._lock:
-            for holder, ask in reserved:
-                rules.settle(holder.limits, cells, holder.offset, ask, used, ends, now, then)
-                if ask.slots:
-                    cells[holder.offset + self._own] -= ask.slots
+            for holder, amounts in reserved:
+                rules.settle(holder.limits, cells, holder.offset, amounts, used, ends, now, then)
+                if amounts.slots:
+                    cells[holder.offset + self._own] -= amounts.slots
 
 
 class _Lock:
-    """The file's lock among processes (POSIX, so the system keeps no lock of a dead one)."""
+    """The file lock among processes. It is a POSIX lock, so the kernel releases it when its process dies."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,7 +1,7 @@
-"""How limits stand, as headers in OpenAI's words: ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. Pure.
+"""Write the state of limits as OpenAI's headers: ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. Pure.
 
-Source: OpenAI's guide on rate limits. ``reset`` is the time until all of the limit is there again, as Go writes
-durations: ``17ms``, ``1s``, ``6m0s``.
+Source: OpenAI's guide on rate limits. ``reset`` is the time until all of the limit is available again, as Go writes durations:
+``17ms``, ``1s``, ``6m0s``.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from gateway.limits.rules import BucketState, bucket_state
 from gateway.snapshot.snapshot import Limits
 
 
-def header_lines(found: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
-    """Header lines for the tightest limit of each kind; none for a kind that is not limited.
+def header_lines(buckets: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
+    """Return header lines for the tightest limit of each kind; none for a kind without limits.
 
-    ``found``: limits, and when their buckets of requests and of tokens are full again.
+    ``buckets``: limits, and when their buckets of requests and of tokens are full again.
     """
     requests: BucketState | None = None
     tokens: BucketState | None = None
-    for limits, requests_full, tokens_full in found:
+    for limits, requests_full, tokens_full in buckets:
         if limits.requests_per_minute is not None:
-            shown = bucket_state(limits.requests_per_minute, requests_full, now)
-            requests = shown if requests is None else _tighter(requests, shown)
+            state = bucket_state(limits.requests_per_minute, requests_full, now)
+            requests = state if requests is None else _tighter(requests, state)
         if limits.tokens_per_minute is not None:
-            shown = bucket_state(limits.tokens_per_minute, tokens_full, now)
-            tokens = shown if tokens is None else _tighter(tokens, shown)
-    said = b"" if requests is None else _REQUESTS % (requests.limit, requests.remaining, duration(requests.reset))
-    return said if tokens is None else said + _TOKENS % (tokens.limit, tokens.remaining, duration(tokens.reset))
+            state = bucket_state(limits.tokens_per_minute, tokens_full, now)
+            tokens = state if tokens is None else _tighter(tokens, state)
+    lines = b"" if requests is None else _REQUESTS % (requests.limit, requests.remaining, duration(requests.reset))
+    return lines if tokens is None else lines + _TOKENS % (tokens.limit, tokens.remaining, duration(tokens.reset))
 
 
 def _tighter(one: BucketState, other: BucketState) -> BucketState:
@@ -40,13 +40,13 @@ _REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"to
 
 
 def duration(seconds: float) -> bytes:
-    """Seconds as Go writes them, in whole milliseconds, rounded up."""
+    """Write seconds as Go does, in whole milliseconds, rounded up."""
     whole = ceil(seconds * 1000 - 1e-3)
     if whole < 1000:
         return b"%dms" % whole if whole > 0 else b"0s"
     minutes, rest = divmod(whole, 60_000)
-    shown = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    state = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     if minutes == 0:
-        return shown.encode()
+        return state.encode()
     hours, minutes = divmod(minutes, 60)
-    return (f"{hours}h{minutes}m{shown}" if hours else f"{minutes}m{shown}").encode()
+    return (f"{hours}h{minutes}m{state}" if hours else f"{minutes}m{state}").encode()

@@ -1,7 +1,7 @@
-"""Refusals by a limit, as a client reads them: which limit, how it stands, and what lets the request pass. Pure.
+"""Write the errors for exceeded limits: which limit, its state, and what lets the request pass. Pure.
 
-The rule: a time to wait appears only where the same request can pass after it. A request that reserves more than the whole of a
-day's or a month's limit gets none.
+The rule: a time to wait appears only if the same request can pass after it. A request that reserves more than the whole limit of a
+day or a month gets none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.limits.rules import ExceededLimit
 _MILLION = 1_000_000
 _ROUNDING = 1e-6  # as in ``rules``
 
-_WORDS: Mapping[str, str] = MappingProxyType(
+_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "concurrent": "{} requests at once",
         "requests_per_minute": "{} requests per minute",
@@ -31,55 +31,55 @@ _WORDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def refusal(holder: str, refused: ExceededLimit, guess: TokenEstimate, price: tuple[float, float] | None) -> Refusal:
-    """A limit that has no room for a request.
+def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, price: tuple[float, float] | None) -> Refusal:
+    """Return the error for an exceeded limit.
 
-    ``guess``: what the request reserves, of which ``max_tokens`` bounds the completion; ``price`` is per million tokens.
+    ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price`` is per million tokens.
     """
-    seconds = max(math.ceil(refused.wait or 0), 1)
-    is_cost, is_quota = refused.reason.startswith("cost"), refused.reason in rules.QUOTAS
-    limit, left = _WORDS[refused.reason].format(_number(refused.limit)), _rounded(refused.left, is_cost)
-    reserved = f"{'a cost of ' if is_cost else ''}{_number(refused.requested)}{'' if is_cost else ' tokens'}"
-    now = _most_tokens(refused.reason, left, guess, price)
-    cures = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
+    seconds = max(math.ceil(exceeded.wait or 0), 1)
+    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason in rules.QUOTAS
+    limit, left = _NAMES[exceeded.reason].format(_number(exceeded.limit)), _rounded(exceeded.left, is_cost)
+    reserved = f"{'a cost of ' if is_cost else ''}{_number(exceeded.requested)}{'' if is_cost else ' tokens'}"
+    now = _most_tokens(exceeded.reason, left, estimated, price)
+    advice = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
     waits = True
-    if refused.requested > refused.limit:
+    if exceeded.requested > exceeded.limit:
         state = f"This request reserves {reserved}, more than the whole limit of {limit} ({holder})."
-        ever = _most_tokens(refused.reason, refused.limit, guess, price)
+        ever = _most_tokens(exceeded.reason, exceeded.limit, estimated, price)
         waits = not is_quota
         if not now and waits and ever:
-            cures = [f"Set 'max_tokens' to at most {_number(ever)}"]
+            advice = [f"Set 'max_tokens' to at most {_number(ever)}"]
         elif not now and ever:
-            cures = [f"Set 'max_tokens' to at most {_number(ever)}; it then fits in {duration(seconds)}, when the limit is free again"]
+            advice = [f"Set 'max_tokens' to at most {_number(ever)}; it then fits in {duration(seconds)}, when the limit is free again"]
         elif not now and not waits:
-            cures = ["Shorten the input, or ask the operator for a higher limit"]
+            advice = ["Shorten the input, or ask the operator for a higher limit"]
     elif left <= 0:
         state = f"The limit of {limit} is reached ({holder})."
     else:
         are = "is" if is_cost else "are"
         state = f"This request reserves {reserved}, and of the limit of {limit} only {_number(left)} {are} left ({holder})."
     if waits:
-        cures.append(f"{'try' if cures else 'Try'} again in {duration(seconds)}")
+        advice.append(f"{'try' if advice else 'Try'} again in {duration(seconds)}")
     headers = {"x-should-retry": "false"} if is_quota else {}
     if waits:
         headers["retry-after"] = str(seconds)
-    return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(cures)}.", headers=headers)
+    return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
 
 
-def _most_tokens(reason: str, room: float, guess: TokenEstimate, price: tuple[float, float] | None) -> int:
-    """The largest ``max_tokens`` with which a request fits into what is left; 0 where none does."""
-    if guess.completion < 2:
+def _most_tokens(reason: str, room: float, estimated: TokenEstimate, price: tuple[float, float] | None) -> int:
+    """Return the largest ``max_tokens`` with which a request fits into what is left; 0 if none does."""
+    if estimated.completion < 2:
         return 0
-    tokens = room - guess.prompt
+    tokens = room - estimated.prompt
     if reason.startswith("cost"):
         if price is None or price[1] <= 0:
             return 0
-        tokens = (room * _MILLION - guess.prompt * price[0]) / price[1]
-    return max(math.floor(tokens / guess.choices + _ROUNDING), 0)
+        tokens = (room * _MILLION - estimated.prompt * price[0]) / price[1]
+    return max(math.floor(tokens / estimated.choices + _ROUNDING), 0)
 
 
 def _rounded(left: float, is_cost: bool) -> float:
-    """Whole tokens, or millionths of the currency."""
+    """Round down to whole tokens, or to millionths of the currency."""
     return math.floor(left * _MILLION) / _MILLION if is_cost else math.floor(left + _ROUNDING)
 
 

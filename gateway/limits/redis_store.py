@@ -1,14 +1,13 @@
-"""Counts that several gateways share, in a Redis or Valkey.
+"""Count limits in a Redis or Valkey that several gateways share.
 
-The rules: a request costs the store one script when it is admitted and one, which nobody waits for, when it is over; nobody waits
-for a store that is away, and it is tried again beside the requests; what could not be told it is told when it is back.
+The rules: a request costs one script before it is admitted, and one afterwards that no request waits for. No request waits for an
+unavailable store; reconnecting happens in the background. Unsent settlements are replayed after reconnection.
 
-What is sent may have been read by the store or not when it is given up, and may still be read at any time later. So who asks says
-until when, by the store's clock, and nothing is taken after that; and what was used is told until the store says that it has heard,
-since what it has heard before means nothing to it.
+A command that is given up may still run later, or never. So an admission carries a deadline by the store's clock, after which it
+reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
 
-No part of this asks asyncio for the current task, since requests run without one. Replies come in the order of the commands,
-so one look a few times a second at the oldest is enough to see that they do not come.
+Requests run without an asyncio task, so nothing here asks for the current task. Replies come in the order of the commands, so
+checking the age of the oldest command four times a second finds a store that does not reply.
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple, cast
 
-from gateway.limits import rules, scripts
+from gateway.limits import rules
 from gateway.limits.buckets import Holder
 from gateway.limits.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
 from gateway.limits.rules import Amounts, ExceededLimit
+from gateway.limits.scripts import Script, Scripts, load_scripts
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
 
 LEASE = 10.0
-"""Seconds after which the places of a gateway that died are free again."""
-_READING = 0.001  # seconds in which the loop looks at what has arrived
+"""Seconds after which the slots of a gateway that died are free again."""
+_READING = 0.001  # seconds in which the event loop reads what has arrived
 _RENEW_EVERY = LEASE / 3
-_RETRY_EVERY = 1.0  # longer than a store may take: what it was asked before is over by then
-_OWED = 10_000  # settlements that are kept while the store is away
-_LATE, _NOBODY = -1, 0  # who refuses, as the script says it
+_RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have finished
+_OWED = 10_000  # settlements that are retained while the store is unavailable
+_LATE, _ADMITTED = -1, 0  # first number of the reply of admit.lua
 _PREFIX = "vllm-gateway:"
 COUNTED_LIMITS = (
     "requests_per_minute",
@@ -47,31 +47,31 @@ COUNTED_LIMITS = (
     "cost_per_month",
     "concurrent",
 )
-"""The limits that are counted, by which refusals are, too; in the order of the script's arguments."""
-_STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older ones tell it behind ERR
+"""The limits that are counted, in the order of the arguments of admit.lua. They are also the reasons in the metrics."""
+_STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older servers send it after ERR
 _log = logging.getLogger("vllm_gateway.limits")
 
 
 class StoreUnavailableError(Exception):
-    """The store can't be asked."""
+    """The limits store cannot be reached, or its reply did not come in time."""
 
 
 class StoreResult(NamedTuple):
-    """What the store says to a request: why not, or that it was admitted; and how the minute's limits stand."""
+    """Result of an admission: the holder and limit that refuse it, if any, and when the buckets of each holder are full."""
 
-    refused: tuple[Holder, ExceededLimit] | None
-    standings: Sequence[tuple[Limits, float, float]]
+    exceeded: tuple[Holder, ExceededLimit] | None
+    full_times: Sequence[tuple[Limits, float, float]]
 
 
 class ReplyLostError(ReplyError):
-    """The connection was given up before the reply came: what was sent was run, will be, or never."""
+    """The connection was closed before the reply came. The command has run, will run, or never runs."""
 
 
 class StoreClock:
-    """The store's clock, by this process's own: as exact as a reply is quick, and never ahead of it but for one that was set back.
+    """Estimate the store's clock from this process's monotonic clock.
 
-    A reply proves that it was written at some time between when its command was sent and now; what was known before is believed as
-    far as it can be true. So no reply that is slow spoils what a quick one has told, and a clock that is set is followed at once.
+    The store wrote a reply between the moment its command was sent and now. The estimate stays as close to the earlier one as this
+    allows. So a slow reply does not spoil what a quick one has shown, and a clock that was changed is followed at once.
     """
 
     __slots__ = ("_ahead",)
@@ -79,17 +79,20 @@ class StoreClock:
     def __init__(self) -> None:
         self._ahead = -inf
 
-    def synchronize(self, told: float, sent: float, now: float) -> None:
-        """Learn from a reply: the store's time, in seconds since the epoch, and when it was sent for and read, by ``monotonic``."""
-        self._ahead = min(max(self._ahead, told - now), told - sent)
+    def synchronize(self, store_time: float, sent: float, now: float) -> None:
+        """Update the estimate from a reply.
+
+        ``store_time`` is in seconds since the epoch; ``sent`` and ``now`` are ``monotonic`` times of the command and of its reply.
+        """
+        self._ahead = min(max(self._ahead, store_time - now), store_time - sent)
 
     def time_at(self, moment: float) -> float:
-        """What it says at a moment of ``monotonic``."""
+        """Return the store's time, in seconds since the epoch, at a ``monotonic`` moment."""
         return moment + self._ahead
 
 
 class PendingCommand:
-    """A command whose reply is awaited. ``again`` are the bytes for a store that does not know the script any more."""
+    """A command that waits for its reply. ``with_script`` makes the bytes for a store that has lost the script."""
 
     __slots__ = ("on_reply", "reply", "sent", "signal", "with_script")
 
@@ -101,6 +104,7 @@ class PendingCommand:
         self.sent = monotonic()
 
     def resolve(self, reply: Reply) -> None:
+        """Set the reply and resume the waiting request."""
         self.reply = reply
         if self.on_reply is not None:
             self.on_reply(reply)
@@ -108,7 +112,7 @@ class PendingCommand:
 
 
 class StoreConnection(asyncio.Protocol):
-    """One connection: commands go out at once, replies are told in their order."""
+    """One connection to the store. Commands are written at once, and replies are matched to them in order."""
 
     transport: asyncio.Transport
 
@@ -122,7 +126,7 @@ class StoreConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def send(self, data: bytes, again: Callable[[], bytes] | None = None) -> PendingCommand:
-        """Send a command."""
+        """Send a command and return it as pending."""
         pending = PendingCommand(again)
         self._pending.append(pending)
         self.transport.write(data)
@@ -133,7 +137,7 @@ class StoreConnection(asyncio.Protocol):
             for reply in self._parser.feed(data):
                 self._receive(reply)
         except (ProtocolError, IndexError) as error:
-            self.fail(f"it sent what is no reply: {error}")
+            self.fail(f"it sent an invalid reply: {error}")
 
     def _receive(self, reply: Reply) -> None:
         pending = self._pending.popleft()
@@ -150,16 +154,16 @@ class StoreConnection(asyncio.Protocol):
         self.fail(f"it closed the connection{f': {error}' if error else ''}")
 
     def check(self, now: float) -> None:
-        """Give it up if a reply is overdue, unless it is here and this process was too late to read it."""
+        """Close the connection if a reply is overdue, unless it has arrived and was not read yet."""
         if self._pending and now - self._pending[0].sent > self._timeout:
             asyncio.get_running_loop().call_later(_READING, self._give_up, self._pending[0])
 
     def _give_up(self, oldest: PendingCommand) -> None:
         if self._pending and self._pending[0] is oldest:
-            self.fail("it does not answer")
+            self.fail("it does not result")
 
     def fail(self, reason: str) -> None:
-        """It is of no use any more: everybody who waits is told so."""
+        """Close the connection and resolve all pending commands with ReplyLostError."""
         self.transport.abort()
         lost, self._pending = self._pending, deque()
         self._on_lost(self, reason)
@@ -168,15 +172,16 @@ class StoreConnection(asyncio.Protocol):
 
 
 class RedisStore:
-    """The store as a worker knows it, which has a name that no other has. It is opened by the first request that needs it.
+    """The limits store as one worker uses it. The first request that needs it opens the connection.
 
-    ``place`` may become another way to the same counts. ``on_change`` is called with the error when the store is away or away for
-    another reason, and with None when it is back.
+    ``worker`` is a unique name. ``settings`` may be replaced while the counts stay the same. ``on_change`` is called with the error
+    when the store becomes unavailable or the reason changes, and with None when it is available again.
     """
 
     def __init__(self, place: LimitsStore, worker: str, on_change: Callable[[str | None], None]) -> None:
         self.settings = place
         self._on_change = on_change
+        self._scripts = load_scripts()
         self._reason: str | None = None
         self._reserved = f"{_PREFIX}reserved {worker}"
         self._clock = StoreClock()
@@ -191,19 +196,21 @@ class RedisStore:
         self._renewed = 0.0
         self._cached_refusals: dict[str, tuple[float, StoreResult]] = {}
 
-    # Asking
+    # Requests
 
     async def admit(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> StoreResult:
-        """Take what is asked of each holder, or nothing. Raises StoreUnavailableError."""
+        """Reserve amounts from each holder, or from none. Raises StoreUnavailableError."""
         pending = await self._run_admission(identity, wanted)
-        if _is_late(pending.reply) and monotonic() - pending.sent < self.settings.patience:  # its clock was set, as is known now
+        if (
+            _is_late(pending.reply) and monotonic() - pending.sent < self.settings.patience
+        ):  # its clock was changed, which this reply has shown
             pending = await self._run_admission(identity, wanted)
         return self._apply_reply(identity, wanted, pending.reply)
 
     async def _run_admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> PendingCommand:
-        """The script, with its reply or why there is none. Raises StoreUnavailableError."""
+        """Run admit.lua and return the command with its reply. Raises StoreUnavailableError."""
         line = self._open_connection or await self._connection()
-        pending = line.send(*_script(scripts.ADMIT, *_admission(identity, wanted, self._reserved, self._not_after())))
+        pending = line.send(*_command(self._scripts.admit, *_admission(identity, wanted, self._reserved, self._not_after())))
         try:
             await pending.signal
         except asyncio.CancelledError:
@@ -216,33 +223,36 @@ class RedisStore:
         return pending
 
     def _not_after(self) -> float:
-        """Until when the store may run what is sent to it now, by its clock."""
+        """Return the time, by the store's clock, until which it may run a command that is sent now."""
         return self._clock.time_at(monotonic() + self.settings.patience)
 
     def cached_refusal(self, holders: Sequence[Holder], now: float) -> StoreResult | None:
-        """A refusal that was told before and still holds: that of a bucket of requests, which fills evenly, by limits that are the same."""
+        """Return a stored refusal that still holds, or None.
+
+        Only refusals by requests per minute are stored, since that bucket refills evenly. They hold while the limits stay the same.
+        """
         for holder in holders:
-            until, answer = self._cached_refusals.get(holder.name, (0.0, None))
-            if answer is not None and answer.refused is not None and now < until:
-                who, refused = answer.refused
-                if who == holder:
-                    return answer._replace(refused=(who, refused._replace(wait=until - now)))
+            until, result = self._cached_refusals.get(holder.name, (0.0, None))
+            if result is not None and result.exceeded is not None and now < until:
+                refusing, limit = result.exceeded
+                if refusing == holder:
+                    return result._replace(exceeded=(holder, limit._replace(wait=until - now)))
         return None
 
     def settle(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
-        """Put what was used in the place of what was reserved, if it was; nobody waits for it."""
+        """Replace what was reserved by what was used. No request waits for the reply."""
         held = self._leases.pop(identity, ())
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
             self._leases[identity] = left
         self._settled += 1
-        self._unacknowledged[self._settled] = _script(scripts.SETTLE, *_settlement(identity, reserved, used, self._reserved))
+        self._unacknowledged[self._settled] = _command(self._scripts.settle, *_settlement(identity, reserved, used, self._reserved))
         if len(self._unacknowledged) > _OWED:
             del self._unacknowledged[next(iter(self._unacknowledged))]
         if self._open_connection is not None:
             self._send_settlement(self._open_connection, self._settled)
 
     def _send_settlement(self, line: StoreConnection, settlement: int) -> None:
-        """Of one that is owed, until it is heard."""
+        """Send a settlement, which stays in the list until it is acknowledged."""
         line.send(*self._unacknowledged[settlement]).on_reply = lambda reply: self._acknowledge(settlement, reply)
 
     def _acknowledge(self, settlement: int, reply: Reply) -> None:
@@ -250,34 +260,34 @@ class RedisStore:
             self._unacknowledged.pop(settlement, None)
 
     def _apply_reply(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> StoreResult:
-        """What a reply says. Raises StoreUnavailableError: there is none, or the store has got to it too late."""
+        """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
         if not isinstance(reply, list) or _is_late(reply):
             raise StoreUnavailableError
-        answer = _parse_result(wanted, cast(list[int], reply), monotonic())
-        if answer.refused is None:
-            leases = tuple(_keys(holder)[1] for holder, ask in wanted if ask.slots and holder.limits.concurrent is not None)
+        result = _parse_result(wanted, cast(list[int], reply), monotonic())
+        if result.exceeded is None:
+            leases = tuple(_keys(holder)[1] for holder, amounts in wanted if amounts.slots and holder.limits.concurrent is not None)
             if leases:
                 self._leases[identity] = (*self._leases.get(identity, ()), *leases)
-        elif answer.refused[1].reason == "requests_per_minute":
-            self._cached_refusals[answer.refused[0].name] = monotonic() + (answer.refused[1].wait or 0), answer
-        return answer
+        elif result.exceeded[1].reason == "requests_per_minute":
+            self._cached_refusals[result.exceeded[0].name] = monotonic() + (result.exceeded[1].wait or 0), result
+        return result
 
     def _release(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> None:
-        """Nobody has been waiting for what the store says: it was yes, or may have been."""
-        if isinstance(reply, ReplyLostError) or (isinstance(reply, list) and reply[0] == _NOBODY):
+        """Release a reservation that no request waits for, if it was made or may have been made."""
+        if isinstance(reply, ReplyLostError) or (isinstance(reply, list) and reply[0] == _ADMITTED):
             self.settle(identity, wanted, Amounts())
 
-    # Being there
+    # The connection
 
     def tick(self) -> None:
-        """Called a few times a second: give up what does not answer, try again, keep the leases."""
+        """Give up a store that does not reply, reconnect, and renew the leases. Called four times a second."""
         now = monotonic()
         if self._open_connection is not None:
             self._open_connection.check(now)
         if self._open_connection is not None and now - self._renewed > _RENEW_EVERY:
             self._renew_leases(self._open_connection, now)
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.patience:
-            self._mark_unavailable("it does not answer")
+            self._mark_unavailable("it does not result")
             self._resume_waiting()
         if self._open_connection is None and now - self._opened_at > _RETRY_EVERY:
             self._open()
@@ -287,22 +297,22 @@ class RedisStore:
         held = [(key, identity) for identity, keys in self._leases.items() for key in keys]
         if held:
             arguments: list[str | float] = [LEASE, self._not_after(), *(identity for _, identity in held)]
-            pending = line.send(*_script(scripts.RENEW, [key for key, _ in held], arguments))
+            pending = line.send(*_command(self._scripts.renew, [key for key, _ in held], arguments))
             pending.on_reply = lambda reply: self._leases_renewed(reply, pending.sent)
 
-    def _leases_renewed(self, told: Reply, sent: float) -> None:
-        """Whether or not it was too late for it, the next time will be right: nobody else may ask the store for long."""
-        if isinstance(told, int):
-            self._clock.synchronize(told / 1_000_000, sent, monotonic())
+    def _leases_renewed(self, store_time: Reply, sent: float) -> None:
+        """Synchronize the clock. This works for late renewals too, so the next one is in time."""
+        if isinstance(store_time, int):
+            self._clock.synchronize(store_time / 1_000_000, sent, monotonic())
 
     async def _connection(self) -> StoreConnection:
-        """The connection, for those who come before the first attempt is over. Raises StoreUnavailableError."""
+        """Return the connection; wait for the first attempt to connect. Raises StoreUnavailableError."""
         if self._opening is None and self._is_available is None:
             self._open()
         if self._opening is not None and self._is_available is None:
-            comer = Signal()
-            self._waiting.append(comer)
-            await comer
+            signal = Signal()
+            self._waiting.append(signal)
+            await signal
         if self._open_connection is None:
             raise StoreUnavailableError
         return self._open_connection
@@ -325,7 +335,7 @@ class RedisStore:
         self._resume_waiting()
 
     async def _connect(self) -> StoreConnection:
-        """A connection that is ready for scripts. Raises OSError and ReplyError."""
+        """Open a connection and load the scripts. Raises OSError and ReplyError."""
         place, loop = self.settings, asyncio.get_running_loop()
         if place.path is not None:
             _, line = await loop.create_unix_connection(lambda: StoreConnection(place.patience, self._connection_lost), place.path)
@@ -335,7 +345,7 @@ class RedisStore:
                 lambda: StoreConnection(place.patience, self._connection_lost), place.host, place.port, ssl=context
             )
         try:
-            for pending in [line.send(each) for each in _greeting(place)]:
+            for pending in [line.send(each) for each in _greeting(place, self._scripts)]:
                 await pending.signal
                 if isinstance(pending.reply, ReplyError):
                     raise pending.reply
@@ -348,13 +358,13 @@ class RedisStore:
 
     def _mark_available(self, line: StoreConnection) -> None:
         if self._is_available is False:
-            _log.warning("the limits' store at %s is back", self.settings)
+            _log.warning("the limits store at %s is available again", self.settings)
         if not self._is_available:
             self._on_change(None)
         self._open_connection, self._is_available = line, True
         for settlement in tuple(self._unacknowledged):
             self._send_settlement(line, settlement)
-        self._renew_leases(line, monotonic())  # what is in flight may have lost its places
+        self._renew_leases(line, monotonic())  # leases of requests in flight may have expired
 
     def _connection_lost(self, line: StoreConnection, reason: str) -> None:
         if line is self._open_connection:
@@ -363,57 +373,56 @@ class RedisStore:
             self._mark_unavailable(reason)
 
     def _mark_unavailable(self, reason: str) -> None:
-        if self.settings.password:  # some servers repeat a command that they refuse
+        if self.settings.password:  # some servers repeat a refused command in the error
             reason = reason.replace(self.settings.password, "…")
         if self._is_available is not False or reason != self._reason:
             self._on_change(reason)
         self._reason = reason
         if self._is_available is not False:
             meanwhile = "requests of limited keys are refused" if self.settings.refuses else "each gateway counts by itself"
-            _log.warning("the limits' store at %s is away (%s); meanwhile %s", self.settings, reason, meanwhile)
+            _log.warning("the limits store at %s is unavailable (%s); meanwhile %s", self.settings, reason, meanwhile)
         self._is_available = False
         self._cached_refusals.clear()
 
     def _resume_waiting(self) -> None:
-        """Let those go on who came before it was known whether the store is there."""
-        comers, self._waiting = self._waiting, []
-        for comer in comers:
-            comer.set()
+        """Resume the requests that waited for the first attempt to connect."""
+        waiting, self._waiting = self._waiting, []
+        for signal in waiting:
+            signal.set()
 
     def close(self) -> None:
-        """Leave it."""
+        """Close the connection."""
         if self._opening is not None:
             self._opening.cancel()
         line, self._open_connection = self._open_connection, None
         if line is not None:
-            line.fail("the gateway has left it")
+            line.fail("the gateway closed the connection")
         self._resume_waiting()
 
 
 # On the wire
 
 
-def _greeting(place: LimitsStore) -> list[bytes]:
-    """What is said first on a connection. The last reply is the time."""
-    who = [] if place.password is None else [command("AUTH", *([place.user] if place.user else []), place.password)]
-    where = [command("SELECT", place.database)] if place.database else []
-    load = (command("SCRIPT", "LOAD", each) for each in (scripts.ADMIT, scripts.SETTLE, scripts.RENEW))
-    return [*who, *where, *load, command("TIME")]
+def _greeting(place: LimitsStore, scripts: Scripts) -> list[bytes]:
+    """Return the first commands of a connection. The last one asks for the time."""
+    auth = [] if place.password is None else [command("AUTH", *([place.user] if place.user else []), place.password)]
+    select = [command("SELECT", place.database)] if place.database else []
+    load = (command("SCRIPT", "LOAD", each.text) for each in (scripts.admit, scripts.settle, scripts.renew))
+    return [*auth, *select, *load, command("TIME")]
 
 
-_DIGESTS = {script: argument(scripts.digest(script)) for script in (scripts.ADMIT, scripts.SETTLE, scripts.RENEW)}
 _EVALSHA, _EVAL = argument("EVALSHA"), argument("EVAL")
 
 
-def _script(script: str, keys: Sequence[str], arguments: Sequence[str | float]) -> tuple[bytes, Callable[[], bytes]]:
-    """The bytes that run a script by its digest, and what makes those that bring the script along."""
+def _command(script: Script, keys: Sequence[str], arguments: Sequence[str | float]) -> tuple[bytes, Callable[[], bytes]]:
+    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text."""
     rest = b"".join(map(argument, (len(keys), *keys, *arguments)))
     count = 3 + len(keys) + len(arguments)
-    return array((_EVALSHA, _DIGESTS[script], rest), count), lambda: array((_EVAL, argument(script), rest), count)
+    return array((_EVALSHA, argument(script.digest), rest), count), lambda: array((_EVAL, argument(script.text), rest), count)
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
-    """Of a holder's meter and of its leases."""
+    """Return the keys of a holder's counts and of its leases."""
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
@@ -422,10 +431,10 @@ def _admission(
 ) -> tuple[list[str], list[str | float]]:
     keys: list[str] = []
     arguments: list[str | float] = [identity, LEASE, not_after]
-    for holder, ask in wanted:
+    for holder, amounts in wanted:
         keys += _keys(holder)
         arguments += [getattr(holder.limits, name) or 0 for name in COUNTED_LIMITS]
-        arguments += (ask.requests, ask.slots, ask.tokens, ask.cost)
+        arguments += (amounts.requests, amounts.slots, amounts.tokens, amounts.cost)
     return [*keys, reserved], arguments
 
 
@@ -434,35 +443,38 @@ def _settlement(
 ) -> tuple[list[str], list[str | float]]:
     keys: list[str] = []
     arguments: list[str | float] = [identity]
-    for holder, ask in wanted:
+    for holder, amounts in wanted:
         keys += _keys(holder)
-        arguments += rules.settlement_of_buckets(holder.limits, ask, used)
-        arguments += rules.settlement_of_calendar(holder.limits, ask, used) if holder.limits.calendar else (0, 0, 0, 0)
+        arguments += rules.settlement_of_buckets(holder.limits, amounts, used)
+        arguments += rules.settlement_of_calendar(holder.limits, amounts, used) if holder.limits.calendar else (0, 0, 0, 0)
     return [*keys, reserved], arguments
 
 
 def _is_temporary(reply: Reply) -> bool:
-    """Whether the store can write nothing at the moment, whatever it is told: it is full, or a replica, or loads its data."""
+    """Check whether the store can write nothing now: it is full, a replica, or still loading its data."""
     return isinstance(reply, ReplyError) and _STATES.search(str(reply)) is not None
 
 
 def _is_late(reply: Reply) -> bool:
-    """Whether the script had come to be run when it was too late, by the store's clock."""
+    """Check whether the script ran after the deadline of the request."""
     return isinstance(reply, list) and reply[0] == _LATE
 
 
 def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[int], now: float) -> StoreResult:
-    """The script's reply: who refuses (counted from 1, 0: nobody) and why, milliseconds to wait, its time (microseconds), millionths that
-    are left of the limit, and of each holder the milliseconds until its buckets are full."""
-    who, why, wait, _, left, *rest = reply
-    standings = [
+    """Parse the reply of admit.lua: the number of the holder that refuses and of its limit, milliseconds to wait, the time, millionths
+    left, and the milliseconds until each bucket is full.
+    """
+    number, limit_number, wait, _, left, *rest = reply
+    full_times = [
         (holder.limits, now + requests / 1000, now + tokens / 1000)
         for (holder, _), requests, tokens in zip(wanted, rest[::2], rest[1::2], strict=True)
     ]
-    if who == _NOBODY:
-        return StoreResult(None, standings)
-    holder, ask = wanted[who - 1]
-    reason = COUNTED_LIMITS[why - 1]
-    limit, asked = getattr(holder.limits, reason), rules.amount(reason, ask)
-    refused = ExceededLimit(reason, limit, None if reason == "concurrent" else wait / 1000, left / 1_000_000 if asked else 0.0, asked)
-    return StoreResult((holder, refused), standings)
+    if number == _ADMITTED:
+        return StoreResult(None, full_times)
+    holder, amounts = wanted[number - 1]
+    reason = COUNTED_LIMITS[limit_number - 1]
+    limit, requested = getattr(holder.limits, reason), rules.amount(reason, amounts)
+    exceeded = ExceededLimit(
+        reason, limit, None if reason == "concurrent" else wait / 1000, left / 1_000_000 if requested else 0.0, requested
+    )
+    return StoreResult((holder, exceeded), full_times)

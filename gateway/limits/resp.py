@@ -1,7 +1,7 @@
-"""Redis' protocol, RESP2, without I/O: commands as bytes, bytes as replies.
+"""Redis' protocol, RESP2, without I/O: commands to bytes, bytes to replies.
 
-Source: the specification at redis.io, "Redis serialization protocol". The rule: a parser takes bytes in pieces of any size, and
-gives each reply once, when it is whole.
+Source: the specification at redis.io, "Redis serialization protocol". The rule: the parser accepts bytes in pieces of any size, and
+returns each reply once, when it is complete.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ Reply: TypeAlias = Union[int, bytes, list["Reply"], "ReplyError", None]
 
 
 class ReplyError(Exception):
-    """What the server says instead of a reply; the words begin with a code such as NOSCRIPT. Given, not raised."""
+    """An error reply. The text starts with a code such as NOSCRIPT. It is returned, not raised."""
 
 
 class ProtocolError(Exception):
-    """The bytes are no RESP2."""
+    """The bytes are not RESP2."""
 
 
 def command(*words: bytes | str | float) -> bytes:
-    """A command with its arguments."""
+    """Write a command with its arguments."""
     return array(map(argument, words), len(words))
 
 
 def array(arguments: Iterable[bytes], count: int) -> bytes:
-    """A command of so many arguments that were written before."""
+    """Write a command from arguments that were already written."""
     return b"*%d\r\n%b" % (count, b"".join(arguments))
 
 
 def argument(word: bytes | str | float) -> bytes:
-    """One argument."""
+    """Write one argument."""
     data = word if isinstance(word, bytes) else str(word).encode()
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 class Parser:
-    """Bytes → replies."""
+    """Parse bytes into replies."""
 
     def __init__(self) -> None:
         self._data = b""
 
     def feed(self, data: bytes) -> Iterator[Reply]:
-        """The replies that are whole with these bytes. Raises NoReplyError."""
+        """Return the replies that are complete with these bytes. Raises ProtocolError."""
         self._data += data
         at = 0
         try:
@@ -56,7 +56,7 @@ class Parser:
             self._data = self._data[at:]
 
     def _parse(self, at: int) -> tuple[Reply, int]:
-        """The reply that begins at a place, and where it ends."""
+        """Return the reply at a position, and where it ends."""
         end = self._data.find(b"\r\n", at)
         if end < 0:
             raise _Incomplete
@@ -72,7 +72,7 @@ class Parser:
                 return self._bulk(_number(rest), after)
             case b"*":
                 return self._array(_number(rest), after)
-        raise ProtocolError(f"a reply that begins with {kind!r}")
+        raise ProtocolError(f"a reply that starts with {kind!r}")
 
     def _bulk(self, size: int, at: int) -> tuple[Reply, int]:
         if size < 0:

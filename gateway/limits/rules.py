@@ -1,22 +1,21 @@
-"""The decisions about limits: whether a holder has room for what is asked for, and what its meter says after that.
+"""Decide about limits: whether a holder has capacity for what a request needs, and what its counts are afterwards. Pure.
 
-Pure, but that a meter is changed where it stands. The rules: what is asked for is taken from every limit or from none; what is not
-used is given back to where it was taken, as far as it is still missing there; a holder never gets more than its limits, whatever
-the clock does.
+The rules: amounts are reserved from every limit or from none. What is not used is given back where it was reserved, as far as it is
+still missing there. A holder never gets more than its limits, even if a clock is changed. admit.lua and settle.lua make the same
+decisions in a Redis; a change here needs the same change there.
 
-A minute's limit is a bucket that holds the limit and is filled evenly, so in ``t`` seconds no more than ``limit * (1 + t / 60)``
-pass, and the turn of a minute means nothing. Of a bucket it is kept when it is full again, in seconds of a clock
-that never goes back; it may lie further ahead than a minute, when more was used than had been reserved. Days and
-months are the calendar's, in UTC; the one before is remembered, so a clock that is set back finds its counts again.
+Per-minute limits are token buckets, not fixed windows: a bucket holds the limit and refills evenly, so in ``t`` seconds no more
+than ``limit * (1 + t / 60)`` pass. A bucket stores the time at which it will be full, by a monotonic clock. That may be more than a
+minute ahead if a request used more than it had reserved. Days and months are those of UTC. The period before is remembered, so a
+clock that is set back finds its counts again.
 
-What time has filled up again must not be given back once more, or more would pass than is promised. A bucket is filled up in the
-order in which it was taken from: what a request has reserved is missing until the moment at which the bucket was to be full with
-it, or earlier by as much as others have given back since. So a bucket also counts what it was given back, and a request remembers
-both as one sum, the ``end`` of what it has reserved. All that was given back since may have lain behind it in the order: then less
-is given back than could be, never more.
+What time has refilled must not be given back as well, or more would pass than the limit. A bucket refills in the order of its
+reservations. What a request reserved is missing until the bucket was to be full with it, or earlier by what others have given back
+since. So a bucket also counts what was given back to it, and a request remembers the sum of both: the ``end`` of its reservation.
+If others gave back what lay behind it, less is given back than possible, never more.
 
-A meter is ``SIZE`` numbers among others, from a first one on: so workers share them, and so a request makes no values of what it
-only looks at or adds to (docs/performance.md).
+The counts of a holder are ``SIZE`` numbers in an array of cells, from an ``offset``. So workers can share them, and a request
+creates no objects for them.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ import msgspec
 from gateway.snapshot.snapshot import Limits
 
 REQUESTS, TOKENS = 0, 1
-"""Of a meter, when those buckets are full again."""
+"""Offsets of the two buckets: when each is full again."""
 _BACK = 2
 """Behind a bucket: the seconds that were ever given back to it."""
 DAY, MONTH = 4, 10
-"""Where a window of a meter begins: a period, and what was used in it."""
+"""Offsets of the two windows: the period, and what was used in it."""
 USED, SPENT = 1, 2
 """Behind a period: its tokens and its cost."""
 _OTHER = 3
-"""Behind a window's present period: the latest other one that was looked at, in the same way."""
+"""Behind the current period of a window: the other period that was used last."""
 SIZE = 16
 
 _MINUTE = 60.0
 _DAY_SECONDS = 86400
 _EPOCH = date(1970, 1, 1).toordinal()
 _ROUNDING = 1e-6
-"""Seconds that floating-point numbers may be off."""
+"""Tolerance for rounding errors of floating-point numbers, in seconds."""
 
 
 class Cells(Protocol):
-    """Numbers of which some are a meter's."""
+    """An array of numbers that holds the counts."""
 
     def __getitem__(self, place: int, /) -> float:
-        """One of them."""
+        """Return one number."""
 
     def __setitem__(self, place: int, value: float, /) -> None:
-        """Change one."""
+        """Change one number."""
 
 
 class Amounts(msgspec.Struct, frozen=True, gc=False):
-    """What a request takes or has used. ``slots`` are places among those that are served at once."""
+    """Amounts that a request reserves or has used. ``slots`` are concurrent requests."""
 
     requests: int = 0
     slots: int = 0
@@ -69,8 +68,11 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """A point in time: ``now`` by a clock that never goes back, ``wall`` in seconds since the epoch, with its ``day`` since the
-    epoch and its ``month`` since the year 0."""
+    """A point in time.
+
+    ``now`` is monotonic; ``wall`` is in seconds since the epoch, with its ``day`` since the epoch and its ``month`` since the year
+    0.
+    """
 
     now: float
     wall: float
@@ -79,21 +81,24 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 def moment(now: float, wall: float) -> Moment:
-    """A point in time, by both clocks."""
+    """Make a Moment from the times of both clocks."""
     day = int(wall // _DAY_SECONDS)
     return Moment(now, wall, day, month_of(day))
 
 
 @lru_cache(maxsize=64)
 def month_of(day: int) -> int:
-    """The month, since the year 0, of a day since the epoch."""
+    """Return the month since the year 0 for a day since the epoch. The twin in Lua is in calendar.lua."""
     found = date.fromordinal(_EPOCH + day)
     return found.year * 12 + found.month - 1
 
 
 class ExceededLimit(NamedTuple):
-    """A limit that has no room: its name in the configuration, its size, and the seconds after which this would be admitted; None: nobody
-    can know. Of tokens and costs also what is left of it, and what this would have reserved."""
+    """A limit without enough capacity: its name in the configuration and its size.
+
+    ``wait`` is in seconds, None if it cannot be known. Limits on tokens and cost also have what is ``left`` and what was
+    ``requested``.
+    """
 
     reason: str
     limit: float
@@ -103,48 +108,48 @@ class ExceededLimit(NamedTuple):
 
 
 QUOTAS = frozenset({"tokens_per_day", "tokens_per_month", "cost_per_day", "cost_per_month"})
-"""The limits that last longer than one would wait for."""
+"""Limits on days and months, which last longer than a client waits."""
 
 
-def amount(reason: str, ask: Amounts) -> float:
-    """How much of a limit on tokens or costs is asked for; of another there is no amount."""
+def amount(reason: str, amounts: Amounts) -> float:
+    """Return the amount of tokens or cost that counts for a limit; 0 for other limits."""
     kind = reason.partition("_")[0]
-    return ask.tokens if kind == "tokens" else ask.cost if kind == "cost" else 0.0
+    return amounts.tokens if kind == "tokens" else amounts.cost if kind == "cost" else 0.0
 
 
-def exceeded_limit(limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Amounts, at: Moment) -> ExceededLimit | None:
-    """The limit that stands longest in the way of a request; None if it is to be admitted."""
-    if ask.slots and limits.concurrent is not None and in_flight + ask.slots > limits.concurrent:
+def exceeded_limit(limits: Limits, cells: Cells, offset: int, in_flight: float, amounts: Amounts, at: Moment) -> ExceededLimit | None:
+    """Return the exceeded limit with the longest wait; None if the amounts can be reserved."""
+    if amounts.slots and limits.concurrent is not None and in_flight + amounts.slots > limits.concurrent:
         return ExceededLimit("concurrent", limits.concurrent, None)
     worst: ExceededLimit | None = None
-    if ask.requests and limits.requests_per_minute is not None:
-        wait = _wait(cells[meter + REQUESTS] - at.now, limits.requests_per_minute, ask.requests)
+    if amounts.requests and limits.requests_per_minute is not None:
+        wait = _wait(cells[offset + REQUESTS] - at.now, limits.requests_per_minute, amounts.requests)
         if wait:
             worst = ExceededLimit("requests_per_minute", limits.requests_per_minute, wait)
-    if ask.tokens and limits.tokens_per_minute is not None:
-        behind = cells[meter + TOKENS] - at.now
-        wait = _wait(behind, limits.tokens_per_minute, ask.tokens)
+    if amounts.tokens and limits.tokens_per_minute is not None:
+        behind = cells[offset + TOKENS] - at.now
+        wait = _wait(behind, limits.tokens_per_minute, amounts.tokens)
         if wait and (worst is None or wait > (worst.wait or 0)):
             left = limits.tokens_per_minute * (1 - behind / _MINUTE)
-            worst = ExceededLimit("tokens_per_minute", limits.tokens_per_minute, wait, left, ask.tokens)
+            worst = ExceededLimit("tokens_per_minute", limits.tokens_per_minute, wait, left, amounts.tokens)
     if limits.calendar:
         of_day, cost_of_day, of_month, cost_of_month = limits.quotas
-        for_day = _exceeded_quota(cells, meter + DAY, at.day, ask, of_day, cost_of_day)
-        if for_day is not None:
-            worst = _longer(worst, limits, for_day, "day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
-        for_month = _exceeded_quota(cells, meter + MONTH, at.month, ask, of_month, cost_of_month)
-        if for_month is not None:
-            worst = _longer(worst, limits, for_month, "month", _left_of_month(at.wall))
+        tokens_of_day = _exceeded_quota(cells, offset + DAY, at.day, amounts, of_day, cost_of_day)
+        if tokens_of_day is not None:
+            worst = _longest_quota(worst, limits, tokens_of_day, "day", _DAY_SECONDS - at.wall % _DAY_SECONDS)
+        tokens_of_month = _exceeded_quota(cells, offset + MONTH, at.month, amounts, of_month, cost_of_month)
+        if tokens_of_month is not None:
+            worst = _longest_quota(worst, limits, tokens_of_month, "month", _seconds_left_in_month(at.wall))
     return worst
 
 
 def is_longer(one: ExceededLimit, other: ExceededLimit) -> bool:
-    """Whether a refusal is to be told rather than another: nobody can know its end, or it lasts longer."""
+    """Check whether a limit is reported rather than another: its wait is longer or unknown."""
     return other.wait is not None and (one.wait is None or one.wait > other.wait)
 
 
 def _wait(behind: float, limit: float, amount: float) -> float:
-    """Seconds until a bucket that is full in ``behind`` seconds holds an amount, or is full where the amount is more than all of it."""
+    """Return the seconds until a bucket, which is full in ``behind`` seconds, holds an amount or is full."""
     wait = behind - _MINUTE * (1 - amount / limit) if amount < limit else behind
     return wait if wait > _ROUNDING else 0.0
 
@@ -155,104 +160,107 @@ class _ExceededQuota(NamedTuple):
     requested: float
 
 
-def _exceeded_quota(cells: Cells, window: int, period: int, ask: Amounts, of_tokens: float, of_cost: float) -> _ExceededQuota | None:
-    """Which limit of a period has no room for what is asked for, or for all of itself where that is less."""
+def _exceeded_quota(cells: Cells, window: int, period: int, amounts: Amounts, of_tokens: float, of_cost: float) -> _ExceededQuota | None:
+    """Return the limit of a period without capacity for the amounts. A request may use a whole quota."""
     known = _find_period(cells, window, period)
     if known is None:
         return None
     used, spent = cells[known + USED], cells[known + SPENT]
-    if ask.tokens and used + min(ask.tokens, of_tokens) > of_tokens:
-        return _ExceededQuota("tokens", of_tokens - used, ask.tokens)
-    if ask.cost and spent + min(ask.cost, of_cost) > of_cost:
-        return _ExceededQuota("cost", of_cost - spent, ask.cost)
+    if amounts.tokens and used + min(amounts.tokens, of_tokens) > of_tokens:
+        return _ExceededQuota("tokens", of_tokens - used, amounts.tokens)
+    if amounts.cost and spent + min(amounts.cost, of_cost) > of_cost:
+        return _ExceededQuota("cost", of_cost - spent, amounts.cost)
     return None
 
 
 def _find_period(cells: Cells, window: int, period: int) -> int | None:
-    """Where what was used of a period is; None: of neither of the two that are remembered."""
+    """Return the offset of a period; None if it is neither of the two that are remembered."""
     if cells[window] == period:
         return window
     return window + _OTHER if cells[window + _OTHER] == period else None
 
 
-def _longer(worst: ExceededLimit | None, limits: Limits, reached: _ExceededQuota, period: str, seconds: float) -> ExceededLimit:
+def _longest_quota(worst: ExceededLimit | None, limits: Limits, reached: _ExceededQuota, period: str, seconds: float) -> ExceededLimit:
     quota = f"{reached.kind}_per_{period}"
     found = ExceededLimit(quota, getattr(limits, quota), seconds, reached.left, reached.requested)
     return found if worst is None or is_longer(found, worst) else worst
 
 
-def _left_of_month(wall: float) -> float:
+def _seconds_left_in_month(wall: float) -> float:
     now = datetime.fromtimestamp(wall, UTC)
     first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
 
 
 def admit(
-    limits: Limits, cells: Cells, meter: int, in_flight: float, ask: Amounts, at: Moment, ends: dict[int, float]
+    limits: Limits, cells: Cells, offset: int, in_flight: float, amounts: Amounts, at: Moment, ends: dict[int, float]
 ) -> ExceededLimit | None:
-    """Take what is asked for; or nothing, and tell why.
+    """Reserve the amounts and return None; or reserve nothing and return the exceeded limit.
 
-    ``ends`` learns, by a bucket's place, until when what was taken of it is missing; ``settle`` needs it again. What the meter would
-    say afterwards mostly shows that all of it fits in; only where it does not ``exceeded_limit`` is asked.
+    ``ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts mostly show at
+    once that everything fits; ``exceeded_limit`` is called only if they do not.
     """
-    now, tokens, cost = at.now, ask.tokens, ask.cost
-    full, latest = cells[meter + REQUESTS], now + _MINUTE
-    by_requests = (full if full > now else now) + ask.requests * limits.request_seconds
-    full, seconds = cells[meter + TOKENS], tokens * limits.token_seconds
+    now, tokens, cost = at.now, amounts.tokens, amounts.cost
+    full, latest = cells[offset + REQUESTS], now + _MINUTE
+    by_requests = (full if full > now else now) + amounts.requests * limits.request_seconds
+    full, seconds = cells[offset + TOKENS], tokens * limits.token_seconds
     by_tokens = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-    fits = by_requests <= latest and by_tokens <= latest and in_flight + ask.slots <= limits.at_once
+    fits = by_requests <= latest and by_tokens <= latest and in_flight + amounts.slots <= limits.at_once
     of_calendar = limits.calendar and (tokens or cost)
     if of_calendar:
-        day, month = meter + DAY, meter + MONTH
+        day, month = offset + DAY, offset + MONTH
         of_day, cost_of_day, of_month, cost_of_month = limits.quotas
-        for_day, cost_for_day, for_month, cost_for_month = _reserved_of_calendar(limits, tokens, cost)
+        tokens_of_day, cost_of_this_day, tokens_of_month, cost_of_this_month = _reserved_of_calendar(limits, tokens, cost)
         fits = (
             fits
             and cells[day] == at.day
             and cells[month] == at.month
-            and cells[day + USED] + for_day <= of_day
-            and cells[month + USED] + for_month <= of_month
-            and (not cost or (cells[day + SPENT] + cost_for_day <= cost_of_day and cells[month + SPENT] + cost_for_month <= cost_of_month))
+            and cells[day + USED] + tokens_of_day <= of_day
+            and cells[month + USED] + tokens_of_month <= of_month
+            and (
+                not cost
+                or (cells[day + SPENT] + cost_of_this_day <= cost_of_day and cells[month + SPENT] + cost_of_this_month <= cost_of_month)
+            )
         )
     if not fits:
-        refusal = exceeded_limit(limits, cells, meter, in_flight, ask, at)
+        refusal = exceeded_limit(limits, cells, offset, in_flight, amounts, at)
         if refusal is not None:
             return refusal
-    if ask.requests:
-        cells[meter + REQUESTS] = by_requests
-        ends[meter + REQUESTS] = by_requests + cells[meter + REQUESTS + _BACK]
+    if amounts.requests:
+        cells[offset + REQUESTS] = by_requests
+        ends[offset + REQUESTS] = by_requests + cells[offset + REQUESTS + _BACK]
     if tokens:
-        cells[meter + TOKENS] = by_tokens
-        ends[meter + TOKENS] = by_tokens + cells[meter + TOKENS + _BACK]
+        cells[offset + TOKENS] = by_tokens
+        ends[offset + TOKENS] = by_tokens + cells[offset + TOKENS + _BACK]
     if of_calendar:
         if not fits:
             _start_period(cells, day, at.day)
             _start_period(cells, month, at.month)
-        cells[day + USED] += for_day
-        cells[month + USED] += for_month
+        cells[day + USED] += tokens_of_day
+        cells[month + USED] += tokens_of_month
         if cost:
-            cells[day + SPENT] += cost_for_day
-            cells[month + SPENT] += cost_for_month
+            cells[day + SPENT] += cost_of_this_day
+            cells[month + SPENT] += cost_of_this_month
     return None
 
 
 def settle(
-    limits: Limits, cells: Cells, meter: int, reserved: Amounts, used: Amounts, ends: Mapping[int, float], now: float, then: Moment
+    limits: Limits, cells: Cells, offset: int, reserved: Amounts, used: Amounts, ends: Mapping[int, float], now: float, then: Moment
 ) -> None:
-    """Put what was used in the place of what was reserved at a moment. ``ends``: as ``admit`` has told them."""
+    """Replace what was reserved at ``then`` by what was used. ``ends`` is what ``admit`` has set."""
     for_requests, for_tokens = settlement_of_buckets(limits, reserved, used)
     if for_requests:
-        _settle_bucket(cells, meter + REQUESTS, for_requests, ends, now)
+        _settle_bucket(cells, offset + REQUESTS, for_requests, ends, now)
     if for_tokens:
-        _settle_bucket(cells, meter + TOKENS, for_tokens, ends, now)
+        _settle_bucket(cells, offset + TOKENS, for_tokens, ends, now)
     if limits.calendar:
-        for_day, cost_for_day, for_month, cost_for_month = settlement_of_calendar(limits, reserved, used)
-        _add_to_period(cells, meter + DAY, then.day, for_day, cost_for_day)
-        _add_to_period(cells, meter + MONTH, then.month, for_month, cost_for_month)
+        tokens_of_day, cost_of_this_day, tokens_of_month, cost_of_this_month = settlement_of_calendar(limits, reserved, used)
+        _add_to_period(cells, offset + DAY, then.day, tokens_of_day, cost_of_this_day)
+        _add_to_period(cells, offset + MONTH, then.month, tokens_of_month, cost_of_this_month)
 
 
 def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:
-    """What is taken from the buckets of requests and tokens, or is to be given back to them, in seconds, when a request is settled."""
+    """Return the seconds to take from the buckets of requests and tokens at settlement; negative: to give back."""
     each = limits.token_seconds
     in_advance = reserved.tokens * each
     return (
@@ -262,14 +270,16 @@ def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> t
 
 
 def settlement_of_calendar(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float, float, float]:
-    """What is added then to the tokens and the cost of a day, and to those of a month."""
-    for_day, cost_for_day, for_month, cost_for_month = _reserved_of_calendar(limits, reserved.tokens, reserved.cost)
-    return used.tokens - for_day, used.cost - cost_for_day, used.tokens - for_month, used.cost - cost_for_month
+    """Return what to add at settlement to the tokens and cost of the day and of the month."""
+    tokens_of_day, cost_of_this_day, tokens_of_month, cost_of_this_month = _reserved_of_calendar(limits, reserved.tokens, reserved.cost)
+    return used.tokens - tokens_of_day, used.cost - cost_of_this_day, used.tokens - tokens_of_month, used.cost - cost_of_this_month
 
 
 def _reserved_of_calendar(limits: Limits, tokens: float, cost: float) -> tuple[float, float, float, float]:
-    """What is taken when a request begins of the tokens and the cost of a day, and of a month: never more than all of a limit, or it
-    could never be had."""
+    """Return what is reserved from the tokens and cost of the day and of the month.
+
+    It is never more than the whole limit, or the request could never pass.
+    """
     of_day, cost_of_day, of_month, cost_of_month = limits.in_advance
     return (
         tokens if tokens < of_day else of_day,
@@ -280,7 +290,7 @@ def _reserved_of_calendar(limits: Limits, tokens: float, cost: float) -> tuple[f
 
 
 def _settle_bucket(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
-    """Take more from a bucket; or give some back of what was reserved, no more than what time has not filled up since."""
+    """Take seconds from a bucket, or give back as many as time has not refilled since."""
     full = cells[bucket]
     if seconds > 0:
         cells[bucket] = (full if full > now else now) + seconds
@@ -293,7 +303,7 @@ def _settle_bucket(cells: Cells, bucket: int, seconds: float, ends: Mapping[int,
 
 
 def _start_period(cells: Cells, window: int, period: int) -> None:
-    """Make a period the present one. Of two others that were known the later is remembered."""
+    """Make a period the current one. Of the two other known periods, remember the later one."""
     if cells[window] == period:
         return
     other, fresh = window + _OTHER, (period, 0.0, 0.0)
@@ -305,7 +315,7 @@ def _start_period(cells: Cells, window: int, period: int) -> None:
 
 
 def _add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
-    """To what was used in a period, or from it; one that is forgotten stays so."""
+    """Add to what was used in a period, or subtract. A period that is no longer remembered stays unchanged."""
     known = _find_period(cells, window, period)
     if known is None:
         return
@@ -318,7 +328,7 @@ def _add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: 
 
 
 class BucketState(msgspec.Struct, frozen=True, gc=False):
-    """How a minute's limit stands: its size, what is left of it, and the seconds until all of it is there again."""
+    """State of a per-minute limit: its size, what remains, and the seconds until all of it is available."""
 
     limit: int
     remaining: int
@@ -326,7 +336,7 @@ class BucketState(msgspec.Struct, frozen=True, gc=False):
 
 
 def bucket_state(limit: int, full: float, now: float) -> BucketState:
-    """Of a bucket that is full at a moment."""
+    """Return the state of a bucket that is full at a moment."""
     behind = full - now
     if behind <= 0:
         return BucketState(limit, limit, 0.0)

@@ -198,7 +198,7 @@ async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_
                 counted = float(store.hget("vllm-gateway:key team-a", "dt") or 0)
         assert clients.wrong == [], log.read_text()[-4000:]
         assert rows(url, tmp_path) == clients.tokens
-        was_late = any("limits' store at" in each.said for each in three)  # on a busy machine: then each has counted by itself
+        was_late = any("limits store at" in each.said for each in three)  # on a busy machine: then each has counted by itself
         assert was_late or counted == sum(clients.tokens.values())
     measured(
         f"three gateways behind nginx replaced one after the other under {STREAMS} streams: {len(clients.tokens):,} requests, "

@@ -201,7 +201,7 @@ async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: 
             seen = (await load).seen
             assert seen.keys() <= meanwhile
             assert (seen[503] > 0) is (policy == "refuse")
-            await until(lambda: all("is back" in one.said for one in three), 30)
+            await until(lambda: all("is available again" in one.said for one in three), 30)
             assert [await in_time(one) for one in three] == [200, 200, 200]
 
 
@@ -214,7 +214,7 @@ async def test_a_redis_that_stalls_under_load_counts_what_was_used(tmp_path: Pat
             for _ in range(2):
                 await stall(redis, SECONDS / 10)
             seen = (await load).seen
-            await until(lambda: all("is back" in one.said for one in three), 30)
+            await until(lambda: all("is available again" in one.said for one in three), 30)
             assert seen.keys() == {200, 503}
             with redis.client() as each:
                 await until(lambda: [bytes(name) for name in each.scan_iter()] == [b"vllm-gateway:key team-a"], 30)

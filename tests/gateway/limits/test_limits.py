@@ -77,7 +77,7 @@ class Counted:
 
 
 def meter(served: Served, holder: str = "key team-a") -> Counted:
-    meters = served.worker.limits.meters
+    meters = served.worker.limits.buckets
     place = meters.holder(holder, Limits()).offset
     cells = meters.cells[place : place + rules.SIZE]
     return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], meters.in_flight(place))
@@ -188,8 +188,8 @@ async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
         long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
         assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
-        place = served.worker.limits.meters.holder("key team-a", Limits()).offset
-        served.worker.limits.meters.cells[place + rules.DAY + rules.USED] = 200
+        place = served.worker.limits.buckets.holder("key team-a", Limits()).offset
+        served.worker.limits.buckets.cells[place + rules.DAY + rules.USED] = 200
         assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
 
 

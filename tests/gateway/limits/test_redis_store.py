@@ -1,4 +1,4 @@
-"""Limits that are counted in a Redis: the same decisions as in memory, and what happens while it is away."""
+"""Limits that are counted in a Redis: the same decisions as in memory, and what happens while it is unavailable."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import scripts
 from gateway.limits.buckets import Buckets, Holder
 from gateway.limits.redis_store import RedisStore, StoreClock, StoreUnavailableError
 from gateway.limits.rules import Amounts, moment, month_of
+from gateway.limits.scripts import source
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
@@ -105,13 +105,13 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                 expected, answer = meters.reserve(wanted, at, ends), await store.admit(identity, wanted)
                 if monotonic() - began > 0.5:
                     return
-                assert (answer.refused and answer.refused[1].reason) == (expected and expected[1].reason)
-                if answer.refused is None:
+                assert (answer.exceeded and answer.exceeded[1].reason) == (expected and expected[1].reason)
+                if answer.exceeded is None:
                     running.append((identity, wanted, at, ends))
                 elif expected is not None and expected[1].wait is not None:
-                    assert answer.refused[1].wait == pytest.approx(expected[1].wait, abs=2)
-                    assert answer.refused[1].requested == expected[1].requested
-                    assert answer.refused[1].left == pytest.approx(expected[1].left, abs=3)
+                    assert answer.exceeded[1].wait == pytest.approx(expected[1].wait, abs=2)
+                    assert answer.exceeded[1].requested == expected[1].requested
+                    assert answer.exceeded[1].left == pytest.approx(expected[1].left, abs=3)
             elif running:
                 identity, wanted, at, ends = running.pop(amount % len(running))
                 used = Amounts(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
@@ -126,23 +126,23 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
     with server.client() as each:
         async with opened(server.place()) as store:
             for name in ("r1", "r2"):
-                assert (await store.admit(name, wanted)).refused is None
+                assert (await store.admit(name, wanted)).exceeded is None
             written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
             day, month, at, *ends = map(float, each.hget(*written).split())
             aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
             each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
             store.settle("r1", wanted, Amounts())
-            assert (await store.admit("r3", [(wanted[0][0], Amounts())])).refused is None
+            assert (await store.admit("r3", [(wanted[0][0], Amounts())])).exceeded is None
             assert [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")] == before
             store.settle("r2", wanted, Amounts())
-            assert (await store.admit("r4", [(wanted[0][0], Amounts())])).refused is None
+            assert (await store.admit("r4", [(wanted[0][0], Amounts())])).exceeded is None
             found = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t", "rb", "tb")]
             assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
 
 
 def test_the_stores_calendar(server: RedisServer) -> None:
-    script = scripts.CALENDAR + "local m = month_of(tonumber(ARGV[1])) return {m, first_day_of(m)}"
+    script = source("calendar") + "local m = month_of(tonumber(ARGV[1])) return {m, first_day_of(m)}"
     days = [number for year in range(1970, 2470, 3) for number in range(_day(year, 2, 27), _day(year, 3, 3))]
     days += range(_day(2026, 1, 1), _day(2028, 1, 1), 2)
     with server.client() as each:
@@ -165,7 +165,7 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
     with server.client() as each:
         each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
         async with opened(server.place()) as store:
-            assert (await store.admit("r1", [(holder, Amounts(1, 1, 4))])).refused is None
+            assert (await store.admit("r1", [(holder, Amounts(1, 1, 4))])).exceeded is None
         kept = each.hgetall("vllm-gateway:key a")
     now = int(datetime.now(UTC).timestamp() // 86400)
     if now == today:  # or the test ran over midnight
@@ -177,12 +177,12 @@ async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, ca
     holder = Holder("key a", Limits(requests_per_minute=10), 0)
     place = server.place(patience=0.25)
     async with opened(place) as store:
-        assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).refused is None
+        assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).exceeded is None
         asked = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
         await asyncio.sleep(0)
         sleep(2 * place.patience)  # noqa: ASYNC251  # it is held up
         store.tick()
-        assert (await asked).refused is None
+        assert (await asked).exceeded is None
     assert caplog.text == ""
 
 
@@ -192,9 +192,9 @@ async def test_what_the_store_says(server: RedisServer) -> None:
         before = monotonic()
         answer = await store.admit("r1", [(holder, Amounts(1, 1, 10))])
         after, now = monotonic(), datetime.now(UTC)
-        assert before + 0.9 < answer.standings[0][2] < after + 1.1
+        assert before + 0.9 < answer.full_times[0][2] < after + 1.1
         answer = await store.admit("r2", [(holder, Amounts(1, 1, 1))])
-        assert answer.refused is not None and answer.refused[1].reason == "tokens_per_month"
+        assert answer.exceeded is not None and answer.exceeded[1].reason == "tokens_per_month"
     with server.client() as each:
         each.execute_command("SELECT", 3)
         assert each.hget("vllm-gateway:key a", "m") == str(now.year * 12 + now.month - 1).encode()
@@ -207,7 +207,7 @@ async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: Re
     async with opened(server.place()) as store:
         for number in range(3):
             answer = await store.admit(f"r{number}", wanted)
-            assert answer.refused is None
+            assert answer.exceeded is None
             with server.client() as each:
                 each.script_flush()
             store.settle(f"r{number}", wanted, Amounts(1))
@@ -262,10 +262,10 @@ def test_the_stores_clock_by_ones_own() -> None:
 async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
-        assert (await store.admit("r1", wanted)).refused is None
+        assert (await store.admit("r1", wanted)).exceeded is None
         store.settle("r1", wanted, Amounts(1, 0, 5))
         store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
-        assert (await store.admit("r2", wanted)).refused is None
+        assert (await store.admit("r2", wanted)).exceeded is None
     with server.client() as each:
         assert each.hget("vllm-gateway:key a", "dt") == b"15"
 
@@ -274,7 +274,7 @@ async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServe
     """Though nobody else asks the store meanwhile."""
     wanted = [(Holder("key a", Limits(concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
-        assert (await store.admit("r1", wanted)).refused is None
+        assert (await store.admit("r1", wanted)).exceeded is None
         store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
         with server.client() as each:
             before = each.zscore("vllm-gateway:key a leases", "r1") or 0
@@ -289,7 +289,7 @@ async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: Re
     """What it had asked waits in the socket, and nobody will give it back."""
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Amounts(1, 1, 10))]
     async with opened(server.place(patience=1.0)) as store:
-        assert (await store.admit("r1", wanted)).refused is None
+        assert (await store.admit("r1", wanted)).exceeded is None
         server.signal(signal.SIGSTOP)
         try:
             asked = asyncio.create_task(store.admit("r2", wanted))
@@ -316,7 +316,7 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
         wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Amounts(1, 1, 900))]
         async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
-                assert (await store.admit("r1", wanted)).refused is None
+                assert (await store.admit("r1", wanted)).exceeded is None
             except StoreUnavailableError:
                 used = 0
             else:
@@ -348,7 +348,7 @@ async def heard(store: RedisStore) -> None:
 async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     async with opened(server.place()) as store:
-        assert (await store.admit("r1", wanted)).refused is None
+        assert (await store.admit("r1", wanted)).exceeded is None
         assert store._open_connection is not None
         store._open_connection.transport.abort()
         store.settle("r1", wanted, Amounts(1, 0, 7))
@@ -371,7 +371,7 @@ async def test_a_settlement_that_the_store_cannot_write_is_told_again(
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     with server.client() as each:
         async with opened(server.place()) as store:
-            assert (await store.admit("r1", wanted)).refused is None
+            assert (await store.admit("r1", wanted)).exceeded is None
             each.execute_command(*full)
             try:
                 store.settle("r1", wanted, Amounts(1, 0, 7))
@@ -391,7 +391,7 @@ async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server
     with server.client() as each:
         async with opened(server.place()) as store:
             for identity, ask in zip(("r1", "r2"), wanted, strict=True):
-                assert (await store.admit(identity, [ask])).refused is None
+                assert (await store.admit(identity, [ask])).exceeded is None
             each.set("vllm-gateway:key a", "what somebody else has put here")
             for identity, ask in zip(("r1", "r2"), wanted, strict=True):
                 store.settle(identity, [ask], Amounts(1, 0, 7))
@@ -458,7 +458,7 @@ async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServe
 
 @pytest.mark.parametrize("gone", [False, True], ids=["", "and without limits for a while"])
 async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisServer, gone: bool) -> None:
-    """Another word on what happens while it is away is no other store: leases are renewed, and what is owed is told."""
+    """Another word on what happens while it is unavailable is no other store: leases are renewed, and what is owed is told."""
     async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
         with server.client() as each:
             async with client(served.port) as visitor:
@@ -488,7 +488,7 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
             served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
-        meters = served.worker.limits.meters
+        meters = served.worker.limits.buckets
         assert meters.in_flight(meters.holder("key team-a", Limits()).offset) == 0
 
 
@@ -544,7 +544,7 @@ async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bo
                 assert await statuses(served, 5) == [200, 200, 200, 429, 429], "each gateway by itself"
         finally:
             server.start()
-        await until(lambda: "is back" in caplog.text, 30)
+        await until(lambda: "is available again" in caplog.text, 30)
         assert await statuses(served, 4) == [200, 200, 200, 429], "this one has forgotten everything"
         assert [record.levelno for record in caplog.records if record.name == "vllm_gateway.limits"] == [logging.WARNING] * 2
 
@@ -631,7 +631,7 @@ async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: 
                 assert (await asyncio.wait_for(streams[1], 30)).status == 200
             finally:
                 server.signal(signal.SIGCONT)
-            await until(lambda: "is back" in caplog.text, 60)
+            await until(lambda: "is available again" in caplog.text, 60)
             with server.client() as each:
                 await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read what all others had sent
                 assert {bytes(name): float(each.hget(name, "dt") or 0) for name in each.scan_iter()} == {holder.encode(): 3 * 5}

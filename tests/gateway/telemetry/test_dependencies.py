@@ -82,7 +82,9 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
             assert back["since"] > since and back["last_error"]
             wait_for(lambda: one.metric('vllm_gateway_dependency_up{dependency="limits_store"}') == 1)
             wait_for(lambda: one.get("/readyz").json()["status"] == "ready")
-            assert re.search(r"limits' store at .* is away", one.said) and re.search(r"limits' store at .* is back", one.said)
+            assert re.search(r"limits store at .* is unavailable", one.said) and re.search(
+                r"limits store at .* is available again", one.said
+            )
             assert "a-password-of-redis" not in one.said + page + one.get("/status").text
 
 
