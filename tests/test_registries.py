@@ -82,7 +82,7 @@ def documented_policies() -> set[str]:
 SETTINGS = {setting.name for group in groups() for setting in group.settings}
 KINDS = {
     "error code": Kind(
-        "gateway/api/errors.py, ROWS",
+        "gateway/api/errors.py, ERRORS",
         ERRORS,
         (
             Place("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
@@ -114,7 +114,7 @@ KINDS = {
         ),
     ),
     "limit": Kind(
-        "gateway/limits/redis_store.py, REASONS",
+        "gateway/limits/redis_store.py, COUNTED_LIMITS",
         COUNTED_LIMITS,
         (
             Place("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),

@@ -184,10 +184,10 @@ MODELS = Dashboard(
         ),
         Panel("Time to first token", "s", _quantiles("vllm_gateway_time_to_first_token_seconds", "model", _MODEL)),
         Panel(
-            "Between tokens",
+            "Inter-chunk latency",
             "s",
-            _quantiles("vllm_gateway_inter_token_latency_seconds", "model", _MODEL),
-            "Between two reads of a stream, which may hold several tokens each.",
+            _quantiles("vllm_gateway_inter_chunk_latency_seconds", "model", _MODEL),
+            "Time between two reads of a stream's events. One event may hold several tokens.",
         ),
         Panel("Queued", "short", ((f"vllm_gateway_queued_requests{_MODEL}", "{{model}}"),), "Requests that wait for a server to be up."),
         Panel(
@@ -283,7 +283,7 @@ ENGINE = Dashboard(
             _beside("vllm_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
             "The same boundaries on both sides. vLLM counts every request, the gateway streams only.",
         ),
-        Panel("Between tokens, p95", "s", _beside("vllm_gateway_inter_token_latency_seconds", "vllm:inter_token_latency_seconds")),
+        Panel("Inter-chunk latency, p95", "s", _beside("vllm_gateway_inter_chunk_latency_seconds", "vllm:inter_token_latency_seconds")),
         Panel(
             "Tokens generated a second",
             "short",

@@ -69,6 +69,11 @@ ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
     }
 )
 
+AUTH_REASONS: Mapping[str, str] = MappingProxyType(
+    {"missing_api_key": "missing", "invalid_api_key": "invalid", "expired_api_key": "expired"}
+)
+"""The ``reason`` label of ``vllm_gateway_auth_failures_total`` by the error's code."""
+
 NAME_LIMIT = 200
 """Characters of a client's name for a model that a message repeats."""
 

@@ -127,11 +127,3 @@ def _bearer(value: bytes) -> bytes:
     if scheme != b"Bearer" and scheme.lower() != b"bearer":
         raise Refusal("invalid_api_key", "The Authorization header must have the form 'Bearer <key>'.")
     return token.strip(b" ")
-
-
-AUTH_REASONS: Mapping[str, str] = {
-    "missing_api_key": "missing",
-    "invalid_api_key": "invalid",
-    "expired_api_key": "expired",
-}
-"""The ``reason`` label of the metrics by the error's code."""

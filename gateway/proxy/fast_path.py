@@ -17,7 +17,7 @@ from time import monotonic
 
 from gateway.api.response_fields import Marks
 from gateway.client.request import ClientRequest
-from gateway.telemetry.metrics import BETWEEN, ReadGaps
+from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from upstream.balancing.attempt import Answer
 from upstream.http.connection import Connection
 
@@ -55,7 +55,7 @@ def lane(
     """
     long_way = connection.data_received
     first, second, third, fourth = marks
-    counts, lines, bounds = gaps.counts, _SIZE_LINES, BETWEEN
+    counts, lines, bounds = gaps.counts, _SIZE_LINES, CHUNK_GAPS
 
     def read(data: bytes) -> None:
         size = len(data)

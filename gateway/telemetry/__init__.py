@@ -1,5 +1,5 @@
-"""What is recorded about requests and processes: metrics, shared counters, the access log, traces, dependencies.
+"""Report what happened: metrics, shared counters, the record of a request, access log, traces, token rates.
 
-It observes and never changes a request or a response.
-Start with ``request_record``, the one value of which all others are made.
+It owns how facts are counted and written, and decides nothing about requests; it imports no proxy, no client and no key check.
+Start with ``request_record``, the value that all reports are made from, then ``metrics``.
 """

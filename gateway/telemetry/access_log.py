@@ -1,7 +1,7 @@
-"""One JSON line per request, on standard output, never a key and never a prompt.
+"""Write one JSON line for each request to standard output, never with a key or a prompt.
 
-The rule: a request waits for no log. Lines gather in memory and a thread of their own writes them; when the
-reader of the output stands still, or a line cannot be made, lines are dropped and counted, and memory stays bounded.
+The rule: a request waits for no log. Lines are collected in memory, and a thread writes them. If stdout is blocked, or a line
+cannot be encoded, lines are dropped and counted, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gateway.telemetry.request_record import RequestRecord
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
 _PIPE_BUF = 4096
-_PATIENCE = 2.0  # seconds
+_TIMEOUT = 2.0  # seconds
 _encode = msgspec.json.Encoder().encode
 _log = logging.getLogger("vllm_gateway.worker")
 
 
 class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The members of a line, in their order. Durations are in milliseconds; what is not known is left out."""
+    """The fields of a line in their order. Durations are in milliseconds; unknown values are omitted."""
 
     time: datetime
     request_id: str
@@ -60,9 +60,9 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def line(record: RequestRecord) -> bytes:
-    """A request as a line of JSON."""
+    """Encode a request as a line of JSON."""
     usage, first_byte = record.usage, record.first_byte
-    made = _Line(
+    line = _Line(
         time=datetime.fromtimestamp(record.started, UTC),
         request_id=record.id,
         client=record.client,
@@ -88,80 +88,80 @@ def line(record: RequestRecord) -> bytes:
         request=record.shape,
     )
     if usage is not None:
-        made.prompt_tokens, made.completion_tokens = usage.prompt, usage.completion
-        made.cached_tokens, made.reasoning_tokens = usage.cached, usage.reasoning
-    return _encode(made) + b"\n"
+        line.prompt_tokens, line.completion_tokens = usage.prompt, usage.completion
+        line.cached_tokens, line.reasoning_tokens = usage.cached, usage.reasoning
+    return _encode(line) + b"\n"
 
 
 class AccessLog:
-    """Gathers records; ``flush`` hands them to the writer."""
+    """Collects records; ``flush`` hands them to the writer thread."""
 
     def __init__(self, output: int) -> None:
         self._output = output
         self._records: list[RequestRecord] = []
         self._waiting: queue.Queue[list[RequestRecord] | None] = queue.Queue(_MAX_WAITING)
-        self._refused = 0  # for lack of room: counted by whoever adds
-        self._unwritten = 0  # counted by the writer
+        self._refused = 0  # the buffer was full; written by the event loop
+        self._unwritten = 0  # written by the writer thread
         self._reported = 0
 
     @property
     def dropped(self) -> int:
-        """Requests whose lines are written nowhere."""
+        """Number of requests whose lines were not written."""
         return self._refused + self._unwritten
 
     def newly_dropped(self) -> int:
-        """How many there are more than at the last call."""
+        """Return how many lines were dropped since the last call."""
         before, self._reported = self._reported, self.dropped
         return self._reported - before
 
     def add(self, record: RequestRecord) -> None:
-        """Take a record; it is written with the next flush."""
+        """Add a record; the next flush writes it."""
         if len(self._records) < _MAX_LINES:
             self._records.append(record)
         else:
             self._refused += 1
 
     def flush(self) -> None:
-        """Hand over what has gathered; called a few times a second."""
+        """Hand the collected records to the writer; called a few times a second."""
         if not self._records:
             return
         try:
             self._waiting.put_nowait(self._records)
             self._records = []
         except queue.Full:
-            pass  # they stay, up to the bound, until the writer gets on
+            pass  # they stay, up to the bound, until the writer continues
 
     def run_writer(self) -> None:
-        """The writer's thread: until told to stop."""
+        """Write batches until the log is stopped. Runs in the writer thread."""
         while (batch := self._waiting.get()) is not None:
             written = 0
             try:
-                for lines in _pieces(_made(batch)):
+                for lines in _pieces(_encoded(batch)):
                     _write_all(self._output, lines)
                     written += lines.count(b"\n")
             except OSError:
-                pass  # nobody reads the output, or its disk is full: serving goes on
+                pass  # stdout is closed, or its disk is full; serving continues
             self._unwritten += len(batch) - written
 
-    def stop(self, patience: float) -> None:
-        """Write what is there and end the thread; an output that stands still is given so many seconds to move."""
+    def stop(self, timeout: float) -> None:
+        """Write what is left and end the thread; a blocked stdout gets this many seconds."""
         self.flush()
         try:
-            self._waiting.put(None, timeout=patience)
+            self._waiting.put(None, timeout=timeout)
         except queue.Full:
             pass  # the thread is a daemon and ends with the process
 
 
-def _made(batch: Iterable[RequestRecord]) -> Iterator[bytes]:
+def _encoded(batch: Iterable[RequestRecord]) -> Iterator[bytes]:
     for record in batch:
         try:
             yield line(record)
-        except Exception:  # noqa: BLE001  the outer edge: one that cannot be told must not end the log of all others
-            _log.exception("a line of the access log")
+        except Exception:  # noqa: BLE001  the outer edge: a record that cannot be encoded must not end the log
+            _log.exception("a line of the access log could not be encoded")
 
 
 def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Whole lines in pieces that a pipe takes at once, so that the lines of several workers never mix (pipe(7), PIPE_BUF)."""
+    """Join whole lines to pieces that a pipe takes at once, so that lines of several workers never mix (pipe(7), PIPE_BUF)."""
     piece = b""
     for each in lines:
         if piece and len(piece) + len(each) > _PIPE_BUF:
@@ -179,12 +179,12 @@ def _write_all(output: int, data: bytes) -> None:
 
 @contextmanager
 def access_log(output: int) -> Iterator[AccessLog]:
-    """An access log whose lines have been written when the block ends, unless the output stands still."""
+    """Yield an access log whose lines are written when the block ends, unless stdout is blocked."""
     log = AccessLog(output)
     thread = threading.Thread(target=log.run_writer, name="access-log", daemon=True)
     thread.start()
     try:
         yield log
     finally:
-        log.stop(_PATIENCE)
-        thread.join(_PATIENCE)
+        log.stop(_TIMEOUT)
+        thread.join(_TIMEOUT)

@@ -1,4 +1,7 @@
-"""What is known of a request when it is over: one frozen value for metrics, log and ledger."""
+"""The facts about a finished request: one frozen value for metrics, log, ledger and traces.
+
+The rule: every report of a request is made from its record, and nothing changes a record.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from gateway.snapshot.snapshot import Key
 from gateway.telemetry.tracing import Trace
 
 USER_LIMIT = 256
-"""Characters of a client's word for its end user that are logged and kept."""
+"""Characters of a client's ``user`` field that are logged and stored."""
 
 
 class ReadGapCounts(Protocol):
-    """Times between the reads of a stream: ``counts`` by bucket and their ``total`` in seconds; and how many events it had."""
+    """Times between the reads of a stream: ``counts`` by bucket, their ``total``, and the number of events."""
 
     counts: list[int]
 
     @property
     def events(self) -> int:
-        """All that passed, the first one too."""
+        """Number of events, including the first."""
 
     @property
     def are_counted(self) -> bool:
-        """Whether the server's usage covers all of them."""
+        """Whether the server's usage covers all events."""
 
     @property
     def total(self) -> float:
@@ -34,19 +37,17 @@ class ReadGapCounts(Protocol):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Times are in seconds; ``started`` is since the epoch.
+    """One finished request. Times are in seconds; ``started`` is since the epoch.
 
-    ``status`` is the HTTP status sent, or 499 when the client left before it had the whole answer; ``code`` the
-    error's code, if it ended with one; ``model`` the configured ID, None when the request named none; ``asked`` the ID of the
-    model that was asked for, where a fallback answered in its place; ``incomplete``
-    says who broke off an answer: client, upstream or drain; ``usage`` is what was seen, for an incomplete answer
-    perhaps None; ``user`` is the client's word for its end user, None unless it is to be logged; ``failures`` are what went
-    wrong with servers on the way: the model that has them, the server, the reason; ``detail`` is for the operator alone;
-    ``trace`` where the request stands in its trace, None where nothing is traced; ``client`` is the client's address; ``shape`` what
-    its body looked like, None unless it is one of those that are shown (see ``body_shape``); ``method`` and ``path`` only for a path
-    that is not served.
+    ``status`` is the HTTP status sent, or 499 if the client disconnected before the end of the response; ``code`` is the code of
+    the error, if any. ``model`` is the configured ID, None if the request named none; ``asked`` is the ID of the requested model if
+    a fallback served the request. ``incomplete`` says what truncated the response: client, upstream or drain. ``usage`` is what the
+    server reported. ``user`` is the request's ``user`` field, None unless it is logged. ``failures`` are failures of servers: the
+    model that has the server, the server, the reason. ``detail`` is for the operator only. ``trace`` is None if the request is not
+    traced. ``client`` is the client's address. ``shape`` is the shape of the body, None unless it is logged (see ``body_shape``).
+    ``method`` and ``path`` are set only for a path that is not served.
 
-    A Struct, because a frozen dataclass of this size takes three times as long to make.
+    A Struct, because a frozen dataclass of this size takes three times as long to create.
     """
 
     id: str

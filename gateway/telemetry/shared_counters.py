@@ -1,14 +1,13 @@
-"""Counts in shared memory: a worker writes, control reads, neither waits for the other.
+"""Count in shared memory: a worker writes, control reads, neither waits for the other.
 
-A board is an anonymous memory file that control makes and a worker inherits. The worker appends a record per
-series the first time it is used and from then on adds to its float64 cells in place. Control reads the cells
-when Prometheus asks: a scrape costs the workers nothing, and what a worker had counted when it was killed is
-still there for the process that takes over its board.
+Control creates an anonymous memory file, which a worker inherits. The worker appends a record for each series on first use, and
+from then on adds to its float64 cells in place. Control reads the cells when Prometheus scrapes, so a scrape costs the workers
+nothing. What a killed worker had counted is still there for its successor.
 
-The rule: one writer per board; a record is complete before the length that makes it visible is written.
+The rule: one writer per file; a record is complete before the length that makes it visible is written.
 
-Layout, little-endian: u64 bytes used, then records of (u32 length of the name, u32 number of cells, the name
-in UTF-8 padded to 8, the cells). The name is opaque here.
+Layout, little-endian: u64 bytes used, then records of (u32 length of the name, u32 number of cells, the name in UTF-8 padded to 8,
+the cells). The name is opaque here.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 SIZE = 256 * 1024 * 1024
-"""Bytes of address space per board; memory is used only for what is written (the file is sparse)."""
+"""Bytes of address space per file. The file is sparse, so only what is written takes memory."""
 
 _USED = struct.Struct("<Q")
 _RECORD = struct.Struct("<II")
 Cells: TypeAlias = "memoryview[float]"
-"""A view of float64 cells in the board."""
+"""A view of float64 cells in the shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterReading:
-    """One series as it stood at the moment of reading."""
+    """The values of one series when it was read."""
 
     name: str
     values: tuple[float, ...]
 
 
 class SharedCountersFullError(Exception):
-    """There is no room for another series."""
+    """The memory has no capacity for another series."""
 
 
 class SharedCounters:
-    """One board, mapped. ``fd`` is what a child process inherits."""
+    """One file of counters, mapped. ``fd`` is inherited by a child process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -51,19 +50,19 @@ class SharedCounters:
         self._map = mmap.mmap(fd, self._size)
         self._view = memoryview(self._map)
         self._index: dict[str, Cells] = {}
-        self._seen = _USED.size  # how far the index has read
+        self._seen = _USED.size  # end of the indexed part
 
     @classmethod
     def create(cls, name: str, size: int = SIZE) -> SharedCounters:
-        """A new, empty board."""
+        """Create an empty file of counters."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, size)
-        board = cls(fd)
-        _USED.pack_into(board._view, 0, _USED.size)
-        return board
+        counters = cls(fd)
+        _USED.pack_into(counters._view, 0, _USED.size)
+        return counters
 
     def close(self) -> None:
-        """Unmap and close; views handed out before must not be used any more."""
+        """Unmap and close. Views handed out before must not be used any more."""
         for cells in self._index.values():
             cells.release()
         self._index.clear()
@@ -72,20 +71,20 @@ class SharedCounters:
         os.close(self.fd)
 
     def cells(self, name: str, count: int) -> Cells:
-        """The cells of a series, made on first use. Raises BoardFullError."""
+        """Return the cells of a series, created on first use. Raises SharedCountersFullError."""
         self._read_index()
-        found = self._index.get(name)
-        return self._append(name, count) if found is None else found
+        cells = self._index.get(name)
+        return self._append(name, count) if cells is None else cells
 
     def readings(self, prefix: str = "") -> Iterator[CounterReading]:
-        """Every series whose name begins so, with its present values."""
+        """Return every series whose name starts with the prefix, with its current values."""
         self._read_index()
         for name, cells in self._index.items():
             if name.startswith(prefix):
                 yield CounterReading(name, tuple(cells))
 
     def new_names(self, seen: int) -> list[str]:
-        """The names of the series after the first ``seen`` ones."""
+        """Return the names of the series after the first ``seen`` ones."""
         self._read_index()
         return list(itertools.islice(self._index, seen, None)) if len(self._index) > seen else []
 
@@ -98,7 +97,7 @@ class SharedCounters:
             raise SharedCountersFullError(name)
         _RECORD.pack_into(self._view, start, len(encoded), count)
         self._view[start + _RECORD.size : start + _RECORD.size + len(encoded)] = encoded
-        self._view[end - 8 * count : end] = bytes(8 * count)  # a predecessor may have died in this very place
+        self._view[end - 8 * count : end] = bytes(8 * count)  # a predecessor may have died while it wrote here
         _USED.pack_into(self._view, 0, end)
         self._read_index()
         return self._index[name]

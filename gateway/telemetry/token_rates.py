@@ -1,7 +1,7 @@
-"""Tokens per second, from looks at counters that only grow.
+"""Compute tokens per second from counters that only grow. Pure.
 
-Pure. The rule: a rate is between the newest look and the oldest one within the window, so it follows what happens
-and does not jump with every request's end.
+The rule: a rate is between the latest observation and the oldest one within the window, so it follows the load without jumping at
+the end of each request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WINDOW = 10.0
-"""Seconds. Tokens are counted at a request's end, so a shorter window would mostly show nothing."""
+"""Seconds. Tokens are counted when a request ends, so a shorter window would mostly show 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,20 @@ class TokenCounts:
 
 
 class TokenRates:
-    """The latest looks, oldest first."""
+    """The latest observations, oldest first."""
 
     def __init__(self, window: float = WINDOW) -> None:
         self._window = window
         self._observations: deque[tuple[float, Mapping[str, TokenCounts]]] = deque()
 
     def observe(self, now: float, totals: Mapping[str, TokenCounts]) -> None:
-        """Take note of what each model has counted at ``now``, in seconds of a clock that never goes back."""
+        """Add what each model has counted at ``now``, in seconds of a monotonic clock."""
         self._observations.append((now, totals))
         while now - self._observations[0][0] > self._window:
             self._observations.popleft()
 
     def rate(self, model: str) -> TokenCounts:
-        """Tokens per second; nothing until there were two looks."""
+        """Return a model's tokens per second; 0 until there are two observations."""
         if len(self._observations) < 2:
             return TokenCounts()
         (first, before), (last, after) = self._observations[0], self._observations[-1]

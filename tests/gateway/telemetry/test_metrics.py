@@ -107,11 +107,11 @@ def test_a_request_is_counted_once_in_all_its_families(board: SharedCounters) ->
     assert value(shown, "retries_total", model="tiny") == 1
     assert value(shown, "incomplete_total", model="tiny", reason="upstream") == 1
     assert value(shown, "server_failures_total", model="tiny", server="tiny#0", reason="stale") == 1
-    assert value(shown, "inter_token_latency_seconds_count", model="tiny") == 3
-    assert math.isclose(value(shown, "inter_token_latency_seconds_sum", model="tiny"), 200.0)
-    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="0.01") == 1
-    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="80.0") == 2
-    assert value(shown, "inter_token_latency_seconds_bucket", model="tiny", le="+Inf") == 3
+    assert value(shown, "inter_chunk_latency_seconds_count", model="tiny") == 3
+    assert math.isclose(value(shown, "inter_chunk_latency_seconds_sum", model="tiny"), 200.0)
+    assert value(shown, "inter_chunk_latency_seconds_bucket", model="tiny", le="0.01") == 1
+    assert value(shown, "inter_chunk_latency_seconds_bucket", model="tiny", le="80.0") == 2
+    assert value(shown, "inter_chunk_latency_seconds_bucket", model="tiny", le="+Inf") == 3
     assert value(shown, "time_to_first_token_seconds_count", model="tiny") == 1
     assert value(shown, "overhead_seconds_count") == 2
 
