@@ -146,8 +146,8 @@ def api() -> str:
     parts = [told["info"]["description"], _statuses(told), _headers(told)]
     tag = None
     for operation in words.operations(told):
-        if operation.told["tags"] != tag:
-            tag = operation.told["tags"]
+        if operation.document["tags"] != tag:
+            tag = operation.document["tags"]
             parts.append(f"## {tag[0]}")
         parts.append(_operation(operation))
     shapes = [_shape(name, schema) for name, schema in told["components"]["schemas"].items()]
@@ -170,11 +170,11 @@ def _headers(told: Mapping[str, Any]) -> str:
 
 
 def _operation(operation: Operation) -> str:
-    told = operation.told
+    told = operation.document
     about = " ".join(told[name] for name in ("summary", "description") if name in told)
     lines = [f"### {operation.method} {operation.path}", "", about, ""]
-    lines += [f"- takes {_bodies(operation.sent)}"] if operation.sent else []
-    lines += [f"- answers {_bodies(operation.answered)}"]
+    lines += [f"- takes {_bodies(operation.request_kinds)}"] if operation.request_kinds else []
+    lines += [f"- answers {_bodies(operation.response_kinds)}"]
     call = words.curl(operation)
     return "\n".join(lines) + (f"\n\n```sh\n{call}\n```" if call else "")
 
