@@ -1,0 +1,263 @@
+"""The parser of requests: what it makes of bytes, however they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.api.errors import Refusal
+from gateway.client.http_parser import MAX_HEAD, MAX_HEADERS, HttpParser, Reading, RequestHead
+
+LINE, HOST = b"POST /v1/chat/completions HTTP/1.1\r\n", b"host: a\r\n"
+
+
+@dataclass
+class Received:
+    """One request, as far as it was received."""
+
+    head: RequestHead
+    size: int = 0
+    is_awaited: bool = True
+    body: bytes = b""
+    finished: bool = False
+    failed: Refusal | None = None
+
+    def feed(self, data: bytes) -> None:
+        assert not self.finished
+        self.body += data
+        self.size += len(data)
+
+    def finish(self) -> None:
+        assert not self.finished
+        self.finished = True
+
+    def fail(self, refusal: Refusal) -> None:
+        self.failed = refusal
+
+    @property
+    def seen(self) -> tuple[object, ...]:
+        """All that is known of the request."""
+        head = self.head
+        return (head.method, head.url, list(head.headers.items()), list(head.fields), head.http10, head.content_length, head.keep_alive,
+                self.body, self.finished)  # fmt: skip
+
+
+@dataclass
+class Handler:
+    """Records requests. ``upgrades``: whether it switches protocols."""
+
+    upgrades: bool = False
+    received: list[Received] = field(default_factory=list)
+    rest: bytes | None = None
+
+    def request_received(self, head: RequestHead) -> Received:
+        self.received.append(Received(head))
+        return self.received[-1]
+
+    def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:
+        assert b"upgrade" in head.headers or head.method == b"CONNECT"
+        if self.upgrades:
+            self.rest = rest
+        return self.upgrades
+
+
+def parsed(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], str | None, Reading]:
+    """Parse the pieces. Returns the requests, the code of the refusal, and what the parser expects next."""
+    handler, refused = Handler(), None
+    parser = HttpParser(handler)
+    for piece in pieces:
+        try:
+            parser.feed(piece)
+        except Refusal as refusal:
+            refused = refusal.code
+            parser.stop()
+    reading = parser.reading
+    parser.close()
+    return [each.seen for each in handler.received], refused, reading
+
+
+def cut(data: bytes, sizes: list[int]) -> list[bytes]:
+    """Cut data into pieces of these sizes, and the rest."""
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(data[at : at + size])
+        at += size
+    return [piece for piece in (*pieces, data[at:]) if piece]
+
+
+def chunks(body: bytes, step: int) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + step]), body[at : at + step]) for at in range(0, len(body), step)) + b"0\r\n\r\n"
+
+
+def post(body: bytes, *lines: bytes, line: bytes = LINE) -> bytes:
+    return line + HOST + b"".join(lines) + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+METHODS = st.sampled_from([b"GET", b"POST", b"DELETE", b"OPTIONS", b"PUT"])
+PATHS = st.sampled_from([b"/", b"/v1/models?a=b", b"/a%20b", b"*", b"/x HTTP/1.1".replace(b" ", b"%20")])
+NAMES = st.sampled_from([b"x", b"Accept", b"X-Forwarded-For", b"ACCEPT"])
+VALUES = st.sampled_from([b"", b"y", b"a, b", b"POST / HTTP/1.1", b"\xe4"])
+FIELDS = st.lists(st.tuples(NAMES, VALUES), max_size=4)
+OFFERS = st.sampled_from([b"", b"", b"connection: Upgrade\r\nupgrade: h2c\r\n"])
+BODIES = st.sampled_from([b"", b"{}", b"GET / HTTP/1.1\r\n\r\n", b"\r\n" * 40, b"a" * 3000])
+SIZES = st.lists(st.integers(1, 120), max_size=12)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """One valid request, after which the connection stays open."""
+    head = b"%b %b HTTP/1.1\r\nhost: a\r\n" % (draw(METHODS), draw(PATHS))
+    head += b"".join(b"%b: %b\r\n" % each for each in draw(FIELDS))
+    body = draw(BODIES)
+    match draw(st.integers(0, 2)):
+        case 0:
+            return head + b"\r\n"
+        case 1:
+            return head + draw(OFFERS) + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        case _:
+            return head + draw(OFFERS) + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, draw(st.integers(1, 900)))
+
+
+@settings(deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=5), SIZES)
+def test_requests_are_the_same_however_they_are_cut(messages: list[bytes], sizes: list[int]) -> None:
+    data = b"".join(messages)
+    expected = parsed([data])
+    assert len(expected[0]) == len(messages) and expected[1:] == (None, Reading.NEXT_REQUEST)
+    assert all(finished for *_, finished in expected[0])
+    assert parsed(cut(data, sizes)) == expected
+    assert parsed(messages) == expected, "a request in each read"
+    assert parsed([bytes([byte]) for byte in data]) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=4), st.floats(0, 1), st.integers(0, 3), st.binary(max_size=3), SIZES)
+def test_changed_bytes_are_not_read_in_two_ways(messages: list[bytes], at: float, gone: int, put: bytes, sizes: list[int]) -> None:
+    """Requests that were received before the refusal are the same. The last of them may have received more of its body."""
+    data = b"".join(messages)
+    position = int(at * len(data))
+    data = data[:position] + put + data[position + gone :]
+    one, other = parsed([data]), parsed(cut(data, sizes))
+    complete = [[seen for seen in result[0] if seen[-1]] for result in (one, other)]
+    shorter, longer = sorted(complete, key=len)
+    assert longer[: len(shorter)] == shorter
+    assert one[1:] == other[1:] and len(shorter) == len(longer)
+
+
+@settings(deadline=None)
+@given(FIELDS, st.lists(BODIES, min_size=2, max_size=6))
+def test_a_repeated_request_is_the_same_as_a_parsed_one(fields: list[tuple[bytes, bytes]], bodies: list[bytes]) -> None:
+    lines = b"".join(b"%b: %b\r\n" % each for each in fields)
+    messages = [post(body, lines) + b"" for body in bodies]
+    assert parsed(messages) == parsed([bytes([byte]) for message in messages for byte in message])
+
+
+REPEATED = post(b"{}")
+SECOND = {
+    "a longer length": post(b"{}").replace(b": 2", b": 3"),
+    "a shorter length": post(b"{}").replace(b": 2", b": 1"),
+    "another request behind it": post(b"{}") * 2,
+    "half of another behind it": post(b"{}") + b"POS",
+    "a blank line behind it": post(b"{}") + b"\r\n",
+    "a blank line before it": b"\r\n" + post(b"{}"),
+    "a length with a plus": post(b"{}").replace(b": 2", b": +2"),
+    "a length behind zeros": post(b"{}").replace(b": 2", b": 002"),
+    "a length with a space": post(b"{}").replace(b": 2", b": 2 "),
+    "no length": post(b"{}").replace(b": 2", b": "),
+    "a second length": post(b"{}").replace(b": 2\r\n", b": 2\r\ncontent-length: 2\r\n"),
+    "another host": post(b"{}").replace(b"host: a", b"host: a b"),
+    "another line": post(b"{}", line=LINE.replace(b" /", b"  /")),
+    "another header": post(b"{}", b"x: y\r\n"),
+    "the end of the connection": post(b"{}", b"connection: close\r\n"),
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND.keys())
+def test_what_is_almost_a_repeated_request(second: bytes) -> None:
+    pieces = [REPEATED, REPEATED, second, REPEATED]
+    assert parsed(pieces) == parsed([bytes([byte]) for piece in pieces for byte in piece])
+
+
+# Bounds
+
+REFUSED = {
+    "too many headers": (LINE + HOST + b"x: y\r\n" * MAX_HEADERS + b"\r\n", "headers_too_large"),
+    "a target that is too long": (b"GET /" + b"a" * MAX_HEAD + b" HTTP/1.1\r\n" + HOST + b"\r\n", "headers_too_large"),
+    "a header that is too long": (LINE + HOST + b"x: " + b"a" * MAX_HEAD + b"\r\n\r\n", "headers_too_large"),
+    "trailers that are too long": (
+        LINE + HOST + b"transfer-encoding: chunked\r\n\r\n0\r\nx: " + b"a" * MAX_HEAD + b"\r\n\r\n",
+        "headers_too_large",
+    ),
+    "extensions that are too long": (
+        LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + b"1;%b\r\na\r\n" % (b"e" * 1000) * 70,
+        "headers_too_large",
+    ),
+    "a chunk size that is not hexadecimal": (LINE + HOST + b"transfer-encoding: chunked\r\n\r\nxyz\r\n", "invalid_request"),
+    "a chunk size beyond 64 bits": (LINE + HOST + b"transfer-encoding: chunked\r\n\r\n1ffffffffffffffff\r\n", "invalid_request"),
+    "a chunk that is longer than its size": (LINE + HOST + b"transfer-encoding: chunked\r\n\r\n1\r\nab\r\n", "invalid_request"),
+    "an unknown method": (b"BREW / HTTP/1.1\r\n" + HOST + b"\r\n", "invalid_request"),
+    "another protocol": (b"\x16\x03\x01\x02\x00", "invalid_request"),
+}
+
+
+@pytest.mark.parametrize(("data", "code"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("size", [1 << 20, 1000, 7])
+def test_a_refusal_does_not_depend_on_reads(data: bytes, code: str, size: int) -> None:
+    received, refused, reading = parsed([REPEATED, *(data[at : at + size] for at in range(0, len(data), size)), REPEATED])
+    assert (refused, reading) == (code, Reading.NOTHING)
+    assert received[0][-2:] == (b"{}", True) and len(received) <= 2, "nothing is parsed behind it"
+
+
+def test_as_many_headers_as_are_permitted() -> None:
+    received, refused, _ = parsed([LINE + HOST + b"x: y\r\n" * (MAX_HEADERS - 1) + b"\r\n"])
+    assert refused is None and len(received) == 1
+
+
+def test_small_chunks_do_not_count_as_headers() -> None:
+    body = b"a" * 40_000
+    received, refused, _ = parsed([LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1)])
+    assert refused is None and received[0][-2:] == (body, True)
+
+
+# The last request, and offers of other protocols
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_nothing_is_parsed_behind_the_last_request(pieces: int) -> None:
+    data = post(b"{}", b"connection: close\r\n")
+    received, refused, _ = parsed([data + b"rubbish"] if pieces == 1 else [data, b"rubbish"])
+    assert [each[-2:] for each in received] == [(b"{}", True)] and refused is None
+
+
+OFFER = b"GET /ws HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+
+
+def test_a_handler_that_upgrades_gets_the_rest() -> None:
+    handler = Handler(upgrades=True)
+    parser = HttpParser(handler)
+    parser.feed(REPEATED + OFFER + b"\x81\x05hello")
+    assert handler.rest == b"\x81\x05hello"
+    assert [each.head.method for each in handler.received] == [b"POST"] and parser.reading is Reading.NOTHING
+    parser.feed(b"the transport has another protocol now")
+
+
+def test_a_declined_offer_without_a_body_is_the_last_request() -> None:
+    received, refused, _ = parsed([OFFER + b"\x81\x05hello", b"more"])
+    assert refused is None and [(each[0], each[-1]) for each in received] == [(b"GET", True)]
+
+
+def test_many_offers_in_one_read() -> None:
+    received, refused, _ = parsed([post(b"{}", b"connection: upgrade\r\nupgrade: h2c\r\n") * 2000])
+    assert refused is None and len(received) == 2000
+
+
+def test_a_closed_parser_has_no_references() -> None:
+    """Else each connection would wait for the garbage collector."""
+    parser = HttpParser(Handler())
+    parser.feed(REPEATED[:-1])
+    parser.close()
+    parser.feed(b"}")
+    assert not hasattr(parser, "_handler") and not hasattr(parser, "_parser")
