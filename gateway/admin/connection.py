@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.client.timeouts import Patience, Wait
+from gateway.client.timeouts import Wait, WaitTimer
 from gateway.snapshot.snapshot import Clients
 
 MAX_CONNECTIONS = 256
@@ -62,7 +62,7 @@ class AdminProtocol(HttpToolsProtocol):
         self._connections = connections
         self._reading = Wait.FIRST_BYTE  # what the parser expects
         self._headers_size = 0
-        self._patience = Patience()
+        self._timer = WaitTimer()
 
     @property
     def is_busy(self) -> bool:
@@ -108,7 +108,7 @@ class AdminProtocol(HttpToolsProtocol):
             wait, progress = Wait.READER, -unsent  # grows while the client reads
         else:
             wait, progress = Wait.NOTHING if self.is_busy or self.transport.is_closing() else self._reading, 0
-        if self._patience.is_over(wait, self.headers, progress, now, clients):
+        if self._timer.has_expired(wait, self.headers, progress, now, clients):
             if wait is Wait.READER:
                 self.transport.abort()
             else:

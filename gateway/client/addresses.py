@@ -1,9 +1,8 @@
-"""Who a client is: the address of its connection, or what a trusted proxy says of it. And how many connections it has. And which
-addresses other machines cannot reach.
+"""The addresses of clients, and how many connections each client has.
 
-The rule: X-Forwarded-For is believed only of a trusted proxy, and only from its right end: what stands there was written by
-the nearest proxy, what stands left of the first address that is not trusted may have been written by anybody. A connection
-of a trusted proxy carries many clients, so those are not counted.
+A client's address is that of its connection, or the address that a trusted proxy reports. The rule: X-Forwarded-For is believed only if a
+trusted proxy sent it, and only from its right end, which the nearest proxy wrote. The entries left of the first untrusted address may be
+forged. A connection of a trusted proxy carries many clients, so it is not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address that a port listens on is reached from this machine only."""
+    """Return whether a port that listens on this address is reachable from this machine only."""
     address = _parsed(host)
     return host == "localhost" if address is None else address.is_loopback
 
@@ -29,12 +28,12 @@ class Proxies:
         self._networks = tuple(map(ip_network, networks))
 
     def trusts(self, address: str) -> bool:
-        """Whether a connection from there is a proxy's."""
+        """Return whether the address is that of a trusted proxy."""
         parsed = _parsed(address) if self._networks else None
         return parsed is not None and self._has(parsed)
 
     def client(self, address: str, forwarded: bytes) -> str:
-        """The client of a request that a trusted proxy sent from ``address`` with this X-Forwarded-For."""
+        """Return the client of a request that a trusted proxy sent from ``address`` with this X-Forwarded-For."""
         client = address
         for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MAX_HOPS)[-_MAX_HOPS:]):
             parsed = _parsed(_without_port(hop.strip()))
@@ -49,8 +48,8 @@ class Proxies:
         return any(address in network for network in self._networks if network.version == address.version)
 
 
-class Connections:
-    """How many each client has, of those that are counted."""
+class ConnectionCounts:
+    """The number of connections of each client."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()
@@ -58,30 +57,30 @@ class Connections:
     def __len__(self) -> int:
         return self._count.total()
 
-    def enter(self, client: str, most: int) -> bool:
-        """Count one more; False, and it is not counted, where there are as many as may be."""
+    def add(self, client: str, most: int) -> bool:
+        """Count a connection. Return False, and do not count it, if the client has ``most`` connections already."""
         if self._count[client] >= most:
             return False
         self._count[client] += 1
         return True
 
-    def leave(self, client: str) -> None:
-        """One that was counted has ended."""
+    def remove(self, client: str) -> None:
+        """Stop counting a connection."""
         self._count[client] -= 1
         if not self._count[client]:
             del self._count[client]
 
 
-def counted_as(address: str) -> str:
-    """What connections of one client have in common: the address, or the network of an IPv6 one."""
+def counted_client(address: str) -> str:
+    """Return the key under which the connections of one client are counted: its address, or the network of an IPv6 address."""
     parsed = _parsed(address)
     if isinstance(parsed, IPv6Address):
         return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False))
     return address
 
 
-def shown(address: str) -> str:
-    """An address as it is written in the log: an IPv4 one as such, also on a socket for both kinds."""
+def shown_address(address: str) -> str:
+    """Return an address as it is logged. An IPv4 address that a dual-stack socket maps to IPv6 is shown as IPv4."""
     return str(_parsed(address) or address)
 
 
@@ -94,7 +93,7 @@ def _parsed(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def _without_port(hop: str) -> str:
-    """Some proxies write a port behind it: ``192.0.2.1:80``, ``[2001:db8::1]:80``."""
+    """Return the address of a hop. Some proxies append a port: ``192.0.2.1:80``, ``[2001:db8::1]:80``."""
     if hop.startswith("["):
         return hop[1:].partition("]")[0]
     return hop.partition(":")[0] if hop.count(":") == 1 else hop

@@ -51,7 +51,7 @@ class RequestBody(msgspec.Struct, eq=False):
     _has_more: bool = False
     _ahead: bool = False
     _waiter: Signal | None = None
-    _asked_for: bool = False
+    _solicited: bool = False
     _streams_on: bool = False
     _reserved: int = 0
     _reserved_for: str = ""
@@ -62,7 +62,7 @@ class RequestBody(msgspec.Struct, eq=False):
     async def read(self) -> bytes | bytearray:
         """Return the whole body, once. Raises Refusal request_too_large beyond the limit, and overloaded if there is no memory for it."""
         if not self.complete:
-            self._ask_for()
+            self._solicit()
         while not self.complete and not self.dropped:
             await self._wait()
         return self.take()
@@ -79,7 +79,7 @@ class RequestBody(msgspec.Struct, eq=False):
 
         Between two pieces that have been received already, the event loop serves other requests.
         """
-        self._ask_for()
+        self._solicit()
         if self._has_more:
             await self.connection.door.steps.pause()
         while not self.complete and not self._buffer and not self.dropped:
@@ -171,13 +171,13 @@ class RequestBody(msgspec.Struct, eq=False):
         self._buffer = b""
         self._wake()
 
-    def _ask_for(self) -> None:
+    def _solicit(self) -> None:
         """Start the body's timeout, and send ``100 Continue`` to a client that waits for it."""
-        if self._asked_for:
+        if self._solicited:
             return
-        self._asked_for = self.is_awaited = True
+        self._solicited = self.is_awaited = True
         length = self.head.content_length or 0
-        if length > self.allowance and not self.is_form and not self.dropped and not self._make_room(length):
+        if length > self.allowance and not self.is_form and not self.dropped and not self._reserve_for(length):
             self.refuse(_no_memory())
         elif not self.dropped and self.head.expects_continue:
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -203,11 +203,11 @@ class RequestBody(msgspec.Struct, eq=False):
             self._drop()
         elif self._streams_on and not self._ahead:
             self.allowance = self.limit
-        elif not self._make_room(size):
+        elif not self._reserve_for(size):
             self.refuse(_no_memory())
         return not self.dropped
 
-    def _make_room(self, size: int) -> bool:
+    def _reserve_for(self, size: int) -> bool:
         """Reserve memory: for the whole body at once, or step by step if its length or the part that is stored is unknown."""
         length = self.head.content_length
         wanted = length if length and not self.is_form else min(size + FREE, length or self.limit)

@@ -6,7 +6,7 @@ request becomes an ``AsgiRequest``.
 
 The rules: reading is never paused once a request's body has been received, so that a disconnect is noticed, and a disconnect cancels every
 request of its connection at once. Requests are answered in their order. Bytes that are not a request are refused after the requests before
-them have been answered, and nothing is parsed behind them. Every wait for the client has a timeout (``patience``).
+them have been answered, and nothing is parsed behind them. Every wait for the client has a timeout (``timeouts``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from gateway.admission.body_memory import BodyMemory
 from gateway.api.errors import Refusal, render
 from gateway.auth.catalog import Target
-from gateway.client.addresses import Connections, Proxies, counted_as, shown
+from gateway.client.addresses import ConnectionCounts, Proxies, counted_client, shown_address
 from gateway.client.asgi import Application, AsgiRequest
 from gateway.client.body import RequestBody
 from gateway.client.eviction import Unauthenticated
@@ -32,7 +32,7 @@ from gateway.client.flow_control import FlowControl
 from gateway.client.http_parser import FORWARDED, MAX_HEAD, BodyReceiver, HttpParser, Reading, RequestHead
 from gateway.client.request import ClientRequest
 from gateway.client.status_lines import STATUS_LINES
-from gateway.client.timeouts import Patience, Wait
+from gateway.client.timeouts import Wait, WaitTimer
 from gateway.snapshot.snapshot import Clients
 from gateway.system.steps import Steps
 from gateway.telemetry.metrics import WorkerMetrics
@@ -66,7 +66,7 @@ _WAITS: Mapping[Reading, Wait] = MappingProxyType(
 
 
 class Door(Protocol):
-    """What a connection needs of its worker."""
+    """The parts of a worker that a connection needs."""
 
     connections: set[ClientConnection]
     """The open connections."""
@@ -83,7 +83,7 @@ class Door(Protocol):
     steps: Steps
     clients: Clients
     proxies: Proxies
-    addresses: Connections
+    addresses: ConnectionCounts
     unauthenticated: Unauthenticated
     metrics: WorkerMetrics
     leaving: bool
@@ -116,14 +116,14 @@ class ClientConnection(asyncio.Protocol):
         self.door = door
         self.parser = HttpParser(self)
         self.pipeline: deque[ClientRequest | AsgiRequest | Refusal] = deque()
-        """What is served next: requests that were sent ahead, and behind them perhaps the refusal of bytes that are not a request."""
+        """Requests that wait for the response to the current one, and last perhaps the refusal of bytes that are not a request."""
         self.deferred: Callable[[], None] | None = None
         """Starts or resumes a handler when the parser has returned: handlers never run inside of it."""
         self.current: ClientRequest | AsgiRequest | None = None
         """The last request that has been started."""
         self._inference: ClientRequest | None = None  # the same, of inference requests
         self._lingering = False  # no further request is served
-        self._timeouts = Patience()
+        self._timer = WaitTimer()
         # The other end
         self.client: tuple[str, int] | None = None
         self.server: tuple[str, int | None] | None = None
@@ -132,7 +132,7 @@ class ClientConnection(asyncio.Protocol):
         """The IP address of the other end, empty on a Unix socket."""
         self.proxied = False
         """The other end is a trusted proxy, which reports the client's address."""
-        self._counted_as: str | None = None
+        self._counted_client: str | None = None
 
     # Transport callbacks
 
@@ -144,19 +144,19 @@ class ClientConnection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         self.server, self.client = _local_address(sock), _remote_address(sock)
         self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
-        self.address = shown(self.client[0]) if self.client else ""
+        self.address = shown_address(self.client[0]) if self.client else ""
         self.proxied = door.proxies.trusts(self.address)
         door.connections.add(self)
         door.unauthenticated.relieve(sock.fileno())
         door.unauthenticated.add(self)
         most = door.clients.max_per_address
         if most is not None and not self.proxied:
-            client = counted_as(self.address)
-            if door.addresses.enter(client, most):
-                self._counted_as = client
+            client = counted_client(self.address)
+            if door.addresses.add(client, most):
+                self._counted_client = client
             else:
                 door.metrics.count_client_fault("too_many")
-                self._turn_away()
+                self._reject_connection()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and run what they start or resume."""
@@ -194,14 +194,14 @@ class ClientConnection(asyncio.Protocol):
         self.parser.close()
         door.connections.discard(self)
         door.unauthenticated.remove(self)
-        if self._counted_as is not None:
-            door.addresses.leave(self._counted_as)
+        if self._counted_client is not None:
+            door.addresses.remove(self._counted_client)
         self.current = self._inference = None  # they refer to this object, and would wait for the garbage collector
 
     # Requests
 
     def request_received(self, head: RequestHead) -> BodyReceiver:
-        """Start a request, or queue it behind the one that is being served. Raises Refusal."""
+        """Start a request, or queue it behind the current request. Raises Refusal."""
         current, door = self.current, self.door
         busy = current is not None and not current.response_complete
         if busy and len(self.pipeline) >= MAX_PIPELINED:
@@ -312,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def has_valid_key(self) -> bool:
-        """Whether the last inference request had a valid key. One that is being served has: others are refused at once."""
+        """Whether the last inference request had a valid key. A request without one is refused at once, so the current one has."""
         return self._inference is not None and self._inference.status != _UNAUTHORIZED
 
     @property
@@ -324,13 +324,13 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the first request, or the rest of a head, may be on its way."""
+        """Whether the first request, or the rest of a request line and headers, may be on its way."""
         return self.parser.reading in (Reading.FIRST_REQUEST, Reading.HEAD) and not self._lingering and not self.transport.is_closing()
 
     def check(self, now: float) -> None:
         """Close the connection if the client has kept it waiting for too long. Called about once a second with ``time.monotonic``."""
         wait, message, moved = self._awaited()
-        if not self._timeouts.is_over(wait, message, moved, now, self.door.clients):
+        if not self._timer.has_expired(wait, message, moved, now, self.door.clients):
             return
         if wait in _FAULTS:
             self.door.metrics.count_client_fault(_FAULTS[wait])
@@ -362,7 +362,7 @@ class ClientConnection(asyncio.Protocol):
         """Write the response to what is not an inference request."""
         self.transport.write(_response(refusal, next(self.door.request_ids), self.door.date_line, with_body=with_body))
 
-    def _turn_away(self) -> None:
+    def _reject_connection(self) -> None:
         """Refuse the connection with one write. With TLS it is cut: a handshake and its end would take longer."""
         self._lingering = True
         self.parser.stop()

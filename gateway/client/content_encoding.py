@@ -1,8 +1,8 @@
 """Request bodies with a Content-Encoding (RFC 9110, section 8.4), decoded in steps.
 
-Owns which encodings are accepted and what decoding may cost. The rules: a step gives at most ``_STEP`` bytes; decoding stops where the
-result is larger than the body limit or than ``_MAX_RATIO`` times what was sent, so a small body cannot become a large one; one gzip
-member or zstd frame is one body, and what does not end with it is refused.
+Owns which encodings are accepted and what decoding may cost. The rules: a step produces at most ``_STEP`` bytes. Decoding stops when the
+result exceeds the body limit or ``_MAX_RATIO`` times the size of the compressed body. A body is exactly one gzip member or zstd frame;
+data behind it is refused.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from gateway.api.errors import Refusal
 
 _STEP = 256 * 1024  # bytes
-_PIECE = 64 * 1024  # bytes that a decoder is given at once
+_PIECE = 64 * 1024  # bytes that are fed to a decoder at once
 _MAX_RATIO = 100
-_LITTLE = 1024 * 1024  # bytes that any body may become
-_MAX_WINDOW_LOG = 23  # 8 MiB, as RFC 9659 has it for zstd as a content encoding
+_LITTLE = 1024 * 1024  # bytes that a body may decode to regardless of the ratio
+_MAX_WINDOW_LOG = 23  # 8 MiB, the limit of RFC 9659 for zstd as a content encoding
 _GZIP = 16 + zlib.MAX_WBITS  # inflateInit2 in zlib.h
 
 
 class _Decoder(Protocol):
-    """The decompressors of bz2, lzma and zstd look like this."""
+    """The interface of the decompressors of bz2, lzma and zstd."""
 
     needs_input: bool
 
@@ -38,7 +38,7 @@ class _Decoder(Protocol):
 
 
 class _Gzip:
-    """One member of gzip (RFC 1952)."""
+    """A decoder of one gzip member (RFC 1952)."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(_GZIP)
@@ -63,8 +63,8 @@ def _gzip() -> tuple[_Decoder, type[Exception]]:
 
 
 def _zstd() -> tuple[_Decoder, type[Exception]]:
-    """One frame of zstd (RFC 8878) without a dictionary."""
-    if sys.version_info >= (3, 14):  # it is loaded with the first body that needs it
+    """Return a decoder of one zstd frame (RFC 8878) without a dictionary."""
+    if sys.version_info >= (3, 14):  # loaded with the first body that needs it
         from compression import zstd
     else:
         from backports import zstd
@@ -90,7 +90,7 @@ def decoded(
 ) -> Generator[None, None, bytes | bytearray]:
     """Decode a whole body, in steps. ``hold`` is called with the bytes held so far before each further step.
 
-    Raises Refusal invalid_request for what is not valid, and request_too_large beyond ``limit`` bytes or the ratio.
+    Raises Refusal invalid_request for invalid data, and request_too_large beyond ``limit`` bytes or the ratio.
     """
     decoder, broken = _DECODERS[encoding]()
     most = min(limit, max(_LITTLE, _MAX_RATIO * len(body)))

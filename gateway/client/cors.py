@@ -1,7 +1,7 @@
-"""Which browsers' pages may read answers: the headers of the Fetch standard, section 3.2.
+"""Which web pages may read responses: the CORS headers of the Fetch standard, section 3.2.
 
-The rule: an origin that the configuration does not name gets none of them. Credentials are never allowed; a page
-sends its key in a header that it knows.
+The rule: responses to an origin that is not configured have none of these headers. Credentials are never allowed: a page sends its API key
+in a header.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import re
 _LIMITS = (f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 _EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-should-retry", "x-vllm-gateway-fallback", *_LIMITS))
 _METHODS = "GET, POST"
-_MAX_AGE = "600"  # seconds for which a browser may keep the answer to a preflight
+_MAX_AGE = "600"  # seconds for which a browser may cache the response to a preflight
 _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}\Z")
 
 
 class Cors:
-    """The origins of one snapshot; ``*`` among them allows every one."""
+    """The allowed origins of one snapshot. ``*`` allows every origin."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """What an answer to a page of this origin carries; empty when it is not allowed, or not from a page."""
+        """Return the headers of a response to a page of this origin. They are empty without an Origin header or without allowed origins."""
         if origin is None or not self._origins:
             return {}
         if "*" in self._origins:
@@ -32,7 +32,7 @@ class Cors:
         return {"access-control-allow-origin": origin, "access-control-expose-headers": _EXPOSED, "vary": "Origin"}
 
     def preflight(self, origin: str | None, wanted_headers: str | None) -> dict[str, str] | None:
-        """The answer to a preflight; None when the origin is not allowed. The headers that a page asks for are allowed."""
+        """Return the headers of the response to a preflight, None if the origin is not allowed. All requested header names are allowed."""
         allowed = self.headers(origin)
         if "access-control-allow-origin" not in allowed:
             return None

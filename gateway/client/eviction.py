@@ -1,7 +1,7 @@
 """Which client connections are closed when the process runs short of file descriptors.
 
 The rule: only a connection that is idle and on which no request had a valid key is evicted, the oldest first, so unauthenticated
-clients cannot keep others out. A connection that serves a request, or has served a key's, is never evicted. Some descriptors are kept
+clients cannot keep others out. A connection that serves a request, or has served a key's, is never evicted. Some descriptors stay
 in reserve, because a new client needs two: its own connection and perhaps one to a server.
 """
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 _LEAST_IN_RESERVE, _MOST_IN_RESERVE = 32, 512  # connections that may be accepted before the first eviction has closed its descriptor
-_SHARE_IN_RESERVE = 8  # between these bounds one in so many of the descriptors that the process may have
+_SHARE_IN_RESERVE = 8  # between these bounds, an eighth of the descriptors that the process may have
 
 
 class Evictable(Protocol):
@@ -22,14 +22,14 @@ class Evictable(Protocol):
 
     @property
     def has_valid_key(self) -> bool:
-        """Its last inference request had a valid key."""
+        """Whether the last inference request had a valid key."""
 
     @property
     def is_idle(self) -> bool:
-        """It serves no request."""
+        """Whether no request is being served."""
 
     def evict(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
 
 
 class Unauthenticated:
@@ -42,18 +42,18 @@ class Unauthenticated:
         return len(self._connections)
 
     def add(self, connection: Evictable) -> None:
-        """A connection has been accepted."""
+        """Add a connection that has been accepted."""
         self._connections[connection] = None
 
     def remove(self, connection: Evictable) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._connections.pop(connection, None)
 
     def relieve(self, descriptor: int | None = None) -> None:
         """Evict as many connections as there are descriptors missing from the reserve.
 
-        ``descriptor``: one that was just opened. It has the lowest free number, so it tells how many are in use. By default one is opened
-        to learn this.
+        ``descriptor``: a descriptor that was just opened. It has the lowest free number, which shows how many are in use. By default a
+        descriptor is opened to find out.
         """
         for _ in range(_missing(_next_descriptor() if descriptor is None else descriptor)):
             if not self._evict_one():
@@ -63,7 +63,7 @@ class Unauthenticated:
         for _ in range(len(self._connections)):
             connection, _ = self._connections.popitem(last=False)
             if connection.has_valid_key:
-                continue  # from now on it is no candidate
+                continue  # it is not a candidate any more
             if connection.is_idle:
                 connection.evict()
                 return True
@@ -80,7 +80,7 @@ def _missing(descriptor: int) -> int:
 
 
 def _next_descriptor() -> int:
-    """The lowest number that is free; the highest one where none is."""
+    """Return the lowest free number, the highest number if none is free."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError):
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -27,6 +27,7 @@ _FRAMING_PER_BYTE = 8
 _VERSION, _HEAD_END = b" HTTP/1.", b"\r\n\r\n"
 _CONNECT = b"CONNECT"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)[ \t]*\r\n", re.IGNORECASE)
+_MAX_REPEATABLE = 4096  # bytes of a request line and headers that are remembered
 _MAX_DIGITS = 15  # of a Content-Length in a repeated request: httptools checks longer ones
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
@@ -82,12 +83,14 @@ class RequestHandler(Protocol):
         """Begin a request. Returns the receiver of its body. Raises Refusal, after which nothing is parsed."""
 
     def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:
-        """Return whether the handler switches to the offered protocol, whose first bytes are ``rest``. If so, nothing more is parsed.
-        If not, the request is an ordinary one (RFC 9110, section 7.8) and ``rest`` its body."""
+        """Return whether the handler switches to the offered protocol, whose first bytes are ``rest``.
+
+        If so, nothing more is parsed. If not, the request is an ordinary one (RFC 9110, section 7.8), and ``rest`` is its body.
+        """
 
 
 class Reading(Enum):
-    """What a parser expects next."""
+    """The next bytes that a parser expects."""
 
     FIRST_REQUEST = auto()
     """No byte of a request has been received yet."""
@@ -126,13 +129,13 @@ class HttpParser:
         self._reparsing = False
         self._overhead = 0
         """Bytes that are not of a body: of the request line, headers and trailers, and of framing beyond ``_FRAMING_PER_BYTE``."""
-        # What has been checked before
+        # Results of earlier checks
         self._host = _NEVER
         """The last valid Host."""
         self._last_line = _NEVER
         """The last request line, up to its version."""
         self._repeatable: _Repeatable | None = None
-        """The head of an earlier request."""
+        """An earlier request that may be repeated."""
         self._line_so_far: bytes | None = None
         """A request line that is not complete yet, perhaps with bytes that precede it."""
 
@@ -180,19 +183,19 @@ class HttpParser:
     # Repeated requests
 
     def _remember(self, data: bytes) -> None:
-        """Remember the head of a read that was exactly one request with a Content-Length."""
+        """Remember the headers of a read that was exactly one request with a Content-Length."""
         head, end = self._head, data.find(_HEAD_END) + len(_HEAD_END)
-        if head.content_length is None or end + head.content_length != len(data) or not head.keep_alive or self._line_so_far is not None:
+        if head.content_length is None or end + head.content_length != len(data) or not head.keep_alive or end > _MAX_REPEATABLE:
             return
         length = _CONTENT_LENGTH.search(data, 0, end)
         if length is not None:
             self._repeatable = _Repeatable(head, data[: length.start(1)], data[length.end(1) : end])
 
     def _feed_repeated(self, data: bytes) -> bool:
-        """Take a read that is exactly one request whose head is the remembered one, except for its Content-Length.
+        """Accept a read that is exactly one request with the remembered headers, except for the Content-Length.
 
-        Most clients send the same headers with each request of a connection. httptools accepted these bytes before in the same state,
-        between two requests, so it would make the same of them; it is not fed, and its callback for each header is saved.
+        Most clients send the same headers with each request of a connection. httptools has accepted these bytes in the same state,
+        between two requests, so its result is known. It is not fed, which saves a callback for each header. Returns False for other reads.
         """
         repeatable = self._repeatable
         if repeatable is None or not data.startswith(repeatable.before):
@@ -214,7 +217,7 @@ class HttpParser:
     # Request lines
 
     def _feed_by_lines(self, data: bytes) -> None:
-        """Feed the bytes so that each request line is fed alone and can be compared with what the parser made of it.
+        """Feed the bytes so that each request line is fed alone and can be compared with the parser's result.
 
         llhttp accepts several spaces between the parts of a request line and does not report them. Raises what ``feed_data`` raises.
         """
@@ -337,14 +340,14 @@ class HttpParser:
     # Checks
 
     def _check_host(self, host: bytes | None, http10: bool) -> None:
-        """Require one valid host: the gateway does not use it, but what stands in front may (RFC 9112, section 3.2). Raises Refusal."""
+        """Require one valid host: the gateway does not use it, but a proxy in front of it may (RFC 9112, section 3.2). Raises Refusal."""
         if host is not None and is_host(host):
             self._host = host
         elif host is not None or not http10:
             raise Refusal("invalid_request", "The header 'host' is missing or no valid host.")
 
     def _size(self, fields: Iterable[tuple[bytes, bytes]]) -> int:
-        """The bytes of a head with these fields. It is computed only if it may be too large: the same reads may contain a body."""
+        """Return the size of a request line with these fields. Called only if it may be too large, since reads may contain a body."""
         return len(self._url) + sum(len(name) + len(value) + 4 for name, value in fields)
 
     def _new_parser(self) -> Any:
@@ -354,7 +357,7 @@ class HttpParser:
 
 
 class _Repeatable(NamedTuple):
-    """A head, and its bytes before and behind the digits of its Content-Length."""
+    """A request line and headers, with their bytes before and behind the digits of the Content-Length."""
 
     head: RequestHead
     before: bytes

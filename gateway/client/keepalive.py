@@ -1,8 +1,8 @@
 """Comments on a stream that is silent, so that proxies between the gateway and its client keep the connection open.
 
-A comment is a line of its own that every reader of server-sent events skips (WHATWG HTML, section 9.2.6). The rules: it
-is written between whole events only, which is the only place where the relay ever rests; the first one commits the
-200, so whatever goes wrong after it is told in the stream; one clock looks at all streams, and an event costs nothing.
+Every reader of server-sent events skips comment lines (WHATWG HTML, section 9.2.6). The rules: a comment is written between complete
+events only, and the gateway never pauses inside an event. The first comment starts the response with status 200, so a later error is sent
+in the stream. One clock checks all streams, so an event costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HEAD = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-ca
 
 
 class Keepalive:
-    """Watches one stream until ``end``; ``every`` is in seconds."""
+    """Watches one stream until ``end``. ``every``: seconds of silence before a comment."""
 
     __slots__ = ("_call", "_deadlines", "_every", "_seen", "_since")
 
@@ -31,7 +31,7 @@ class Keepalive:
         self._deadlines.forget(self)
 
     def check(self, now: float) -> None:
-        """Write a comment when nothing has gone out for long enough."""
+        """Write a comment if nothing has been written for long enough."""
         call = self._call
         if call.bytes_out != self._seen:
             self._seen, self._since = call.bytes_out, now

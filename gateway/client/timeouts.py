@@ -1,8 +1,8 @@
 """How long a client may keep its connection waiting: decisions only, no I/O.
 
-A connection is looked at about once a second, with what it waits for then and how many bytes have moved so far. The
-rule: only a wait that is the client's own counts. When the connection waits for something else, or for the same in
-another request, the clock begins anew; so deadlines are late by up to two looks, never early.
+A connection is checked about once a second, with what it waits for and how many bytes have moved so far. The rule: only waiting for the
+client counts. The timer starts again whenever the connection waits for something else, or for the same in another request. So a timeout
+takes effect up to two checks late, never early.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from gateway.snapshot.snapshot import Clients
 KEEP_ALIVE = 75.0
 """Seconds for which a connection may be idle between two requests."""
 LEAST_RATE = 1024
-"""Bytes per second that a body must bring, on average over each ``body_timeout``: who sends a byte at a time is cut too."""
+"""Bytes per second that a body must bring on average in each ``body_timeout``: a client that sends single bytes is cut, too."""
 
 
 class Wait(Enum):
-    """What a connection waits for."""
+    """The state of a connection, as far as timeouts depend on it."""
 
     NOTHING = auto()
     """The next step is the gateway's."""
     FIRST_BYTE = auto()
-    """A connection that has said nothing yet."""
+    """Nothing has been received on the connection."""
     HEAD = auto()
-    """The rest of a head."""
+    """The request line and headers are incomplete."""
     BODY = auto()
-    """The rest of a body."""
+    """The body is incomplete."""
     REST = auto()
-    """The rest of a body that nobody reads: the request has been answered."""
+    """The body is incomplete, and discarded: the request has been answered."""
     READER = auto()
-    """That the client takes what was written."""
+    """The client has not received all that was written."""
     NEXT_REQUEST = auto()
+    """The connection is idle between two requests."""
 
 
-class Patience:
-    """The clock of one connection."""
+class WaitTimer:
+    """The timer of one connection."""
 
     __slots__ = ("_mark", "_mark_at", "_message", "_moved", "_moved_at", "_wait")
 
@@ -46,14 +47,14 @@ class Patience:
         self._moved_at = self._mark_at = 0.0
         self._moved = self._mark = 0
 
-    def is_over(self, wait: Wait, message: object, moved: int, now: float, clients: Clients) -> bool:
-        """Whether the client has kept the connection waiting for too long.
+    def has_expired(self, wait: Wait, message: object, moved: int, now: float, clients: Clients) -> bool:
+        """Return whether the client has kept the connection waiting for too long.
 
-        ``message`` is what tells one request's wait from another's of the same kind. ``moved``: bytes of the body so far
-        for BODY, bytes that were taken for READER; it may fall, which is no progress. ``now`` is ``time.monotonic``.
+        ``message`` is an object of the request, which distinguishes it from the next one. ``moved``: the bytes of the body so far for BODY, the bytes that the client has
+        received for READER. It may fall, which does not count as progress. ``now`` is ``time.monotonic``.
         """
         if wait is not self._wait or message is not self._message:
-            self._begin(wait, message, moved, now)
+            self._restart(wait, message, moved, now)
             return False
         if moved > self._moved:
             self._moved_at = now
@@ -62,13 +63,13 @@ class Patience:
             return True
         return now - self._moved_at > _limit(wait, clients)
 
-    def _begin(self, wait: Wait, message: object, moved: int, now: float) -> None:
+    def _restart(self, wait: Wait, message: object, moved: int, now: float) -> None:
         self._wait, self._message = wait, message
         self._moved, self._moved_at = moved, now
         self._mark, self._mark_at = moved, now
 
     def _is_too_slow(self, now: float, period: float) -> bool:
-        """Did a whole period bring too little? Then the next one begins."""
+        """Return whether a whole period has brought too little. The next period then starts."""
         passed = now - self._mark_at
         if passed <= period:
             return False

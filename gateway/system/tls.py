@@ -1,7 +1,7 @@
 """The data port's certificate, which follows its files.
 
-The rule: what is presented is always a pair that belongs together. A new one is tried before it is taken, from the very
-bytes that were read, and one that is no good leaves the old one in place. Connections that are open keep what they began with.
+The rule: the presented certificate and key always belong together. A new pair is checked before it is used, from the same bytes that were
+read. An invalid pair leaves the old one in use. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tls:
 
 
 class CertificateError(Exception):
-    """These files are no certificate with its key. The words are for the operator and hold nothing of the files."""
+    """The files are not a certificate with its key. The message is for the operator and contains nothing of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Pair:
 
     @classmethod
     def read(cls, files: Tls) -> Pair:
-        """What is in the files now. Raises CertificateError."""
+        """Read the files. Raises CertificateError."""
         try:
             return cls(Path(files.cert).read_bytes(), Path(files.key).read_bytes())
         except OSError as error:
             raise CertificateError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Present this from the next handshake on. Raises CertificateError, after which ``context`` is good for nothing."""
+        """Present this pair from the next handshake on. Raises CertificateError, after which ``context`` cannot be used."""
         with ExitStack() as stack:
             cert, key = (stack.enter_context(_as_file(data)) for data in (self.cert, self.key))
             try:
@@ -56,12 +56,12 @@ class Pair:
                 raise CertificateError(_reason(error)) from error
 
     def check(self) -> None:
-        """Raises CertificateError when the two do not belong together."""
+        """Check that the certificate and the key belong together. Raises CertificateError."""
         self.load_into(_context())
 
 
 class Certificate:
-    """The TLS context of a worker. Raises CertificateError when there is no good pair to begin with."""
+    """The TLS context of a worker. Raises CertificateError if the first pair is invalid."""
 
     def __init__(self, files: Tls) -> None:
         self.context = _context()
@@ -69,8 +69,8 @@ class Certificate:
         self._pair = Pair.read(files)
         self._pair.load_into(self.context)
 
-    def look(self, files: Tls) -> None:
-        """Take over a pair that has changed; called every second or so."""
+    def reload(self, files: Tls) -> None:
+        """Use the files if they have changed. Called about once a second."""
         stamp = _stamp(files)
         if stamp == self._stamp:
             return
@@ -78,7 +78,7 @@ class Certificate:
         try:
             self._renew(Pair.read(files))
         except CertificateError as error:
-            _log.error("the new certificate is not taken, the old one stays: %s", error)
+            _log.error("the new certificate is not used, the old one stays: %s", error)
 
     def _renew(self, pair: Pair) -> None:
         if pair == self._pair:
@@ -98,13 +98,13 @@ def _context() -> ssl.SSLContext:
 
 
 def _stamp(files: Tls) -> tuple[FileStat, ...]:
-    """What is different when a file is."""
+    """Return a value that changes when a file does."""
     return tuple(map(file_stat, (files.cert, files.key)))
 
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """Bytes as a file in memory, because ``ssl`` reads files only, and those on disk may change between two looks."""
+    """Yield the path of a file in memory: ``ssl`` reads files only, and the files on disk may change meanwhile."""
     fd = os.memfd_create("pem")
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -115,7 +115,7 @@ def _as_file(data: bytes) -> Iterator[str]:
 
 
 def _no_password() -> str:
-    """Without it OpenSSL would ask on the terminal."""
+    """Prevent OpenSSL from prompting on the terminal."""
     raise ValueError("the key is locked with a password; give one without")
 
 

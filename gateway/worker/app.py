@@ -31,7 +31,7 @@ from gateway.api.unserved import shown as shown_text
 from gateway.api.unserved import unserved
 from gateway.auth.catalog import Catalog, CatalogEntry
 from gateway.auth.keyring import Keyring
-from gateway.client.addresses import Connections, Proxies, shown
+from gateway.client.addresses import ConnectionCounts, Proxies, shown_address
 from gateway.client.connection import ClientConnection
 from gateway.client.cors import Cors
 from gateway.client.eviction import Unauthenticated
@@ -104,7 +104,7 @@ class Worker:
         self.handlers: set[InlineTask | asyncio.Task[None]] = set()
         self.memory = BodyMemory(snapshot.clients.body_memory)
         self.steps = Steps()
-        self.addresses = Connections()
+        self.addresses = ConnectionCounts()
         self.unauthenticated = Unauthenticated()
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
         self._ticks = 0
@@ -194,7 +194,7 @@ class Worker:
         for connection in tuple(self.connections):
             connection.check(now)
         if self.certificate is not None and self.snapshot.tls is not None:
-            self.certificate.look(self.snapshot.tls)
+            self.certificate.reload(self.snapshot.tls)
 
     def _tell_time(self) -> None:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -355,7 +355,7 @@ def _record(scope: Scope, identity: str, duration: float, sent: dict[str, int], 
 def _client(scope: Scope, proxies: Proxies) -> str | None:
     if scope["client"] is None:
         return None
-    address = shown(scope["client"][0])
+    address = shown_address(scope["client"][0])
     forwarded = b",".join(value for name, value in scope["headers"] if name == FORWARDED)
     return proxies.client(address, forwarded) if proxies.trusts(address) else address
 

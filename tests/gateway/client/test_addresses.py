@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.client.addresses import Connections, Proxies, counted_as, shown
+from gateway.client.addresses import ConnectionCounts, Proxies, counted_client, shown_address
 from gateway.snapshot.snapshot import Clients
 from tests.support.rows import each_row
 from tests.support.running import model, serving, until
@@ -48,18 +48,18 @@ def test_who_is_trusted() -> None:
 
 
 def test_what_counts_as_one_client() -> None:
-    assert counted_as("192.0.2.7") == "192.0.2.7"
-    assert counted_as("2a00:1::1") == counted_as("2a00:1::ffff:1") != counted_as("2a00:1:0:1::1")
-    assert shown("::ffff:192.0.2.7") == "192.0.2.7" and shown("somewhere") == "somewhere"
+    assert counted_client("192.0.2.7") == "192.0.2.7"
+    assert counted_client("2a00:1::1") == counted_client("2a00:1::ffff:1") != counted_client("2a00:1:0:1::1")
+    assert shown_address("::ffff:192.0.2.7") == "192.0.2.7" and shown_address("somewhere") == "somewhere"
 
 
 def test_counting_leaves_nothing_behind() -> None:
-    connections = Connections()
-    assert [connections.enter("a", 2) for _ in range(3)] == [True, True, False]
-    assert connections.enter("b", 2) and len(connections) == 3
+    connections = ConnectionCounts()
+    assert [connections.add("a", 2) for _ in range(3)] == [True, True, False]
+    assert connections.add("b", 2) and len(connections) == 3
     for each in ("a", "b", "a"):
-        connections.leave(each)
-    assert len(connections) == 0 and connections.enter("a", 1)
+        connections.remove(each)
+    assert len(connections) == 0 and connections.add("a", 1)
 
 
 async def answers(talk: Conversation) -> None:

@@ -14,7 +14,8 @@ from tests.gateway.client.test_connection import lazy, only
 from tests.support.running import Served, model, serving, until
 from tests.support.wire import Client, client
 
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 GET = b"GET /a%20b?c=d HTTP/1.1\r\nhost: test\r\nX-Twice: 1\r\nx-twice: 2\r\n\r\n"
 START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"Content-Type", b"text/plain")]}
 
@@ -67,8 +68,7 @@ async def test_the_scope_describes_the_request() -> None:
 async def test_a_target_that_is_not_a_path_is_refused(target: bytes) -> None:
     async with serving([model(1)]) as served, client(served.port) as one:
         reply = await one.ask(GET.replace(b"/a%20b?c=d", target))
-        assert (reply.status, reply.error["code"]) == (400, "invalid_request")
-        assert await one.closed()
+        assert (reply.status, reply.error["code"], reply.headers["connection"]) == (400, "invalid_request", "close")
 
 
 async def test_a_response_without_a_length_is_chunked() -> None:
@@ -144,7 +144,7 @@ async def test_an_application_waits_for_a_slow_client() -> None:
     async def run(_: Message, __: Receive, send: Send) -> None:
         nonlocal sent, finished
         await send(START)
-        while sent < 64 << 20:
+        while sent < 8 << 20:
             await send(part(b"x" * 65536, last=False))
             sent += 65536
         await send(part(b""))
@@ -154,16 +154,16 @@ async def test_an_application_waits_for_a_slow_client() -> None:
         served.worker.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
-        assert sent < 32 << 20 and not finished
+        assert sent < 8 << 20 and not finished
         one.writer.transport.resume_reading()  # type: ignore[attr-defined]  # every transport here reads
-        assert len((await one.reply()).body) == 64 << 20
+        assert len((await one.reply()).body) == 8 << 20
         assert finished
 
 
 async def test_an_application_that_waits_for_a_slow_client_resumes_when_it_disconnects() -> None:
-    async def run(_: Message, __: Receive, send: Send) -> None:
+    async def run(scope: Message, receive: Receive, send: Send) -> None:
         await send(START)
-        for _ in range(1 << 10):
+        for _number in range(1 << 10):
             await send(part(b"x" * 65536, last=False))
         await send(part(b""))
 

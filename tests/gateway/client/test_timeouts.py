@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client.timeouts import KEEP_ALIVE, LEAST_RATE, Patience, Wait
+from gateway.client.timeouts import KEEP_ALIVE, LEAST_RATE, Wait, WaitTimer
 from gateway.snapshot.snapshot import Clients
 
 CLIENTS = Clients(headers_timeout=10, body_timeout=60, write_timeout=30)
@@ -21,49 +21,49 @@ LIMITS = {
 }
 
 
-def over_at(wait: Wait, *, rate: float = 0.0, message: object = None, seconds: int = 1000) -> int | None:
-    """The second at which a client that sends or takes so many bytes in each is given up."""
-    patience = Patience()
-    return next((now for now in range(seconds) if patience.is_over(wait, message, int(now * rate), now, CLIENTS)), None)
+def expired_at(wait: Wait, *, rate: float = 0.0, message: object = None, seconds: int = 1000) -> int | None:
+    """Return the second at which the timeout of a client that moves ``rate`` bytes a second expires."""
+    timer = WaitTimer()
+    return next((now for now in range(seconds) if timer.has_expired(wait, message, int(now * rate), now, CLIENTS)), None)
 
 
 @pytest.mark.parametrize("wait", LIMITS)
-def test_silence_ends(wait: Wait) -> None:
+def test_silence_expires(wait: Wait) -> None:
     expected = int(LIMITS[wait]) + 1
-    assert over_at(wait) == (expected if wait is not Wait.NOTHING else None)
+    assert expired_at(wait) == (expected if wait is not Wait.NOTHING else None)
 
 
-def test_a_body_that_trickles_ends_and_a_slow_one_does_not() -> None:
-    assert over_at(Wait.BODY, rate=1) == 61
-    assert over_at(Wait.BODY, rate=LEAST_RATE * 0.9) == 61
-    assert over_at(Wait.BODY, rate=LEAST_RATE * 1.1) is None
+def test_a_body_that_trickles_expires_and_a_slow_body_does_not() -> None:
+    assert expired_at(Wait.BODY, rate=1) == 61
+    assert expired_at(Wait.BODY, rate=LEAST_RATE * 0.9) == 61
+    assert expired_at(Wait.BODY, rate=LEAST_RATE * 1.1) is None
 
 
-def test_a_body_that_begins_fast_and_then_trickles_ends() -> None:
-    patience, moved = Patience(), 0
+def test_a_body_that_starts_fast_and_then_trickles_expires() -> None:
+    timer, moved = WaitTimer(), 0
     for now in range(200):
         moved += 10_000_000 if now < 30 else 1
-        if patience.is_over(Wait.BODY, None, moved, now, CLIENTS):
+        if timer.has_expired(Wait.BODY, None, moved, now, CLIENTS):
             break
     assert now == 122, "the second period is the first that brings too little"
 
 
-def test_a_reader_that_takes_a_little_goes_on() -> None:
-    assert over_at(Wait.READER, rate=0.1) is None
+def test_a_reader_that_receives_a_little_does_not_expire() -> None:
+    assert expired_at(Wait.READER, rate=0.1) is None
 
 
-def test_what_is_written_meanwhile_is_no_progress() -> None:
-    """Framing and heads are in the buffer and not among the bytes of the answer: the difference falls."""
-    assert over_at(Wait.READER, rate=-7) == 31
+def test_further_writes_are_not_progress() -> None:
+    """Framing and headers are in the buffer but do not count as bytes of the body: the difference falls."""
+    assert expired_at(Wait.READER, rate=-7) == 31
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Wait)), st.integers(0, 2), st.integers(0, 10_000_000)), max_size=300))
-def test_nobody_is_given_up_before_the_time(looks: list[tuple[Wait, int, int]]) -> None:
-    """Whatever happened before: only a run of looks at one and the same wait can end in giving up, if it is long enough."""
-    patience, messages = Patience(), [object() for _ in range(3)]
-    began, last = 0, None
-    for now, (wait, message, moved) in enumerate(looks):
+def test_no_timeout_expires_early(checks: list[tuple[Wait, int, int]]) -> None:
+    """Only consecutive checks of the same wait, for long enough, make it expire."""
+    timer, messages = WaitTimer(), [object() for _ in range(3)]
+    since, last = 0, None
+    for now, (wait, message, moved) in enumerate(checks):
         if (wait, message) != last:
-            began, last = now, (wait, message)
-        if patience.is_over(wait, messages[message], moved, now, CLIENTS):
-            assert now - began > LIMITS[wait]
+            since, last = now, (wait, message)
+        if timer.has_expired(wait, messages[message], moved, now, CLIENTS):
+            assert now - since > LIMITS[wait]
