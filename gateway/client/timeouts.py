@@ -50,8 +50,8 @@ class WaitTimer:
     def has_expired(self, wait: Wait, message: object, moved: int, now: float, clients: Clients) -> bool:
         """Return whether the client has kept the connection waiting for too long.
 
-        ``message`` is an object of the request, which distinguishes it from the next one. ``moved``: the bytes of the body so far for BODY, the bytes that the client has
-        received for READER. It may fall, which does not count as progress. ``now`` is ``time.monotonic``.
+        ``message`` is an object that belongs to one request; another object starts the timer again. ``moved``: the bytes of the body so far
+        for BODY, the bytes that the client has received for READER. It may fall, which is not progress. ``now`` is ``time.monotonic``.
         """
         if wait is not self._wait or message is not self._message:
             self._restart(wait, message, moved, now)
