@@ -1,7 +1,7 @@
-"""Writes what documents say of settings and of the API: the tables in configuration.md, and api.md.
+"""Generates the tables of settings in configuration.md, and api.md.
 
-Run it as ``.venv/bin/python docs/reference.py``. The rule: nothing is said here about a setting; its description and
-its default come from ``gateway.config``, and the API is that of ``gateway.api.reference``. A test holds the documents to what this makes.
+Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from
+``gateway.config``, and the API from ``gateway.api.reference``. A test compares the pages with the output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Group:
 
 
 def groups() -> Iterator[Group]:
-    """Every section, the file itself first, each before those below it."""
+    """Yield every section, the file itself first, each before its sub-sections."""
     whole = schema()
     yield from _groups(whole, whole["$defs"], "")
 
@@ -59,40 +59,40 @@ def _groups(section: Mapping[str, Any], known: Mapping[str, Any], path: str) -> 
 
 
 def _section(shape: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """The section that a key holds, and whether it is a list of them."""
-    for one in _choices(shape):
-        for place, repeated in ((one, False), (one.get("items", {}), True)):
-            if "$ref" in place:
-                return place["$ref"].rpartition("/")[2], repeated
+    """Return the section that a key holds, and whether the key holds a list of them."""
+    for choice in _choices(shape):
+        for each, repeated in ((choice, False), (choice.get("items", {}), True)):
+            if "$ref" in each:
+                return each["$ref"].rpartition("/")[2], repeated
     return None, False
 
 
 def _choices(shape: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a key may hold, without null."""
+    """Return the alternatives for a key's value, without null."""
     choices: list[Mapping[str, Any]] = [shape]
-    for word in ("anyOf", "oneOf"):
-        choices = [each for choice in choices for each in choice.get(word, [choice])]
+    for keyword in ("anyOf", "oneOf"):
+        choices = [each for choice in choices for each in choice.get(keyword, [choice])]
     return [choice for choice in choices if choice.get("type") != "null"]
 
 
 def holds(shape: Mapping[str, Any]) -> str:
-    """What may be written into a key that holds no section, in words."""
-    words = [_word(choice) for choice in _choices(shape)]
+    """Describe the values of a key that holds no section."""
+    kinds = [_kind(choice) for choice in _choices(shape)]
     if any("env" in choice.get("properties", {}) for choice in _choices(shape)):
-        words = [*(word for word in words if word != "mapping"), "`{env: NAME}` or `{file: PATH}`"]
-    return " or ".join(dict.fromkeys(words))
+        kinds = [*(kind for kind in kinds if kind != "mapping"), "`{env: NAME}` or `{file: PATH}`"]
+    return " or ".join(dict.fromkeys(kinds))
 
 
-def _word(shape: Mapping[str, Any]) -> str:
+def _kind(shape: Mapping[str, Any]) -> str:
     if "enum" in shape:
         return ", ".join(f"`{value}`" for value in shape["enum"])
-    unit = next((words for mark, words in _UNITS.items() if f"{mark}|" in shape.get("pattern", "")), None)
+    unit = next((text for mark, text in _UNITS.items() if f"{mark}|" in shape.get("pattern", "")), None)
     if unit is not None:
         return unit
     if shape["type"] == "array":
         return _LISTS.get(holds(shape["items"]), f"list of {holds(shape['items'])}")
-    words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`", "object": "mapping"}
-    return words[shape["type"]] + _bounds(shape)
+    kinds = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`", "object": "mapping"}
+    return kinds[shape["type"]] + _bounds(shape)
 
 
 def _bounds(shape: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def _bounds(shape: Mapping[str, Any]) -> str:
 
 
 def default(setting: Setting) -> str:
-    """What holds when the key is not written."""
+    """Describe the default of a key."""
     value = setting.shape.get("default")
     if setting.required:
         return "**required**"
@@ -115,7 +115,7 @@ def default(setting: Setting) -> str:
 
 
 def reference() -> str:
-    """All sections as Markdown."""
+    """Return all sections as Markdown."""
     return "\n\n".join(map(_table, groups()))
 
 
@@ -141,40 +141,40 @@ def _value(setting: Setting) -> str:
 
 
 def api() -> str:
-    """The data port's routes, their errors and the shapes of their bodies, as Markdown."""
-    told = document()
-    parts = [told["info"]["description"], _statuses(told), _headers(told)]
+    """Return the data port's routes, their errors and the shapes of their bodies as Markdown."""
+    whole = document()
+    parts = [whole["info"]["description"], _statuses(whole), _headers(whole)]
     tag = None
-    for operation in words.operations(told):
+    for operation in words.operations(whole):
         if operation.document["tags"] != tag:
             tag = operation.document["tags"]
             parts.append(f"## {tag[0]}")
         parts.append(_operation(operation))
-    shapes = [_shape(name, schema) for name, schema in told["components"]["schemas"].items()]
+    shapes = [_shape(name, schema) for name, schema in whole["components"]["schemas"].items()]
     return "\n\n".join([*parts, "## Shapes", *shapes])
 
 
-def _statuses(told: Mapping[str, Any]) -> str:
-    answers = {name: each for name, each in told["components"]["responses"].items() if name.startswith("Error")}
-    rows = [f"| {name.removeprefix('Error')} | {each['description']} |" for name, each in answers.items()]
-    return "\n".join(["## Errors", "", "Every route may answer with these; [errors](errors.md) says what each means.", "",
+def _statuses(whole: Mapping[str, Any]) -> str:
+    responses = {name: each for name, each in whole["components"]["responses"].items() if name.startswith("Error")}
+    rows = [f"| {name.removeprefix('Error')} | {each['description']} |" for name, each in responses.items()]
+    return "\n".join(["## Errors", "", "Every route can return these errors; [errors](errors.md) explains each of them.", "",
                       "| status | codes |", "|---|---|", *rows])  # fmt: skip
 
 
-def _headers(told: Mapping[str, Any]) -> str:
-    asked = {row.name: row.about for operation in words.operations(told) for row in operation.parameters if row.kind == ("header",)}
-    answered = {name: each["description"] for name, each in told["components"]["headers"].items()}
-    rows = [f"| `{name}` | request | {about} |" for name, about in asked.items()]
-    rows += [f"| `{name}` | answer | {about} |" for name, about in answered.items()]
+def _headers(whole: Mapping[str, Any]) -> str:
+    requests = {row.name: row.about for operation in words.operations(whole) for row in operation.parameters if row.kind == ("header",)}
+    responses = {name: each["description"] for name, each in whole["components"]["headers"].items()}
+    rows = [f"| `{name}` | request | {about} |" for name, about in requests.items()]
+    rows += [f"| `{name}` | response | {about} |" for name, about in responses.items()]
     return "\n".join(["## Headers", "", "| header | of the | meaning |", "|---|---|---|", *rows])
 
 
 def _operation(operation: Operation) -> str:
-    told = operation.document
-    about = " ".join(told[name] for name in ("summary", "description") if name in told)
+    texts = operation.document
+    about = " ".join(texts[name] for name in ("summary", "description") if name in texts)
     lines = [f"### {operation.method} {operation.path}", "", about, ""]
-    lines += [f"- takes {_bodies(operation.request_kinds)}"] if operation.request_kinds else []
-    lines += [f"- answers {_bodies(operation.response_kinds)}"]
+    lines += [f"- request: {_bodies(operation.request_kinds)}"] if operation.request_kinds else []
+    lines += [f"- response: {_bodies(operation.response_kinds)}"]
     call = words.curl(operation)
     return "\n".join(lines) + (f"\n\n```sh\n{call}\n```" if call else "")
 
@@ -184,15 +184,15 @@ def _bodies(kinds: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _shape(name: str, schema: Mapping[str, Any]) -> str:
-    rows = [_member(row) for row in words.rows(schema)]
+    rows = [_field(row) for row in words.rows(schema)]
     about = schema.get("description", "")
     if not rows:
         return f"### {name}\n\n{about + ': ' if about else ''}{_pieces(words.kind_of(schema))}"
-    table = "\n".join(["| member | value | meaning |", "|---|---|---|", *rows])
+    table = "\n".join(["| field | value | meaning |", "|---|---|---|", *rows])
     return f"### {name}\n\n{about + chr(10) * 2 if about else ''}{table}"
 
 
-def _member(row: TableRow) -> str:
+def _field(row: TableRow) -> str:
     needed = ["**required**"] if row.required else []
     return f"| `{row.name}` | {_pieces(row.kind)} | {'; '.join([*needed, *filter(None, [row.about])])} |"
 
@@ -205,7 +205,7 @@ PAGES = {ROOT / "docs" / "configuration.md": reference, ROOT / "docs" / "api.md"
 
 
 def renewed(path: Path) -> str:
-    """The text of a page with its made part made anew."""
+    """Return the text of a page with its generated part replaced."""
     before, _, rest = path.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n\n{PAGES[path]()}\n\n{END}{rest.partition(END)[2]}"
 

@@ -1,7 +1,7 @@
 """What pages link to outside docs/ becomes part of the site: sources as pages of code, folders as lists, other pages as they are.
 
 A hook of mkdocs, named in mkdocs.yml. The rule: pages are written for the forge, where a relative link leads into the tree;
-nothing is written a second time for the site. A link that leads nowhere is left as it is, for mkdocs to refuse.
+nothing is written again for the site. A link that leads nowhere is left as it is, for mkdocs to refuse.
 """
 
 from __future__ import annotations
