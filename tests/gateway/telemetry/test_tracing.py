@@ -222,14 +222,16 @@ def test_the_words_are_those_of_the_conventions() -> None:
 def test_a_collector_that_stands_still_holds_nobody_up(collected: Collector) -> None:
     collected.held.clear()
     trace = Sampler(Tracing("-")).start_trace(None)
-    since = time.monotonic()
+    took = list[float]()
     gathered = Spans()
     gathered.endpoint = collected.url
     for _ in range(40):
+        since = time.monotonic()
         for _ in range(1000):
             gathered.add(record(trace=trace))
         gathered.flush()
-    assert time.monotonic() - since < 9, "a request waited for the collector, which is given ten seconds for each batch"
+        took.append(time.monotonic() - since)
+    assert max(took) < 9, "a request waited for the collector, which is given ten seconds for each batch"
     assert len(gathered._records) <= 2048
     collected.held.set()
     gathered.stop(60)
