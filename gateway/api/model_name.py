@@ -1,8 +1,8 @@
-"""Another value for the member ``model`` of a response, and every other byte as it was. Sans-I/O.
+"""Replaces the model's name in a response; every other byte stays. Sans-I/O.
 
-The rule: only the value of the document's own ``model`` is replaced, or of that in its ``response`` or ``message``, where
-OpenAI's and Anthropic's streams have it; one deeper down, or the same text inside a string, is data. Nothing is held back but the
-value itself, so JSON text of any length passes in pieces of any size.
+The rule: only the value of the document's own ``model`` field is replaced, or the one in its ``response`` or ``message`` (the place in
+OpenAI's and Anthropic's streams). A field that is nested more deeply, or the same text inside a string, is data. Only the value itself is
+held back, so JSON text of any length passes in pieces of any size.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import orjson
 
 from gateway.api.json_scan import Scanner, Wanted
 
-_BEGINNING = re.compile(rb'["{\[]')  # of a document, which the field names of an event may precede
-_USUAL = re.compile(rb'(?:data: )?\{(?:"(?:id|object|created)":(?:"[^"\\]*"|\d+),)*"model":"([^"\\]*)"')  # how vLLM's responses begin
+_START = re.compile(rb'["{\[]')  # of a document; the field names of an event may precede it
+_USUAL = re.compile(rb'(?:data: )?\{(?:"(?:id|object|created)":(?:"[^"\\]*"|\d+),)*"model":"([^"\\]*)"')  # how vLLM's responses start
 _MODEL: Wanted = {"model": None}
 _WANTED: Wanted = {"model": None, "response": _MODEL, "message": _MODEL}
 
 
-class Renaming:
-    """Replaces the name in one document. An event of a stream may be fed as it is."""
+class ModelRenamer:
+    """Replaces the model's name in one document. An event of a stream may be fed as it is."""
 
-    __slots__ = ("_done", "_has_begun", "_name", "_replaces", "_scanner")
+    __slots__ = ("_done", "_has_started", "_name", "_replaces", "_scanner")
 
     def __init__(self, name: str) -> None:
         self._name = orjson.dumps(name)
         self._scanner = Scanner(_WANTED)
-        self._has_begun = False
-        self._replaces = False  # the value that is being read is the name
+        self._has_started = False
+        self._replaces = False  # the current value is the name
         self._done = False
 
     def feed(self, data: bytes) -> bytes:
-        """The next bytes of the document, with the name replaced."""
+        """Return the next bytes of the document, with the name replaced."""
         if self._done:
             return data
-        if self._has_begun:
+        if self._has_started:
             return self._renamed(data)
-        beginning = _BEGINNING.search(data)
-        if beginning is None:
+        start = _START.search(data)
+        if start is None:
             return data
-        self._has_begun = True
-        return data[: beginning.start()] + self._renamed(data[beginning.start() :])
+        self._has_started = True
+        return data[: start.start()] + self._renamed(data[start.start() :])
 
     def _renamed(self, data: bytes) -> bytes:
         out, stored = [], 0
@@ -57,8 +57,8 @@ class Renaming:
 
 
 def renamed(data: bytes, name: str) -> bytes:
-    """A whole document, or an event with one, under this name."""
+    """Return a whole document, or an event that contains one, with this name."""
     usual = _USUAL.match(data)
     if usual is not None:
         return b"%b%b%b" % (data[: usual.start(1) - 1], orjson.dumps(name), data[usual.end(1) + 1 :])
-    return Renaming(name).feed(data) if b'"model"' in data or b"\\u00" in data else data
+    return ModelRenamer(name).feed(data) if b'"model"' in data or b"\\u00" in data else data

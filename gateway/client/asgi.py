@@ -132,7 +132,7 @@ class AsgiRequest:
                 raise RuntimeError(f"The application sent '{kind}' out of order.")
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        lines, closes, length = [STATUS_LINES[status], self._connection.door.date_line], False, None
+        lines, closes, length = [STATUS_LINES[status], self._connection.worker.date_line], False, None
         for given, value in headers:
             name = given.lower()
             if _NOT_IN_A_NAME.search(name) or _NOT_IN_A_VALUE.search(value):

@@ -81,7 +81,7 @@ class RequestBody(msgspec.Struct, eq=False):
         """
         self._solicit()
         if self._has_more:
-            await self.connection.door.steps.pause()
+            await self.connection.worker.steps.pause()
         while not self.complete and not self._buffer and not self.dropped:
             await self._wait()
         self._check()
@@ -117,14 +117,14 @@ class RequestBody(msgspec.Struct, eq=False):
         if size <= self._reserved or size <= FREE:
             return
         owner = self._reserved_for if self._reserved else self.owner
-        if not self.connection.door.memory.reserve(size - self._reserved, owner, more=self._reserved > 0):
+        if not self.connection.worker.memory.reserve(size - self._reserved, owner, more=self._reserved > 0):
             raise _no_memory()
         self._reserved_for, self._reserved = owner, size
 
     def release(self) -> None:
         """Return the memory."""
         if self._reserved:
-            self.connection.door.memory.release(self._reserved, self._reserved_for)
+            self.connection.worker.memory.release(self._reserved, self._reserved_for)
             self._reserved = 0
 
     # For the connection
@@ -212,7 +212,7 @@ class RequestBody(msgspec.Struct, eq=False):
         length = self.head.content_length
         wanted = length if length and not self.is_form else min(size + FREE, length or self.limit)
         owner = self._reserved_for if self._reserved else self.owner
-        if not self.connection.door.memory.reserve(wanted - self._reserved, owner, more=self._reserved > 0):
+        if not self.connection.worker.memory.reserve(wanted - self._reserved, owner, more=self._reserved > 0):
             return False
         self._reserved_for, self._reserved = owner, wanted
         self.allowance = wanted

@@ -16,28 +16,22 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Protocol
 
-from gateway.admission.body_memory import BodyMemory
 from gateway.api.errors import Refusal, render
-from gateway.auth.catalog import Target
-from gateway.client.addresses import ConnectionCounts, Proxies, counted_client, shown_address
-from gateway.client.asgi import Application, AsgiRequest
+from gateway.client.addresses import counted_client, shown_address
+from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
-from gateway.client.eviction import Unauthenticated
 from gateway.client.flow_control import FlowControl
 from gateway.client.http_parser import FORWARDED, MAX_HEAD, BodyReceiver, HttpParser, Reading, RequestHead
 from gateway.client.request import ClientRequest
 from gateway.client.status_lines import STATUS_LINES
 from gateway.client.timeouts import Wait, WaitTimer
-from gateway.snapshot.snapshot import Clients
-from gateway.system.steps import Steps
-from gateway.telemetry.metrics import WorkerMetrics
+from gateway.client.worker_context import WorkerContext
 from upstream.http.inline_task import InlineTask
-from upstream.http.write_batching import BatchingTransport, WriteBatch
+from upstream.http.write_batching import BatchingTransport
 
 MAX_PIPELINED = 16
 """Requests that a client may send before the first of them is answered, beside that one."""
@@ -65,55 +59,14 @@ _WAITS: Mapping[Reading, Wait] = MappingProxyType(
 )
 
 
-class Door(Protocol):
-    """The parts of a worker that a connection needs."""
-
-    connections: set[ClientConnection]
-    """The open connections."""
-    handlers: set[InlineTask | asyncio.Task[None]]
-    """The running handlers of requests."""
-    other_routes: Application
-    """Serves every request that is not inference."""
-    request_ids: Iterator[str]
-    body_limit: int
-    """Bytes that a body may have."""
-    body_allowance: int
-    """Bytes that a body may have without a memory reservation."""
-    memory: BodyMemory
-    steps: Steps
-    clients: Clients
-    proxies: Proxies
-    addresses: ConnectionCounts
-    unauthenticated: Unauthenticated
-    metrics: WorkerMetrics
-    leaving: bool
-    """The gateway is about to stop: each response is the last one on its connection."""
-    date_line: bytes
-    """The Date header of this second."""
-    write_batch: WriteBatch
-
-    @property
-    def targets(self) -> Mapping[bytes, Target]:
-        """The inference routes by path."""
-
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
-        """Handle a request."""
-
-    def unknown(self, request: ClientRequest) -> Refusal | None:
-        """Return why the request would be refused for its key now; None if it would not be."""
-
-    def cors_lines(self, origin: bytes) -> bytes:
-        """Return the response headers for a page of an origin."""
-
-
 class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     transport: BatchingTransport
     flow: FlowControl
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, worker: WorkerContext) -> None:
+        self.worker = worker
         self.parser = HttpParser(self)
         self.pipeline: deque[ClientRequest | AsgiRequest | Refusal] = deque()
         """Requests that wait for the response to the current one, and last perhaps the refusal of bytes that are not a request."""
@@ -138,24 +91,24 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection. A client that has too many is refused."""
-        door = self.door
-        self.transport = BatchingTransport(transport, door.write_batch)  # type: ignore[arg-type]  # both loops give a full Transport here
+        worker = self.worker
+        self.transport = BatchingTransport(transport, worker.write_batch)  # type: ignore[arg-type]  # both loops give a full Transport here
         self.flow = FlowControl(self.transport)
         sock = transport.get_extra_info("socket")
         self.server, self.client = _local_address(sock), _remote_address(sock)
         self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self.address = shown_address(self.client[0]) if self.client else ""
-        self.proxied = door.proxies.trusts(self.address)
-        door.connections.add(self)
-        door.unauthenticated.relieve(sock.fileno())
-        door.unauthenticated.add(self)
-        most = door.clients.max_per_address
+        self.proxied = worker.active.proxies.trusts(self.address)
+        worker.connections.add(self)
+        worker.unauthenticated.relieve(sock.fileno())
+        worker.unauthenticated.add(self)
+        most = worker.active.snapshot.clients.max_per_address
         if most is not None and not self.proxied:
             client = counted_client(self.address)
-            if door.addresses.add(client, most):
+            if worker.addresses.add(client, most):
                 self._counted_client = client
             else:
-                door.metrics.count_client_fault("too_many")
+                worker.metrics.count_client_fault("too_many")
                 self._reject_connection()
 
     def data_received(self, data: bytes) -> None:
@@ -164,7 +117,7 @@ class ClientConnection(asyncio.Protocol):
             self.parser.feed(data)
         except Refusal as refusal:
             if not self._lingering:  # else it was refused already
-                self.door.metrics.count_client_fault("malformed")
+                self.worker.metrics.count_client_fault("malformed")
             self._end_with(refusal)
         if self.deferred is not None:
             self._run_deferred()
@@ -184,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  nothing depends on the reason
         """Cancel all requests of the connection, and release it."""
-        door = self.door
+        worker = self.worker
         self.transport.mark_closed()
         for request in (self.current, *self.pipeline):
             if request is not None and not isinstance(request, Refusal):
@@ -192,22 +145,24 @@ class ClientConnection(asyncio.Protocol):
         self.pipeline.clear()
         self.flow.resume_writing()
         self.parser.close()
-        door.connections.discard(self)
-        door.unauthenticated.remove(self)
+        worker.connections.discard(self)
+        worker.unauthenticated.remove(self)
         if self._counted_client is not None:
-            door.addresses.remove(self._counted_client)
+            worker.addresses.remove(self._counted_client)
         self.current = self._inference = None  # they refer to this object, and would wait for the garbage collector
 
     # Requests
 
     def request_received(self, head: RequestHead) -> BodyReceiver:
         """Start a request, or queue it behind the current request. Raises Refusal."""
-        current, door = self.current, self.door
+        current, worker = self.current, self.worker
         busy = current is not None and not current.response_complete
         if busy and len(self.pipeline) >= MAX_PIPELINED:
             raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
-        target = door.targets.get(head.url) or door.targets.get(head.url.partition(b"?")[0])
-        keep_alive = head.keep_alive and not door.leaving
+        active = worker.active
+        targets = active.catalog.targets
+        target = targets.get(head.url) or targets.get(head.url.partition(b"?")[0])
+        keep_alive = head.keep_alive and worker.keep_alive
         if target is None or head.method != b"POST":
             other = AsgiRequest(self, head, keep_alive and not head.http10)
             if busy:
@@ -215,14 +170,16 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._start_other(other)
             return other
-        limit = door.body_limit
+        limit = active.snapshot.body_limit
         too_large = head.content_length is not None and head.content_length > limit
-        body = RequestBody(self, head, limit, door.body_allowance, target.route.takes_form, too_large)
-        request = ClientRequest(self, target, next(door.request_ids), head, body, keep_alive)
+        body = RequestBody(self, head, limit, active.body_allowance, target.route.takes_form, too_large)
+        request = ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive)
         if busy:
             # Without a valid key nothing of its body is stored, so it is refused even if the key becomes valid meanwhile.
-            if (unknown := door.unknown(request)) is not None:
-                body.refuse(unknown)
+            try:
+                worker.authenticate(request)
+            except Refusal as refusal:
+                body.refuse(refusal)
             self.pipeline.append(request)
         else:
             self._start_inference(request)
@@ -255,16 +212,17 @@ class ClientConnection(asyncio.Protocol):
             self.flow.pause_reading()  # a client that does not read its responses may not send more requests
 
     def _start_inference(self, request: ClientRequest) -> None:
-        self.current = self._inference = request
+        worker, self.current = self.worker, request
+        self._inference = request
         request.body.served = True
-        request.handler = handler = InlineTask(self.door.serve(request))
-        self.door.handlers.add(handler)
+        request.handler = handler = InlineTask(worker.handle_request(request, worker))
+        worker.handlers.add(handler)
         self.deferred = handler.step
 
     def _start_other(self, request: AsgiRequest) -> None:
         self.current = request
-        handlers = self.door.handlers
-        task = asyncio.get_running_loop().create_task(request.run(self.door.other_routes))
+        handlers = self.worker.handlers
+        task = asyncio.get_running_loop().create_task(request.run(self.worker.other_routes))
         handlers.add(task)
         task.add_done_callback(handlers.discard)
 
@@ -275,7 +233,7 @@ class ClientConnection(asyncio.Protocol):
 
     def client_of(self, headers: Mapping[bytes, bytes]) -> str:
         """Return the address of the client that sent a request, as far as it is known."""
-        return self.door.proxies.client(self.address, headers.get(FORWARDED, b"")) if self.proxied else self.address
+        return self.worker.active.proxies.client(self.address, headers.get(FORWARDED, b"")) if self.proxied else self.address
 
     # Closing
 
@@ -307,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
 
     def evict(self) -> None:
         """Close at once, to free the descriptor."""
-        self.door.metrics.count_client_fault("evicted")
+        self.worker.metrics.count_client_fault("evicted")
         self.transport.abort()
 
     @property
@@ -330,10 +288,10 @@ class ClientConnection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Close the connection if the client has kept it waiting for too long. Called about once a second with ``time.monotonic``."""
         wait, message, moved = self._awaited()
-        if not self._timer.has_expired(wait, message, moved, now, self.door.clients):
+        if not self._timer.has_expired(wait, message, moved, now, self.worker.active.snapshot.clients):
             return
         if wait in _FAULTS:
-            self.door.metrics.count_client_fault(_FAULTS[wait])
+            self.worker.metrics.count_client_fault(_FAULTS[wait])
         if wait is Wait.READER:
             self.cut()
         elif wait in (Wait.HEAD, Wait.BODY):
@@ -360,7 +318,7 @@ class ClientConnection(asyncio.Protocol):
 
     def write_refusal(self, refusal: Refusal, *, with_body: bool = True) -> None:
         """Write the response to what is not an inference request."""
-        self.transport.write(_response(refusal, next(self.door.request_ids), self.door.date_line, with_body=with_body))
+        self.transport.write(_response(refusal, next(self.worker.request_ids), self.worker.date_line, with_body=with_body))
 
     def _reject_connection(self) -> None:
         """Refuse the connection with one write. With TLS it is cut: a handshake and its end would take longer."""

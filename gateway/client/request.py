@@ -71,7 +71,7 @@ class ClientRequest(msgspec.Struct, eq=False):
     @property
     def requests_in_flight(self) -> int:
         """The number of requests that the worker is processing, this one included."""
-        return len(self.connection.door.handlers)
+        return len(self.connection.worker.handlers)
 
     @property
     def write_paused(self) -> bool:
@@ -135,7 +135,7 @@ class ClientRequest(msgspec.Struct, eq=False):
     def release(self) -> None:
         """Return what the request holds: its handler has finished."""
         self.body.release()
-        self.connection.door.handlers.discard(self.handler)
+        self.connection.worker.handlers.discard(self.handler)
 
     def _head(self, status: int, headers: bytes, framing: bytes) -> bytes:
         self.response_started = True
@@ -146,9 +146,9 @@ class ClientRequest(msgspec.Struct, eq=False):
             framing += b"connection: close\r\n"
         elif self.head.http10:
             framing += b"connection: keep-alive\r\n"
-        door = self.connection.door
+        worker = self.connection.worker
         if b"origin" in self.head.headers:
-            framing += door.cors_lines(self.head.headers[b"origin"])
+            framing += worker.active.cors.lines(self.head.headers[b"origin"])
         if self.extra_headers:
             framing += self.extra_headers
         if self.permit is not None:
@@ -156,7 +156,7 @@ class ClientRequest(msgspec.Struct, eq=False):
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read
-        return b"%bx-request-id: %b\r\n%b%b%b\r\n" % (STATUS_LINES[status], identity, headers, framing, door.date_line)
+        return b"%bx-request-id: %b\r\n%b%b%b\r\n" % (STATUS_LINES[status], identity, headers, framing, worker.date_line)
 
     def _put(self, head: bytes, data: bytes) -> None:
         self.bytes_out += len(data)

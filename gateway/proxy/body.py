@@ -1,8 +1,10 @@
-"""What a client's JSON body becomes before a server sees it. Pure functions, in the order of the story.
+"""Turns a client's JSON body into the body that a server gets. Pure functions, in the order in which a request calls them.
 
-The rule: every check runs on the merged object, and that object, serialized anew, is what is sent; the
-client's own bytes never are. So what was authorized is what is dispatched, whatever tricks the text held
-(duplicate keys, escapes, byte order marks).
+The rule: every check runs on the merged document, and the gateway sends that document, serialized again. The client's own bytes are never
+sent. So what was authorized is what is sent, whatever the text contains (duplicate keys, escapes, byte order marks).
+
+``parse`` and ``prepare`` process a small body in one call. ``parse_in_steps`` and ``prepare_in_steps`` do the same for a large one, as
+generators (see ``steps``): both call the same checks, and the tests compare their results.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import sys
 from collections.abc import Generator, Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS
@@ -26,65 +29,67 @@ from gateway.system.steps import finished
 
 MAX_DEPTH = 64
 """Levels of nesting that a body may have."""
-_SHORT = 2048  # bytes in which counting is as fast as searching; fewer than the least `server.body_values`
+_SHORT = 2048  # bytes up to which counting is as fast as searching; less than the minimum of `server.body_values`
 _DIGITS = bytes(0x30 if chr(byte).isdigit() and byte < 0x80 else 0x20 for byte in range(256))
-_MARKS = b",:[{"
+_MARKS = b",:[{"  # a body has about one value for each of these
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS + b'"')
-_RARE = 1024  # marks of a kind that are searched for; more are counted, which is slower where there are few
-_NODES_PER_STEP = 20_000  # objects and lists whose members are looked at
-_TOGETHER = 256  # of them, followed together
+_RARE = 1024  # marks of a kind that are searched for; more are counted, which is slower if there are few
+_NODES_PER_STEP = 20_000  # objects and lists whose values are checked in one step
+_TOGETHER = 256  # objects and lists that are followed to the bottom together
 _PIECE = 256 * 1024  # bytes of marks that are counted in one step
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
 _HUGE = 2.0**63
-_BYTES_PER_LOOK = 256  # a look at a member takes as long as one at so many bytes
+_BYTES_PER_CHECK = 256  # checking one value takes as long as searching so many bytes
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Document = dict[str, Any]
 
 
-class Prepared(msgspec.Struct, frozen=True):
-    """A body that may be sent: ``document`` lacks only the model's name at the server.
+class JsonBody(msgspec.Struct, frozen=True):
+    """A JSON body that may be sent; only the model's name at the server is still to be set.
 
-    ``hides_usage`` says that the usage event is there for the gateway and not for the client; ``upstream`` is the
-    path at the server; ``input_field`` the member that holds the text; ``translation`` is the way back for a request
-    in words that vLLM does not know; ``more_head`` are lines for the head.
+    ``hides_usage``: the usage event of the stream is for the gateway alone. ``path``: the path at the server. ``input_field``: the field
+    that holds the text. ``translation``: translates the response to a request in an older form. ``headers``: header lines of this request.
     """
 
     document: Document
+    """Empty once the body is serialized."""
     stream: bool
     hides_usage: bool
-    upstream: str
+    path: str
     input_field: str
     translation: Translation | None = None
-    more_head: bytes = b""
+    headers: bytes = b""
+    content: bytes = b""
+    """The serialized body of a large request, with ``model`` as its first field."""
+    content_model: str = ""
+    """The model's name in ``content``."""
+    content_type: ClassVar[bytes] = b"application/json"
+    upload: ClassVar[None] = None
+    remaining: ClassVar[int] = 0
 
     def encode(self, served_model: str) -> bytes:
-        """The bytes for a server that knows the model by this name."""
-        self.document["model"] = served_model
-        return orjson.dumps(self.document)
+        """Return the bytes for a server that knows the model by this name."""
+        if not self.content:
+            self.document["model"] = served_model
+            return orjson.dumps(self.document)
+        if served_model == self.content_model:
+            return self.content
+        old, new = (orjson.dumps({"model": name})[:-1] for name in (self.content_model, served_model))
+        return b"".join((new, memoryview(self.content)[len(old) :]))
 
-    def encoded(self, served_model: str) -> Encoded:
-        """The same at once, for a large body: the document, which takes many times its bytes, need not be kept."""
+    def serialized(self, served_model: str) -> JsonBody:
+        """Return the same body with its bytes in place of the document, which takes many times as much memory."""
         rest = {name: value for name, value in self.document.items() if name != "model"}
-        return Encoded(served_model, orjson.dumps({"model": served_model, **rest}))
+        return replace(self, document={}, content=orjson.dumps({"model": served_model, **rest}), content_model=served_model)
 
-
-class Encoded(msgspec.Struct, frozen=True):
-    """A large body in the bytes for servers that know the model by ``served_model``, with the model as its first member."""
-
-    served_model: str
-    body: bytes
-
-    def encode(self, served_model: str) -> bytes:
-        """As ``Prepared.encode``."""
-        if served_model == self.served_model:
-            return self.body
-        old, new = (orjson.dumps({"model": name})[:-1] for name in (self.served_model, served_model))
-        return b"".join((new, memoryview(self.body)[len(old) :]))
+    def sent_document(self) -> Document:
+        """Return the document as it was sent. Parses a serialized body again."""
+        return orjson.loads(self.content) if self.content else self.document
 
 
 def parse(body: bytes | bytearray, most_values: int = sys.maxsize) -> Document:
-    """Strict UTF-8 JSON, an object, at most MAX_DEPTH deep, with about ``most_values`` values at most (see ``_check_values``).
+    """Parse strict UTF-8 JSON: an object, at most MAX_DEPTH deep, with at most about ``most_values`` values (see ``_check_values``).
 
     Raises Refusal invalid_json, and request_too_large for too many values.
     """
@@ -99,7 +104,7 @@ def parse(body: bytes | bytearray, most_values: int = sys.maxsize) -> Document:
 
 
 def parse_in_steps(body: bytes | bytearray, most_values: int = sys.maxsize) -> Generator[None, None, Document]:
-    """The same for a large body, in steps."""
+    """Do the same as ``parse`` for a large body, in steps."""
     if len(body) > most_values:
         yield from _check_values(body, most_values)
     with collector_paused():
@@ -107,7 +112,7 @@ def parse_in_steps(body: bytes | bytearray, most_values: int = sys.maxsize) -> G
     yield
     if _may_be_deep(body):
         yield from _check_depth(document)
-    if _may_have_huge_numbers(document, len(body) // _BYTES_PER_LOOK):
+    if _may_have_huge_numbers(document, len(body) // _BYTES_PER_CHECK):
         yield
         if _has_long_numbers(body):
             yield
@@ -125,15 +130,17 @@ def _loaded(body: bytes | bytearray) -> Document:
     return document
 
 
-def _may_have_huge_numbers(document: Document, looks: int) -> bool:
-    """Whether some number is as large as the floats that orjson makes of integers beyond 64 bits. True, too, where more members would have
-    to be looked at than so many: then it is quicker to look at the bytes."""
+def _may_have_huge_numbers(document: Document, most_checks: int) -> bool:
+    """Return whether a number is as large as the floats that orjson makes of integers beyond 64 bits.
+
+    Return True as well if more than ``most_checks`` values would have to be checked: then searching the bytes is faster.
+    """
     level: list[Any] = [document]
     while level:
         below: list[Any] = []
         for node in level:
-            looks -= len(node)
-            if looks < 0:
+            most_checks -= len(node)
+            if most_checks < 0:
                 return True
             for value in node.values() if type(node) is dict else node:
                 kind = type(value)
@@ -146,15 +153,15 @@ def _may_have_huge_numbers(document: Document, looks: int) -> bool:
 
 
 def _has_long_numbers(body: bytes | bytearray) -> bool:
-    """Whether there are 19 digits in a row, in a text perhaps. They cover three of every sixth byte."""
-    # ``find``, because ``in`` makes and drops an exception
+    """Return whether the body has 19 digits in a row, perhaps in a string. They cover three of the bytes 0, 6, 12 and so on."""
+    # ``find``, because ``in`` creates and drops an exception
     return body[::6].translate(_DIGITS).find(b"000") >= 0 and body.translate(_DIGITS).find(_LONG_NUMBER) >= 0
 
 
 def _check_integers(body: bytes | bytearray) -> Generator[None, None, None]:
-    """orjson makes floats of integers beyond 64 bits: another number than the client's would be sent. Raises Refusal.
+    """Check that no integer has more than 64 bits: orjson makes a float of it, so another number would be sent. Raises Refusal.
 
-    msgspec keeps them, and orjson writes none of them: both take a fraction of the time of a parser that calls back for each.
+    msgspec parses these integers, and orjson refuses to serialize them. Both take a fraction of the time of a parser with callbacks.
     """
     try:
         with collector_paused():
@@ -166,12 +173,12 @@ def _check_integers(body: bytes | bytearray) -> Generator[None, None, None]:
 
 
 def _may_be_deep(body: bytes | bytearray) -> bool:
-    """Whether it has that many brackets at all. They are few in most bodies, and searching a long one is much faster than counting."""
+    """Return whether the body has more than MAX_DEPTH brackets. Most bodies have few, and then searching is much faster than counting."""
     return _found(body, b"{", MAX_DEPTH + 1)[0] + _found(body, b"[", MAX_DEPTH + 1)[0] > MAX_DEPTH
 
 
 def _found(body: bytes | bytearray, mark: bytes, most: int) -> tuple[int, int]:
-    """How often a mark was found, at most ``most`` times, and where the search ended; -1 for the end of the body."""
+    """Return how often a mark was found, at most ``most`` times, and where the search ended; -1 for the end of the body."""
     count, at = 0, body.find(mark)
     while at >= 0:
         count += 1
@@ -182,9 +189,9 @@ def _found(body: bytes | bytearray, mark: bytes, most: int) -> tuple[int, int]:
 
 
 def _check_values(body: bytes | bytearray, most: int) -> Generator[None, None, None]:
-    """Check how many values a body has before they are made, by its commas, colons and opening brackets. Raises Refusal.
+    """Check how many values a body has before it is parsed, by its commas, colons and opening brackets. Raises Refusal.
 
-    Marks inside strings are first counted too, since that is fast, and are left out only where there are too many.
+    The first count includes marks inside strings, since that is fast. If it is too high, only the marks outside strings are counted.
     """
     marks = 0
     for number in _MARKS:
@@ -197,7 +204,7 @@ def _check_values(body: bytes | bytearray, most: int) -> Generator[None, None, N
 
 
 def _marks_outside_strings(body: bytes | bytearray) -> Generator[None, None, int]:
-    """Count the marks that stand outside of quotes; exact for what is JSON."""
+    """Count the marks outside strings. The count is exact for valid JSON."""
     body = body.replace(b"\\\\", b"")
     yield
     body = body.replace(b'\\"', b"")
@@ -214,12 +221,12 @@ def _marks_outside_strings(body: bytes | bytearray) -> Generator[None, None, int
 
 
 def _check_depth(document: Document) -> Generator[None, None, None]:
-    """Raises Refusal for a document that is more than MAX_DEPTH deep.
+    """Check that a document is at most MAX_DEPTH deep. Raises Refusal.
 
-    Some objects and lists of one level are followed to the bottom before the next ones: what was parsed together is together in memory.
+    Some objects and lists of one level are followed to the bottom before the next ones: objects parsed together are close in memory.
     """
     pending: list[tuple[int, list[Any]]] = [(1, [document])]
-    looked_at = 0
+    checked = 0
     while pending:
         depth, nodes = pending.pop()
         below = _below(nodes)
@@ -227,14 +234,14 @@ def _check_depth(document: Document) -> Generator[None, None, None]:
             raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
         below = list(filter(None, below))
         pending += [(depth + 1, below[start : start + _TOGETHER]) for start in range(0, len(below), _TOGETHER)]
-        looked_at += len(nodes)
-        if looked_at > _NODES_PER_STEP:
-            looked_at = 0
+        checked += len(nodes)
+        if checked > _NODES_PER_STEP:
+            checked = 0
             yield
 
 
 def _below(level: list[Any]) -> list[Any]:
-    """The objects and lists that are members of these."""
+    """Return the objects and lists directly inside these."""
     lists = [node for node in level if type(node) is list]
     below = [value for value in chain.from_iterable(lists) if type(value) in CONTAINERS]
     if len(lists) < len(level):
@@ -244,44 +251,44 @@ def _below(level: list[Any]) -> list[Any]:
 
 
 def merge(document: Document) -> Document:
-    """Set the members of ``extra_body`` on the body, where they win. Raises Refusal if it is not an object."""
+    """Merge the fields of ``extra_body`` into the body, over its own fields. Raises Refusal if ``extra_body`` is not an object."""
     if "extra_body" not in document:
         return document
     extra = document["extra_body"]
     if not isinstance(extra, dict):
         raise Refusal("invalid_value", "The field 'extra_body' must be an object.", param="extra_body")
     merged = {**document, **extra}
-    del merged["extra_body"]  # one inside the other has no meaning, and a server would ignore it
+    del merged["extra_body"]  # a nested one has no meaning, and a server would ignore it
     return merged
 
 
-def prepare(document: Document, policy: BodyPolicy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING) -> Prepared:
-    """Apply a model's policy to a merged body, which is taken over. Raises Refusal for what may not be sent.
+def prepare(document: Document, policy: BodyPolicy, route: Route, size: int, key_fields: Mapping[str, Any] = _NOTHING) -> JsonBody:
+    """Apply a model's policy to a merged document, which may be modified. Raises Refusal for a document that may not be sent.
 
-    ``size``: bytes of the body as it came; ``own``: the fields that the request's key brings.
+    ``size``: bytes of the body as received. ``key_fields``: the fields that the request's key sets.
     """
     policy.apply(document, size)
-    document = _with_the_operators(document, policy, route)
-    return _prepared(document, translate(document) if route.translated else None, policy, route, own)
+    document = _with_configured_fields(document, policy, route)
+    return _prepared(document, translate(document) if route.translated else None, policy, route, key_fields)
 
 
 def prepare_in_steps(
-    document: Document, policy: BodyPolicy, route: Route, size: int, own: Mapping[str, Any] = _NOTHING
-) -> Generator[None, None, Prepared]:
-    """The same for a large body, in steps."""
+    document: Document, policy: BodyPolicy, route: Route, size: int, key_fields: Mapping[str, Any] = _NOTHING
+) -> Generator[None, None, JsonBody]:
+    """Do the same as ``prepare`` for a large body, in steps."""
     yield from policy.apply_in_steps(document, size)
     yield
-    document = _with_the_operators(document, policy, route)
+    document = _with_configured_fields(document, policy, route)
     yield
     translated = (yield from translate_in_steps(document)) if route.translated else None
     yield
-    return _prepared(document, translated, policy, route, own)
+    return _prepared(document, translated, policy, route, key_fields)
 
 
-def _with_the_operators(document: Document, policy: BodyPolicy, route: Route) -> Document:
-    """The body with the operator's own fields, and today's names for older ones."""
+def _with_configured_fields(document: Document, policy: BodyPolicy, route: Route) -> Document:
+    """Return the document with the configured defaults and overrides, and with current names in place of older ones."""
     if route.dialect is Dialect.RESPONSES:
-        document.pop("store", None)  # true is OpenAI's default value: no client relies on it by sending it
+        document.pop("store", None)  # true is OpenAI's default value: a client that sends it need not rely on it
     if policy.defaults or policy.overrides:
         document = {**policy.defaults, **document, **policy.overrides}  # the operator may set what clients may not
     if route.guided and not _GUIDED_ALL.isdisjoint(document):
@@ -289,32 +296,34 @@ def _with_the_operators(document: Document, policy: BodyPolicy, route: Route) ->
     return document
 
 
-def _prepared(document: Document, translated: Translated | None, policy: BodyPolicy, route: Route, own: Mapping[str, Any]) -> Prepared:
-    upstream, input_field, translation = route.upstream, route.input_field, None
+def _prepared(
+    document: Document, translated: Translated | None, policy: BodyPolicy, route: Route, key_fields: Mapping[str, Any]
+) -> JsonBody:
+    path, input_field, translation = route.upstream, route.input_field, None
     if translated is not None:
         document, other, translation = translated
         if other is not None:
-            upstream, input_field = other, "prompt"
+            path, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
         _refuse_state(document)
         document.setdefault("store", False)
     elif route.dialect is Dialect.COHERE:
         policy.check_images(document.get("images"))
     if policy.max_tokens is not None:
-        _bound(document, policy.max_tokens, upstream)
+        _set_max_tokens(document, policy.max_tokens, path)
     stream = "stream" in document and _flag(document, "stream")
     hides_usage = stream and route.injects and _inject_usage(document)
-    more_head = _set_own(document, own, route) if own else b""
-    return Prepared(document, stream, hides_usage, upstream, input_field, translation, more_head)
+    headers = _set_key_fields(document, key_fields, route) if key_fields else b""
+    return JsonBody(document, stream, hides_usage, path, input_field, translation, headers)
 
 
-# What the operator sets
+# Configured fields
 
 
-def _bound(document: Document, most: int, path: str) -> None:
-    """A request that names no limit of its own gets the operator's, or it would have the whole context.
+def _set_max_tokens(document: Document, most: int, path: str) -> None:
+    """Set the configured limit on a request without a limit, which could otherwise fill the whole context.
 
-    ``path`` is that at the server: what is another route's name for the limit is none there, and the server ignores it.
+    ``path`` is the path at the server, which ignores the name that another route has for the limit.
     """
     output = OUTPUTS.get(path)
     if output is None or any(document.get(name) is not None for name in output.names):
@@ -322,15 +331,15 @@ def _bound(document: Document, most: int, path: str) -> None:
     document[output.names[-1]] = most if output.default is None else min(most, output.default)
 
 
-def _set_own(document: Document, own: Mapping[str, Any], route: Route) -> bytes:
-    """Set a key's fields where vLLM knows them; returns what goes into the head instead.
+def _set_key_fields(document: Document, key_fields: Mapping[str, Any], route: Route) -> bytes:
+    """Set a key's fields that the route accepts. Returns header lines for those that vLLM reads from a header.
 
-    /v1/messages has no ``priority``, but vLLM reads the header there (``PRIORITY_HEADER`` in generate/base/serving.py).
+    /v1/messages has no ``priority`` field, but vLLM reads the header there (``PRIORITY_HEADER`` in generate/base/serving.py).
     """
-    for name in own.keys() & route.takes:
-        document[name] = own[name]
-    if route.dialect is Dialect.MESSAGES and "priority" in own:
-        return b"x-vllm-priority: %d\r\n" % own["priority"]
+    for name in key_fields.keys() & route.takes:
+        document[name] = key_fields[name]
+    if route.dialect is Dialect.MESSAGES and "priority" in key_fields:
+        return b"x-vllm-priority: %d\r\n" % key_fields["priority"]
     return b""
 
 
@@ -338,13 +347,13 @@ _STATE = ("previous_response_id", "conversation", "background")
 
 
 def _refuse_state(document: Document) -> None:
-    """Refuse what needs a stored response. Servers store none: one would return it to any client that knows its ID."""
+    """Refuse fields that need a stored response. Servers store none, since a server would return it to any client that knows its ID."""
     for name in _STATE:
         if document.get(name) not in (None, False):
             raise Refusal("invalid_value", f"Responses are not stored here, so '{name}' can't be used.", param=name)
 
 
-# Guided decoding under its old names, which vLLM ignores since they were removed
+# Guided decoding by its former field names, which vLLM has removed and ignores
 
 _GUIDED: Mapping[str, str] = MappingProxyType(
     {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -354,7 +363,7 @@ _GUIDED_ALL = frozenset((*_GUIDED, *_GUIDED_OPTIONS, "guided_decoding_backend"))
 
 
 def _translate_guided(document: Document) -> None:
-    """``guided_*`` → ``structured_outputs``. Raises Refusal when two constraints are given."""
+    """Translate ``guided_*`` to ``structured_outputs``. Raises Refusal if two constraints are given."""
     values = {name: document.pop(name) for name in _GUIDED_ALL & document.keys()}
     constraints = {name: value for name, value in values.items() if name in _GUIDED and value is not None}
     if not constraints:
@@ -367,7 +376,7 @@ def _translate_guided(document: Document) -> None:
 
 
 def _constrains(value: Any) -> bool:
-    """Whether today's ``structured_outputs`` or ``response_format`` asks for anything."""
+    """Return whether a ``structured_outputs`` or ``response_format`` sets a constraint."""
     return bool(value) and value != {"type": "text"}
 
 
@@ -375,7 +384,7 @@ def _constrains(value: Any) -> bool:
 
 
 def _inject_usage(document: Document) -> bool:
-    """Ask for the usage event where the client did not; returns whether it is to be hidden from the client."""
+    """Request the usage event if the client did not. Returns whether it must be hidden from the client."""
     options = document.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise Refusal("invalid_value", "The field 'stream_options' must be an object.", param="stream_options")
@@ -387,7 +396,7 @@ def _inject_usage(document: Document) -> bool:
 
 
 def _flag(document: Mapping[str, Any], name: str, path: str | None = None) -> bool:
-    """A boolean member; missing and null count as False. Raises Refusal for anything else."""
+    """Return a boolean field; a missing field and null count as False. Raises Refusal for other values."""
     value = document.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)

@@ -1,12 +1,12 @@
-"""The short way of an ordinary chunk: from the transport that read it to the one that sends it, in one function.
+"""The fast path of an ordinary chunk: from the transport that read it to the transport that sends it, in one function.
 
-vLLM sends an event as one chunk, and one read mostly brings one chunk. Where it is exactly that, and nothing in it is to be
-looked at, it goes on as it came, frame and all. Everything else goes the long way (``Connection.data_received``, ``Answer``,
-``EventRelay``), of which this is an excerpt, written out: for each event of each stream the calls from one to the other, and
-the attributes in which they keep things, cost more than all that is done (docs/performance.md).
+vLLM sends an event as one chunk, and one read mostly brings one chunk. If a read is exactly one chunk and contains none of the marks of a
+field that the gateway acts on, it is sent as it came, with its frame. Every other read takes the general path
+(``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module repeats the parts of that path that apply: for each event
+of each stream, the calls and attributes between those objects cost more than the work (docs/performance.md).
 
-The rule: a chunk passes here only between two chunks that the parser has read whole, and only if the long way would do with
-it what is done here.
+The rule: a chunk takes the fast path only between two chunks that the parser has read completely, and only if the general path would do
+the same with it. ``EventRelay._forward`` has the same accounting (time, gaps, bytes); tests/gateway/test_fast_path.py compares the two.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from time import monotonic
 from gateway.api.response_fields import Marks
 from gateway.client.request import ClientRequest
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
-from upstream.balancing.attempt import Answer
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.http.connection import Connection
 
 _LEAST, _MOST = 64, 2048
-"""Bytes of an ordinary chunk with its frame. Whatever ends a stream is shorter, or is looked at."""
+"""Bytes of an ordinary chunk with its frame. The last events of streams are shorter, or have a mark."""
 
 
 def _size_lines() -> tuple[tuple[bytes, int, int], ...]:
-    """By the bytes of a read: how it begins if it is one whole chunk, the bytes of that line, and those of the chunk's data. No read
-    begins with what stands where none has this length."""
+    """Return, for each size of a read that is one chunk: its first line, the bytes of that line, and the bytes of the chunk's data.
+
+    For a size that no such read has, the first line is one that no read starts with.
+    """
     lines = [(b"\n", 1, 0)] * _MOST
     for size in range(_LEAST, _MOST):
         line = b"%x\r\n" % size
@@ -39,42 +41,42 @@ def _size_lines() -> tuple[tuple[bytes, int, int], ...]:
 _SIZE_LINES = _size_lines()
 
 
-def lane(
-    answer: Answer,
-    call: ClientRequest,
+def fast_path(
+    response: UpstreamResponse,
+    request: ClientRequest,
     gaps: ReadGaps,
     held: bytearray,
     write: Callable[[bytes], None],
     marks: Marks,
     connection: Connection,
 ) -> Callable[[bytes], None]:
-    """What reads a connection in place of its ``data_received``, once the answer has begun.
+    """Return a function that takes a connection's reads in place of its ``data_received``, once the response has started.
 
-    ``held``: what waits of an event that is not whole; ``marks``: what chunks do not have in them that need no look;
-    ``write`` sends framed chunks to the client.
+    ``held``: the bytes of an incomplete event. ``marks``: bytes that an ordinary chunk does not contain. ``write`` sends framed chunks to
+    the client.
     """
-    long_way = connection.data_received
+    general_path = connection.data_received
     first, second, third, fourth = marks
     counts, lines, bounds = gaps.counts, _SIZE_LINES, CHUNK_GAPS
 
     def read(data: bytes) -> None:
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
-            line, begins, payload = lines[size]
+            line, line_size, payload = lines[size]
             if (
-                data[:begins] == line  # ``startswith`` takes twice as long
-                and data.partition(b"\n\n")[2] == b"\r\n"  # one whole event, not several that somebody on the way has put together
-                and data.find(first) < 0  # ``in`` makes and drops an exception each time
+                data[:line_size] == line  # ``startswith`` takes twice as long
+                and data.partition(b"\n\n")[2] == b"\r\n"  # one event, not several that a proxy has joined
+                and data.find(first) < 0  # ``in`` creates and drops an exception each time
                 and data.find(second) < 0
                 and data.find(third) < 0
                 and data.find(fourth) < 0
             ):
-                now = answer.last_byte = monotonic()
+                now = response.last_byte_at = monotonic()
                 counts[bisect_left(bounds, now - gaps.last)] += 1
                 gaps.last = now
-                call.bytes_out += payload
+                request.bytes_out += payload
                 write(data)
                 return
-        long_way(data)
+        general_path(data)
 
     return read

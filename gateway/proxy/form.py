@@ -1,9 +1,9 @@
-"""A multipart form on its way to a server: the model is read from it, the rest streams on.
+"""A multipart form on its way to a server: the model is read from it, and the rest is streamed.
 
-The rule: the form is parsed with the parser that vLLM's own framework uses, so that both sides see the same
-fields, and it is parsed to its end: a second ``model`` or a forbidden field, wherever it stands, ends the request
-before the server has the whole of it. What the gateway adds stands behind all others, where it is the one that counts: of several
-fields of a name FastAPI takes the last (``_get_multidict_value`` in its dependencies/utils.py).
+The rule: the form is parsed to its end, with the parser that vLLM's own framework uses, so that both sides see the same fields. A second
+``model`` or a forbidden field, wherever it is, ends the request before the server has the whole form. The gateway adds its fields behind
+all others, where they count: FastAPI takes the last of several fields with one name (``_get_multidict_value`` in its
+dependencies/utils.py).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from gateway.auth.body_policy import NUMBERS, BodyPolicy, check_number
 from upstream.balancing.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
-_TEXT_LIMIT = 18  # and a number that is checked, or a flag
+_TEXT_LIMIT = 18  # bytes that a number that is checked, or a flag, may have
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
-_EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it; older parsers believe it
+_EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it, but older parsers use it
 _DISPOSITION = b"content-disposition"
-_BOUND = "max_completion_tokens"
+_MAX_TOKENS = "max_completion_tokens"
 _STREAM, _USAGE, _CONTINUOUS = "stream", "stream_include_usage", "stream_continuous_usage_stats"
 _READ = NUMBERS | {_STREAM, _USAGE, _CONTINUOUS}
-_TRUE = frozenset({b"1", b"on", b"t", b"true", b"y", b"yes"})  # in any case: what pydantic takes for true
-_UNSAID = frozenset({b"", b"0", b"off", b"f", b"false", b"n", b"no"})  # and for false, or FastAPI for nothing
+_TRUE = frozenset({b"1", b"on", b"t", b"true", b"y", b"yes"})  # in lower case: the values that pydantic reads as true
+_NOT_SET = frozenset({b"", b"0", b"off", b"f", b"false", b"n", b"no"})  # the values that pydantic reads as false, or FastAPI as absent
 _MAX_OPTIONS = 16  # options of a Content-Type or Content-Disposition: parsing them takes quadratic time
-_LONGEST_OPTIONS = 4096  # bytes of one of these
+_LONGEST_OPTIONS = 4096  # bytes of such a header
 MAX_PARTS = 1000
-"""Parts of a form, as many as vLLM's own framework takes."""
+"""Parts of a form; vLLM's own framework accepts as many."""
 MAX_HEADERS = 8
 """Headers of one part."""
 NextBytes = Callable[[], Awaitable[bytes]]
 
 
 class Form:
-    """One form. Offsets are those of the client's bytes.
+    """One form. Offsets count the client's bytes.
 
-    ``content_type`` is written afresh: a ``charset`` of the client's would let the server read other field names than
-    those that were checked.
+    ``content_type`` is written by the gateway: with a ``charset`` of the client's, the server could read other field names than the
+    checked ones.
     """
 
     def __init__(self, boundary: bytes) -> None:
@@ -69,7 +69,7 @@ class Form:
         self._held = bytearray()
         self._offset = 0
         self._parts = 0
-        # The part that is being read
+        # The part that is being parsed
         self._header = b""
         self._value = b""
         self._name: str | None = None
@@ -79,88 +79,94 @@ class Form:
         self._span: tuple[int, int] | None = None
         self._model_read = False
         self._served = ""
-        # What is checked when the model's policy is known
+        # Checked when the model's policy is known
         self._policy: BodyPolicy | None = None
-        self._most: int | None = None
+        self._key_max_tokens: int | None = None
         self._names: set[str] = set()
         self._numbers: list[tuple[str, bytes]] = []
-        # The fields that say what is to be added: of each name the last
+        # The fields that decide what is added; the last one of each name
         self._text = b""
         self._texts: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, content_type: bytes) -> Form:
-        """A form by its Content-Type. Raises Refusal when that names no boundary."""
+        """Make a form by its Content-Type. Raises Refusal if that has no boundary."""
         boundary = _options(content_type).get(b"boundary")
         if boundary is None or not _BOUNDARY.fullmatch(boundary):
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
 
-    def obey(self, policy: BodyPolicy, most: int | None = None) -> None:
-        """Check what has been read, and what is to come, by the policy of the model, and by the largest answer in tokens that the key may
-        have. Raises Refusal."""
-        self._policy, self._most = policy, most
+    def apply_policy(self, policy: BodyPolicy, key_max_tokens: int | None = None) -> None:
+        """Check the fields that have been read, and from now on each further one, by the model's policy. Raises Refusal.
+
+        ``key_max_tokens``: the tokens that a response for this key may have.
+        """
+        self._policy, self._key_max_tokens = policy, key_max_tokens
         _check_names(self._names, policy)
         for name, text in self._numbers:
             self._check_number(name, text, policy)
 
     @property
     def ended(self) -> bool:
-        """The last boundary has been read."""
+        """Whether the last boundary has been read."""
         return bool(self._parser.state == MultipartState.END)
 
     @property
     def hides_usage(self) -> bool:
-        """The server was asked for a usage event that the client did not ask for."""
+        """Whether the gateway requests a usage event that the client did not request."""
         return self.ended and _USAGE in self._added()
 
     async def read_model(self, next_bytes: NextBytes) -> str | None:
-        """Read up to the end of the ``model`` field; None when the form has none. Raises Refusal for a bad form."""
+        """Read up to the end of the ``model`` field and return its value; None if the form has none. Raises Refusal for an invalid form."""
         while not self._model_read:
             data = await next_bytes()
             if not data:
                 return None
             self._held += data
-            self._check_beginning()
+            self._check_start()
             self._feed(data)
         try:
             return self._model.decode()
         except UnicodeDecodeError:
             raise Refusal("invalid_value", "The field 'model' is not valid UTF-8.", param="model") from None
 
-    def _check_beginning(self) -> None:
-        """What stands before the first boundary is read by the parser in a way that depends on how the bytes were cut."""
+    def _check_start(self) -> None:
+        """Check that the form starts with its boundary: how the parser reads bytes before it depends on how they are split into reads."""
         if not self._first.startswith(self._held[: len(self._first)]):
             raise Refusal("invalid_value", "The form does not begin with its boundary.")
 
     def check_end(self) -> None:
-        """All has been read. Raises Refusal where that is no whole form: what stands behind its last boundary would then be read in a way
-        that depends on how the bytes were cut."""
+        """Check, once all has been read, that the form is complete. Raises Refusal.
+
+        How the parser reads bytes behind a missing last boundary depends on how they are split into reads.
+        """
         if not self.ended:
             raise Refusal("invalid_value", "The form does not end with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
-        """The bytes read so far, with the model's name at the server in place of the client's; without the last of them where the
-        form's end is still to come."""
+        """Return the bytes read so far, with the model's name at the server in place of the client's name.
+
+        If the form's end has not been read, the last bytes are held back.
+        """
         self._served = served_model
         start, end = self._span or (0, 0)
         name = b"" if self._span is None else served_model.encode()
         rest = self._held[end:]
         if not self.ended:
-            del rest[len(rest) - len(self._kept()) :]
+            del rest[len(rest) - len(self._held_back()) :]
         opening = bytes(self._held[:start]) + name + bytes(rest)
         return self._completed(opening) if self.ended else opening
 
-    def _kept(self) -> bytes:
-        """What of the bytes read so far may be the beginning of the last boundary: it is sent with the rest."""
+    def _held_back(self) -> bytes:
+        """Return the bytes read so far that may be a part of the last boundary. They are sent with the rest."""
         end = 0 if self._span is None else self._span[1]
         return b"" if self.ended else bytes(self._held[max(end, len(self._held) - len(self._closing)) :])
 
     def _completed(self, data: bytes) -> bytes:
-        """The bytes in which a form's last boundary stands, with the gateway's own fields before it."""
+        """Return the bytes that contain the form's last boundary, with the gateway's own fields before it."""
         at = data.find(self._closing)
         if at < 0:
-            return data  # a form without any part
+            return data  # a form without parts
         at += len(self._closing) - 2
         added = b"".join(
             b'\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n%b' % (name.encode(), value, self._first)
@@ -169,33 +175,33 @@ class Form:
         return data[:at] + added + data[at:]
 
     def _added(self) -> dict[str, bytes]:
-        """The gateway's own fields: the model where the form names none, usage on streams, and a bound on a response that has none."""
+        """Return the gateway's own fields: the model if the form has none, usage on streams, and a limit on a response without one."""
         texts, added = self._texts, dict[str, bytes]()
         if self._span is None:
             added["model"] = self._served.encode()
-        if texts.get(_STREAM, b"").lower() in _TRUE and texts.get(_USAGE, b"").lower() in _UNSAID:
+        if texts.get(_STREAM, b"").lower() in _TRUE and texts.get(_USAGE, b"").lower() in _NOT_SET:
             added[_USAGE] = b"true"
             if _CONTINUOUS in texts:
                 added[_CONTINUOUS] = b"false"  # without usage it has no effect
-        of_model = None if self._policy is None else self._policy.max_tokens
-        bounds = [bound for bound in (self._most, of_model) if bound is not None]
-        if bounds and not texts.get(_BOUND):
-            added[_BOUND] = b"%d" % min(bounds)
+        model_max_tokens = None if self._policy is None else self._policy.max_tokens
+        limits = [limit for limit in (self._key_max_tokens, model_max_tokens) if limit is not None]
+        if limits and not texts.get(_MAX_TOKENS):
+            added[_MAX_TOKENS] = b"%d" % min(limits)
         return added
 
     def opening_chunk(self, served_model: str) -> bytes:
-        """The same as the first chunk of a body without a length."""
+        """Return ``opening`` as the first chunk of a body without a length."""
         return _chunk(self.opening(served_model))
 
-    def behind(self, length: int) -> int:
-        """How many bytes of a form of the client's ``length`` follow its opening, where that has its end in it."""
+    def remaining(self, length: int) -> int:
+        """Return how many bytes of a form of ``length`` bytes follow the opening, if the form's end has been read."""
         return length - len(self._held)
 
     def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
-        """Streams what comes behind the opening."""
+        """Return a function that streams the bytes behind the opening."""
 
         async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
-            last = self._kept()  # is kept back, so that the server has no whole form before it was seen to be one
+            last = self._held_back()  # so that the server does not have the whole form before the gateway has checked it
             keep, had_ended = len(self._closing), self.ended
             while data := await next_bytes():
                 self._feed(data)
@@ -215,7 +221,7 @@ class Form:
         near = self._tail + data
         self._delimiters += near.count(self._delimiter)
         self._tail = near[-len(self._delimiter) + 1 :]
-        if self._delimiters > MAX_PARTS + 1:  # the last one ends the form; those that the parser takes for data cost it as much
+        if self._delimiters > MAX_PARTS + 1:  # the last one ends the form; a delimiter inside data costs the parser as much
             raise _too_many_parts()
         try:
             self._parser.write(data)
@@ -267,7 +273,7 @@ class Form:
         if self._name != "model":
             return
         self._model += data[start:end]
-        if b"\r" in self._model:  # the parser hands over a supposed boundary apart from the form's bytes, so its place is not known
+        if b"\r" in self._model:  # the parser reports a supposed boundary separately, so its offset is not known
             raise Refusal("invalid_value", "The field 'model' must be one line.", param="model")
         first = self._offset + start if self._span is None else self._span[0]
         self._span = (first, self._offset + end)
@@ -287,19 +293,19 @@ class Form:
             self._check_number(self._name, self._text, self._policy)
 
     def _check_number(self, name: str, text: bytes, policy: BodyPolicy) -> None:
-        """Plain digits only: what else vLLM would take for a number is not guessed at."""
-        most, of_key = policy.maximum(name), self._most if name == _BOUND else None
-        if not text or (most is None and of_key is None):
+        """Check a number by the policy and the key's limit. Only plain digits are accepted: vLLM's other notations are not guessed."""
+        most, key_most = policy.maximum(name), self._key_max_tokens if name == _MAX_TOKENS else None
+        if not text or (most is None and key_most is None):
             return
         number = int(text) if _NUMBER.fullmatch(text) else None
         if most is not None or number is None:
             check_number(name, number, most or 0)
-        if of_key is not None and number is not None and number > of_key:
-            raise Refusal("invalid_value", f"The field '{name}' may be {of_key} at most for this key.", param=name)
+        if key_most is not None and number is not None and number > key_most:
+            raise Refusal("invalid_value", f"The field '{name}' may be {key_most} at most for this key.", param=name)
 
 
 def _options(value: bytes) -> dict[bytes, bytes]:
-    """The options of a header. Raises Refusal for more of them than a client has a use for."""
+    """Return the options of a header. Raises Refusal for more options than a client needs."""
     if len(value) > _LONGEST_OPTIONS or value.count(b";") > _MAX_OPTIONS:
         raise Refusal("invalid_value", f"A form's header is longer than {_LONGEST_OPTIONS} bytes or has more than {_MAX_OPTIONS} options.")
     options: dict[bytes, bytes] = parse_options_header(value)[1]

@@ -1,18 +1,18 @@
-"""The affinity key of a request: the number that requests with the same prefix share, by which ``balance: prefix`` chooses a server.
+"""The affinity key of a request: equal for requests with an equal prefix. ``balance: prefix`` chooses a server by it.
 
-vLLM caches prompts in blocks, from the beginning on. What is hashed of a request, and why:
+vLLM caches prompts in blocks, from their start. The key hashes the following parts of a request:
 
-* **Everything up to the first user message** (the system prompt, ``instructions``, a developer's message), **and that message**.
-  Each turn of a conversation sends both again, so all its turns have one number, and other conversations have others.
-* **Of the user's message only its first ``HEAD`` characters.** Questions about one long text that stands before them share a number; and
-  what is hashed is bounded: a prompt of a megabyte costs no more than one of two kilobytes.
-* **Of a system prompt its beginning and its length.** It is the same for all requests of an application; by itself it would send all
-  of them to one server. So applications whose long texts are in the system prompt have them cached on several servers.
-* **The ``cache_salt``**, which keeps requests apart in the cache.
-* **A client that knows better says so** by ``x-session-id``: requests with the same one belong together, whatever they say.
+* **Everything up to the first user message** (the system prompt, ``instructions``, a developer's message), **and that message**. Each
+  request of a conversation sends both again, so a conversation has one key, and other conversations have others.
+* **Only the first ``USER_PREFIX`` characters of the user message.** Questions about one long text in front of them share a key. The hashed
+  text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes.
+* **The start and the length of a system prompt.** All requests of an application have the same one, and the whole of it would send them all
+  to one server. So applications with their long texts in the system prompt have these cached on several servers.
+* **The ``cache_salt``**, which separates requests in vLLM's cache.
+* **The header ``x-session-id`` instead of all of this**, for a client that knows better: requests with the same value belong together.
 
-CRC-32, because it is quick, and the same in every process, as Python's own hash is not; it need not withstand anybody:
-whoever makes numbers collide meets the bound on load. Pure.
+The hash is CRC-32: it is fast, and equal in every process, unlike Python's own. Collisions need no defense: the bound on a server's load
+limits their effect. Pure.
 """
 
 from __future__ import annotations
@@ -24,63 +24,63 @@ from zlib import crc32
 
 import orjson
 
-HEAD = 2048
-"""Characters of a user's message or a raw prompt; some 500 tokens."""
-SYSTEM_HEAD = 512
-TOKENS = 512
-"""Of a prompt that is given as tokens."""
-MESSAGES = 8
-"""Messages, or parts of one, that are looked at."""
+USER_PREFIX = 2048
+"""Characters of a user message or a raw prompt; about 500 tokens."""
+SYSTEM_PREFIX = 512
+PREFIX_TOKENS = 512
+"""Token IDs of a prompt that is sent as tokens."""
+MAX_MESSAGES = 8
+"""Messages, or parts of a message, that are read."""
 
 
 def affinity_key(document: Mapping[str, Any], session: bytes | None = None) -> int | None:
-    """The number of a merged request body; None for one without a text to begin with. ``session``: the value of x-session-id."""
+    """Return the affinity key of a merged request body; None if it has no text. ``session``: the value of x-session-id."""
     if session:
-        return crc32(session[:HEAD])
-    number = 0
+        return crc32(session[:USER_PREFIX])
+    key = 0
     for piece in _pieces(document):
-        number = crc32(piece, number)
+        key = crc32(piece, key)
     salt = document.get("cache_salt")
-    if number and isinstance(salt, str):
-        number = crc32(_bytes(salt[:HEAD]), number)
-    return number or None
+    if key and isinstance(salt, str):
+        key = crc32(_bytes(salt[:USER_PREFIX]), key)
+    return key or None
 
 
 def _pieces(document: Mapping[str, Any]) -> Iterator[bytes]:
     for name in ("system", "instructions"):
         yield from _system(document.get(name))
     for name in ("messages", "input", "prompt"):
-        begin = document.get(name)
-        if isinstance(begin, str):
-            yield _bytes(begin[:HEAD])
-        elif isinstance(begin, list) and begin:
-            yield from _messages(begin) if isinstance(begin[0], dict) else _raw(begin)
+        prompt = document.get(name)
+        if isinstance(prompt, str):
+            yield _bytes(prompt[:USER_PREFIX])
+        elif isinstance(prompt, list) and prompt:
+            yield from _messages(prompt) if isinstance(prompt[0], dict) else _raw(prompt)
 
 
 def _messages(messages: list[Any]) -> Iterator[bytes]:
-    for message in islice(messages, MESSAGES):
+    for message in islice(messages, MAX_MESSAGES):
         if not isinstance(message, dict):
             return
         if message.get("role") == "user":
-            yield from _parts(message.get("content"), HEAD)
+            yield from _parts(message.get("content"), USER_PREFIX)
             return
         yield from _system(message.get("content"))
 
 
 def _system(content: Any) -> Iterator[bytes]:
     if isinstance(content, str | list):
-        yield from _parts(content, SYSTEM_HEAD)
+        yield from _parts(content, SYSTEM_PREFIX)
         yield b"%d" % len(content)
 
 
-def _parts(content: Any, head: int) -> Iterator[bytes]:
-    """The text of a message, up to ``head`` characters of it; of an image the beginning of its URL."""
+def _parts(content: Any, limit: int) -> Iterator[bytes]:
+    """Yield the text of a message, up to ``limit`` characters. An image is read by the start of its URL."""
     parts = [content] if isinstance(content, str) else content if isinstance(content, list) else []
-    for part in islice(parts, MESSAGES):
-        text = _text(part)[:head]
+    for part in islice(parts, MAX_MESSAGES):
+        text = _text(part)[:limit]
         yield _bytes(text)
-        head -= len(text)
-        if not head:
+        limit -= len(text)
+        if not limit:
             return
 
 
@@ -92,12 +92,12 @@ def _text(part: Any) -> str:
 
 
 def _raw(prompt: list[Any]) -> Iterator[bytes]:
-    """Several texts, of which the first stands for all; or tokens, or several lists of those."""
+    """Yield a raw prompt: the first of several texts, or token IDs, or the first of several lists of token IDs."""
     if isinstance(prompt[0], str):
-        yield _bytes(prompt[0][:HEAD])
+        yield _bytes(prompt[0][:USER_PREFIX])
         return
     tokens = prompt[0] if isinstance(prompt[0], list) else prompt
-    yield orjson.dumps([token for token in tokens[:TOKENS] if isinstance(token, int)])
+    yield orjson.dumps([token for token in tokens[:PREFIX_TOKENS] if isinstance(token, int)])
 
 
 def _bytes(text: str) -> bytes:

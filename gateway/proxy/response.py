@@ -1,9 +1,9 @@
-"""An answer on its way from the server to the client: its bytes as they are, observed as they pass.
+"""Relays a response from the server to the client, and reads the fields that the gateway acts on as they pass.
 
-The rules: a 2xx answer's bytes are the server's, with three exceptions: the usage event that the client did not
-ask for is left out, an error is put into the contract's shape, and an error is added when the server breaks
-off. (A model with ``rewrite_model`` has a fourth: its name.) The 200 is committed with the first bytes; an error as
-the first event becomes a real status. Nothing is buffered but the event that is not whole yet.
+The rules: the bytes of a 2xx response are the server's, with three exceptions. A usage event that the client did not request is left out,
+an error is translated into the gateway's shape, and an error is added if the server closes the connection early. (With
+``rewrite_model``, the model's name is replaced as well.) The status 200 is sent with the first bytes of the body, so an error as the
+first event can still become a real status. Only an incomplete event is buffered.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ from typing import Any, TypeVar
 import orjson
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
-from gateway.api.model_name import Renaming, renamed
+from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import MARKS, Fields, Marks, Observer, of_body, of_document, of_event
-from gateway.api.routes import Dialect, Route
+from gateway.api.routes import Dialect
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged
 from gateway.api.vllm_errors import event_status, fault, from_event
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import Outcome
-from gateway.proxy.fast_path import lane
+from gateway.proxy.fast_path import fast_path
+from gateway.proxy.upstream_request import UpstreamRequest
+from gateway.system.steps import MEDIUM
 from gateway.telemetry.metrics import ReadGaps
-from upstream.balancing.attempt import Answer
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.http.errors import Aborted, BadAnswer, Disconnected, UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter, data_of, is_error, split
 
 T = TypeVar("T")
 
 EVENT_LIMIT = 1024 * 1024
-"""Bytes that an unfinished event may have, beside twice the request that it may echo."""
+"""Bytes that an incomplete event may have, in addition to twice the size of the request, which it may repeat."""
 
 TRANSLATED_LIMIT = 64 * 1024 * 1024
-"""Bytes of an answer that is translated as a whole."""
+"""Bytes of a response that is translated as a whole."""
 
-_READ_ON = 64 * 1024 * 1024  # bytes of an answer that is read to its end though its client has left
-_HURRY = 5.0  # seconds that may take
-_PAUSE = 0.03  # seconds in which more of it comes, or it has got stuck
+_DRAIN_LIMIT = 64 * 1024 * 1024  # bytes of a response that is read to its end after its client has disconnected
+_DRAIN_TIMEOUT = 5.0  # seconds
+_DRAIN_PAUSE = 0.03  # seconds without data after which the response counts as truncated
 
 EVENT_STREAM, _JSON = b"text/event-stream", b"application/json"
 _LONGEST_TYPE = 1024  # bytes of a content type, parameters included
-_BYTES, _METADATA = b"application/octet-stream", b"metadata"
+_BINARY, _METADATA = b"application/octet-stream", b"metadata"
 
 _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
     {
@@ -55,132 +57,131 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
         Dialect.COMPLETIONS: (b"data: [DONE]",),
         Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
         Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
-        Dialect.COHERE: (),  # which is not streamed
-        Dialect.PLAIN: (b"data: [DONE]",),  # of audio, which alone is streamed there
+        Dialect.COHERE: (),  # not streamed
+        Dialect.PLAIN: (b"data: [DONE]",),  # audio: no other route of this dialect is streamed
     }
 )
-"""How a stream's last event begins: a stream that ends without it was broken off."""
+"""How the last event of a stream starts. A stream without it is truncated."""
 
 
-class Passing:
-    """What the relay saw pass: the base of both relays. Times are the loop's."""
+class ResponseRelay:
+    """Relays one response. This base class holds what was read from it. Times are ``time.monotonic``."""
 
     usage: Usage | None = None
     first_byte: float | None = None
     first_token: float | None = None
     gaps: ReadGaps | None = None
     failure: Refusal | None = None
-    """An error that the server put into the answer itself."""
+    """An error that the server put into the response itself."""
     aborted = False
-    """The engine was stopped: vLLM ends such answers as if they were whole."""
+    """The engine stopped the request. vLLM ends such a response like a complete one."""
     uncounted = False
-    """The answer has no place for a count."""
-    _call: ClientRequest
-    _answer: Answer
+    """The response has no field for usage."""
+    _request: ClientRequest
+    _response: UpstreamResponse
 
     @property
     def events(self) -> int:
-        """How many events of a stream passed."""
+        """The number of events of a stream that were relayed."""
         return 0 if self.gaps is None else self.gaps.events
 
     @property
     def uncounted_events(self) -> int:
-        """As ``events``; 0 where the server's usage covers all of them."""
+        """The same as ``events``; 0 if the server's usage covers all of them."""
         return 0 if self.gaps is None or self.gaps.are_counted else self.gaps.events
-
-    def _settle(self) -> None:
-        """The end of the answer is about to go out: whoever has it may ask again at once, and is to find its limits as they are."""
-        if (permit := self._call.permit) is not None:
-            incomplete = "upstream" if self.aborted or self.failure is not None else None
-            permit.settle(Outcome(True, self._answer.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
 
     @property
     def delivered(self) -> bool:
-        """The client has been given the whole of it, though the server has not ended its body yet."""
+        """Whether the client has the whole response although the server has not ended its body."""
         return False
 
-    def _note_stopped(self) -> None:
-        """The server's engine stopped the request."""
+    def _settle(self) -> None:
+        """Settle the key's limits before the end of the response is sent: the client's next request must find them settled."""
+        if (permit := self._request.permit) is not None:
+            incomplete = "upstream" if self.aborted or self.failure is not None else None
+            permit.settle(Outcome(True, self._response.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
+
+    def _note_aborted(self) -> None:
         self.aborted = True
-        self._answer.fault = Aborted(self._answer.server.name, "its engine stopped the request")
+        self._response.fault = Aborted(self._response.server.name, "its engine stopped the request")
 
 
-class BodyRelay(Passing):
-    """An answer that is not a stream of events: JSON, text, audio. ``name``: what it is to call its model."""
+class BodyRelay(ResponseRelay):
+    """Relays a response that is not a stream of events: JSON, text, audio."""
 
-    def __init__(self, call: ClientRequest, answer: Answer, name: str | None = None) -> None:
-        self._call = call
-        self._answer = answer
-        kind = answer.content_type
-        self._is_json = kind == _JSON or kind.lower().startswith(_JSON)  # else it may be text that contains the words of a document
-        self._name = name if self._is_json else None
+    def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
+        self._request = upstream.request
+        self._response = response
+        kind = response.content_type
+        self._is_json = kind == _JSON or kind.lower().startswith(_JSON)  # other text may contain the same fields
+        self._name = upstream.model.name if self._is_json else None  # the name to write in place of the model's
 
     async def run(self) -> None:
-        """Relay to the end. Raises UpstreamError when the server breaks off."""
-        call, answer = self._call, self._answer
-        self.first_byte = answer.last_byte
-        if answer.complete:
-            body = answer.pending[0] if len(answer.pending) == 1 else b"".join(answer.pending)
+        """Relay to the end. Raises UpstreamError if the response is truncated."""
+        request, response = self._request, self._response
+        self.first_byte = response.last_byte_at
+        if response.complete:
+            body = response.pending[0] if len(response.pending) == 1 else b"".join(response.pending)
             if self._is_json:
-                fields = of_body(body, call.target.route.dialect)
+                fields = of_body(body, request.target.route.dialect)
                 self.usage = fields.usage
                 if fields.stopped:
-                    self._note_stopped()
+                    self._note_aborted()
             if self._name is not None:
                 body = renamed(body, self._name)
             self._settle()
-            call.respond(answer.status, content_type(answer), body)
+            request.respond(response.status, content_type(response), body)
         else:
-            self._observer = Observer(call.target.route.dialect)
+            self._observer = Observer(request.target.route.dialect)
             if self._name is None:
-                await self._flow(content_type(answer), _length(answer), self._pass)
+                await self._stream(content_type(response), _length(response), self._write)
             else:
-                await self._flow(content_type(answer), None, self._renaming(self._name))
+                await self._stream(content_type(response), None, self._renaming_writer(self._name))
 
-    async def _flow(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
-        """Relay as it comes, behind a head with these lines. Raises UpstreamError."""
-        self._call.start_response(self._answer.status, lines, length)
-        _couple(self._call, self._answer, sink)
+    async def _stream(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
+        """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
+        self._request.start_response(self._response.status, lines, length)
+        _connect(self._request, self._response, sink)
         try:
-            await self._ended()
+            await self._wait_complete()
         finally:
             self._note_observed()
         self._settle()
-        self._call.finish_response()
+        self._request.finish_response()
 
-    async def _ended(self) -> None:
-        """Wait for the end. Raises UpstreamError.
+    async def _wait_complete(self) -> None:
+        """Wait for the end of the response. Raises UpstreamError.
 
-        A server has generated all of an answer whose length it tells, and its usage stands at the end: when the client leaves before
-        that, the rest is read for it.
+        A server has generated the whole of a response with a length, and the usage is at its end. If the client disconnects before, the
+        gateway reads the rest for the usage.
         """
         try:
-            await self._answer.ended()
+            await self._response.wait_complete()
         except asyncio.CancelledError:
-            length = _length(self._answer)
-            if self._call.disconnected and length is not None and length <= _READ_ON:
-                self._answer.hurry(_PAUSE, _HURRY)
+            length = _length(self._response)
+            if self._request.disconnected and length is not None and length <= _DRAIN_LIMIT:
+                self._response.finish_within(_DRAIN_PAUSE, _DRAIN_TIMEOUT)
                 with suppress(UpstreamError):
-                    await self._answer.ended()
+                    await self._response.wait_complete()
             raise
 
-    def _pass(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         self._observe(data)
-        self._call.write(data)
+        self._request.write(data)
 
-    def _renaming(self, name: str) -> Callable[[bytes], None]:
-        renaming = Renaming(name)
+    def _renaming_writer(self, name: str) -> Callable[[bytes], None]:
+        renamer = ModelRenamer(name)
 
-        def passed(data: bytes) -> None:
+        def write(data: bytes) -> None:
             self._observe(data)
-            self._call.write(renaming.feed(data))
+            self._request.write(renamer.feed(data))
 
-        return passed
+        return write
 
     def _observe(self, data: bytes) -> None:
         if self._is_json:
             self._observer.feed(data)
-        if self._answer.complete:
+        if self._response.complete:
             self._note_observed()
             self._settle()
 
@@ -190,293 +191,278 @@ class BodyRelay(Passing):
     def _note(self, fields: Fields) -> None:
         self.usage = fields.usage
         if fields.stopped:
-            self._note_stopped()
+            self._note_aborted()
 
 
-class BytesRelay(BodyRelay):
-    """Vectors in bytes (``encoding_format: bytes``): what the server tells of them, its count too, is in a header, unless the client
-    wants none of that (``bytes_only``). It is there that they have a model's ``name``."""
+class EmbeddingsRelay(BodyRelay):
+    """Relays binary embeddings (``encoding_format: bytes``).
 
-    def __init__(self, call: ClientRequest, answer: Answer, name: str | None = None) -> None:
-        super().__init__(call, answer)
-        self._told_name = name
+    The server sends their shapes, the model's name and the usage in a header, unless the client requested ``bytes_only``.
+    """
+
+    def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
+        super().__init__(response, upstream)
+        self._metadata_name = upstream.model.name
 
     async def run(self) -> None:
-        """Relay to the end. Raises UpstreamError when the server breaks off."""
-        answer = self._answer
-        self.first_byte = answer.last_byte
-        told, lines = answer.headers.get(_METADATA), content_type(answer)
-        if told is not None:
-            self.usage = of_body(told, Dialect.PLAIN).usage
-            lines += b"%b: %b\r\n" % (_METADATA, told if self._told_name is None else renamed(told, self._told_name))
+        """Relay to the end. Raises UpstreamError if the response is truncated."""
+        response = self._response
+        self.first_byte = response.last_byte_at
+        metadata, lines = response.headers.get(_METADATA), content_type(response)
+        if metadata is not None:
+            self.usage = of_body(metadata, Dialect.PLAIN).usage
+            lines += b"%b: %b\r\n" % (_METADATA, metadata if self._metadata_name is None else renamed(metadata, self._metadata_name))
         self.uncounted = self.usage is None
-        await self._flow(lines, _length(answer), self._pass)
+        await self._stream(lines, _length(response), self._write)
 
-    def _pass(self, data: bytes) -> None:
-        if self._answer.complete:
+    def _write(self, data: bytes) -> None:
+        if self._response.complete:
             self._settle()
-        self._call.write(data)
+        self._request.write(data)
 
     def _note_observed(self) -> None:
-        """Its fields are in the header."""
+        """Do nothing: the fields are in the header."""
 
 
 class TranslatedRelay(BodyRelay):
-    """A JSON answer that is put into other words, for which the whole of it is needed."""
+    """Relays a JSON response that is translated as a whole, to a request in an older form."""
 
-    def __init__(self, call: ClientRequest, answer: Answer, translation: Translation, name: str | None = None) -> None:
-        super().__init__(call, answer, name)
+    def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest, translation: Translation) -> None:
+        super().__init__(response, upstream)
         self._translation = translation
 
     async def run(self) -> None:
-        """Give the client the translated answer. Raises UpstreamError when the server breaks off or gives no JSON."""
-        call, answer = self._call, self._answer
-        self.first_byte = answer.last_byte
-        body = await answer.collect(TRANSLATED_LIMIT)
+        """Send the translated response. Raises UpstreamError if the response is truncated or not JSON."""
+        request, response = self._request, self._response
+        self.first_byte = response.last_byte_at
+        body = await response.read_body(TRANSLATED_LIMIT)
         document = _json(body)
         if not document:
-            raise BadAnswer(answer.server.name, "its answer is not the JSON that was expected")
-        self._note(of_document(document, call.target.route.dialect))
+            raise BadAnswer(response.server.name, "its answer is not the JSON that was expected")
+        self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
-        translated = _translated(self._translation.answer, document, answer)
+        translated = _translated(self._translation.answer, document, response)
         self._settle()
-        call.respond(answer.status, content_type(answer), orjson.dumps(translated))
+        request.respond(response.status, content_type(response), orjson.dumps(translated))
 
 
-class EventRelay(Passing):
-    """A stream of server-sent events. ``model`` is the client's word for the model; ``name``: what the answer is to call it;
-    ``document``: the body that the server got, by which its errors are explained."""
+class EventRelay(ResponseRelay):
+    """Relays a stream of server-sent events."""
 
-    def __init__(
-        self,
-        call: ClientRequest,
-        answer: Answer,
-        *,
-        model: str,
-        input_field: str,
-        hides_usage: bool,
-        translation: Translation | None = None,
-        name: str | None = None,
-        document: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._call = call
-        self._answer = answer
-        self._document = document
-        self._route: Route = call.target.route
-        self._marks = MARKS[self._route.dialect]
-        self._counts_others = False  # usages that are of one choice among several have come
-        self._model = model
-        self._input_field = input_field
-        self._hides_usage = hides_usage
-        self._translation = translation
-        self._name = name
-        self._splitter = Splitter(EVENT_LIMIT + 2 * call.body.size)
+    def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
+        self._request = upstream.request
+        self._response = response
+        self._upstream = upstream
+        self._dialect = upstream.request.target.route.dialect
+        self._marks = MARKS[self._dialect]
+        self._hides_usage = upstream.body.hides_usage
+        self._translation = upstream.body.translation
+        self._name = upstream.model.name  # the name to write in place of the model's
+        self._splitter = Splitter(EVENT_LIMIT + 2 * upstream.request.body.size)
+        self._has_partial_usage = False  # a usage that covers one of several choices has come
         self._last = b""
-        self._refusal: Refusal | None = None  # an error as the first event, which is still to be told
+        self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
     async def run(self) -> None:
         """Relay to the end.
 
-        Raises UpstreamError when the server breaks off, and the Refusal of an error that is the first event,
-        while nothing has been sent yet.
+        Raises UpstreamError if the stream is truncated, and Refusal for an error that is the first event, before anything is sent.
         """
-        call, answer = self._call, self._answer
-        self.first_byte = answer.last_byte
-        answer.keep_close()
-        _couple(call, answer, self._pass)
-        await answer.ended()
-        if self._refusal is not None:
-            raise self._refusal
-        self._finish()
+        request, response = self._request, self._response
+        self.first_byte = response.last_byte_at
+        response.keep_close()
+        _connect(request, response, self._receive)
+        await response.wait_complete()
+        if self._first_error is not None:
+            raise self._first_error
+        # The server has ended its body. The stream must have ended before.
+        rest = self._splitter.take()
+        if not _is_last(_LAST_EVENT[self._dialect], self._last, rest):
+            raise Disconnected(response.server.name, "ended its stream before its last event")
+        self._settle()
+        request.write(rest)
+        request.finish_response()
 
-    def _pass(self, data: bytes) -> None:
-        if self._refusal is not None:
-            return  # only that is still to be told: by a status, or as an event where a comment has gone out meanwhile
+    def _receive(self, data: bytes) -> None:
+        if self._first_error is not None:
+            return  # only that error is sent: by its status, or as an event if a comment has been sent
         try:
-            whole = self._splitter.feed(data)
-            if whole:
-                self._relay(whole)
+            events = self._splitter.feed(data)
+            if events:
+                self._forward(events)
         except EventTooLongError as error:
-            self._answer.fail(BadAnswer(self._answer.server.name, str(error)))
+            self._response.fail(BadAnswer(self._response.server.name, str(error)))
         except BadAnswer as error:
-            self._answer.fail(error)
+            self._response.fail(error)
 
-    def _relay(self, whole: bytes) -> None:
-        """Give the client a run of whole events. Raises BadAnswer for what cannot be translated, of which nothing has gone out."""
-        now = self._answer.last_byte
+    def _forward(self, events: bytes) -> None:
+        """Send a run of complete events to the client. Raises BadAnswer for events that cannot be translated; none of them is sent."""
+        request, received = self._request, events
+        # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/test_fast_path.py).
+        now = self._response.last_byte_at
         if self.gaps is None:
             self.first_token = now
             self.gaps = ReadGaps(now)
         else:
             self.gaps.mark(now)
-        count = whole.count(b"\n\n") or whole.count(b"\n\r\n")
+        count = events.count(b"\n\n") or events.count(b"\n\r\n")
         if count > 1:
             self.gaps.more += count - 1
-        came = whole
-        if self._translation is not None or _has_any(whole, self._marks):
-            events = split(whole)
-            first = self._seen(events[0], len(events))
-            if self.failure is not None and not self._call.response_started:
-                self._refusal, self.gaps, self.first_token = self.failure, None, None
+        # Events with a field that the gateway acts on
+        if self._translation is not None or _has_any(events, self._marks):
+            separate = split(events)
+            first = self._process(separate[0], len(separate))
+            if self.failure is not None and not request.response_started:
+                self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
-            whole = first + b"".join(self._seen(event, len(events) - place) for place, event in enumerate(events[1:], 1))
-        if not came.isspace():  # blank lines behind the last event are none
-            self._last = came
+            events = first + b"".join(self._process(event, len(separate) - index) for index, event in enumerate(separate[1:], 1))
+        if not received.isspace():  # blank lines behind the last event are not an event
+            self._last = received
         if self._name is not None:
-            whole = b"".join(renamed(event, self._name) for event in split(whole))
-        if self._call.permit is not None and self._has_ended():
+            events = b"".join(renamed(event, self._name) for event in split(events))
+        if request.permit is not None and self._has_ended():
             self._settle()
-        if not self._call.response_started:
-            self._call.start_response(
-                self._answer.status, content_type(self._answer) + b"cache-control: no-cache\r\n", None, whole, event_stream=True
-            )
-            if self._translation is None and self._name is None:
-                self._open_lane(self.gaps)
-        else:
-            self._call.write(whole)
+        if request.response_started:
+            request.write(events)
+            return
+        lines = content_type(self._response) + b"cache-control: no-cache\r\n"
+        request.start_response(self._response.status, lines, None, events, event_stream=True)
+        write = request.chunk_writer()
+        if write is not None and self._translation is None and self._name is None:
+            # From now on ordinary chunks take the fast path.
+            held = self._splitter.held
+            self._response.divert(functools.partial(fast_path, self._response, request, self.gaps, held, write, self._marks))
 
-    def _open_lane(self, gaps: ReadGaps) -> None:
-        """From here on ordinary chunks go the short way."""
-        write = self._call.chunk_writer()
-        if write is not None:
-            self._answer.divert(functools.partial(lane, self._answer, self._call, gaps, self._splitter.held, write, self._marks))
+    def _process(self, event: bytes, left: int) -> bytes:
+        """Read the fields of an event that the gateway acts on, and return what the client gets of the event.
 
-    def _seen(self, event: bytes, left: int) -> bytes:
-        """An event that may have fields that the gateway acts on: what the client gets of it. ``left``: how many of the run are still to
-        be seen, this one included."""
+        ``left``: how many events of the run are still to be processed, this one included.
+        """
         data = data_of(event)
         document = _json(data) if data.startswith(b"{") else {}
         error = _error_in(document)
         if error is not None:
-            return self._error(error, self.events - left)
+            return self._server_error(error, self.events - left)
         if data and is_error(event):
-            return self._unreadable_error(self.events - left)
-        fields = of_event(document, self._route.dialect)
+            # The data has no known shape: it may be long, and may contain internals of the server.
+            invalid = BadAnswer(self._response.server.name, "an error event without a JSON error")
+            return self._error_event(from_failure(invalid), invalid, self.events - left)
+        fields = of_event(document, self._dialect)
         if fields.usage is not None:
             self._count(fields, self.events - left + 1)
         if fields.stopped:
-            self._note_stopped()
+            self._note_aborted()
         if fields.usage is not None and self._hides_usage and document.get("choices") == []:
-            return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF before it is the rest of the CRLF that ended the one before
+            return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
         if self._translation is not None and document:
-            chunks = _translated(self._translation.chunk, document, self._answer)
+            chunks = _translated(self._translation.chunk, document, self._response)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
     def _count(self, fields: Fields, events: int) -> None:
-        """Note a usage, and how many events it covers: the later ones have no tokens where it is final."""
+        """Note a usage, and how many events it covers. Events behind a final usage have no tokens."""
         self.usage = merged(self.usage, fields.usage)
-        self._counts_others = self._counts_others or not (fields.is_sole or fields.is_final)
-        if self.gaps is not None and (fields.is_final or not self._counts_others):
+        self._has_partial_usage = self._has_partial_usage or not (fields.is_sole or fields.is_final)
+        if self.gaps is not None and (fields.is_final or not self._has_partial_usage):
             self.gaps.counted = math.inf if fields.is_final else events
 
-    def _error(self, error: Mapping[str, Any], number: int) -> bytes:
-        fault_of_server = fault(self._answer.server.name, event_status(error), str(error.get("message")))
-        return self._failed(from_event(error, self._model, self._input_field, self._document), fault_of_server, number)
+    def _server_error(self, error: Mapping[str, Any], number: int) -> bytes:
+        upstream, body = self._upstream, self._upstream.body
+        document = body.sent_document() if len(body.content) <= MEDIUM else None  # parsing more would delay other clients
+        failure = fault(self._response.server.name, event_status(error), str(error.get("message")))
+        return self._error_event(from_event(error, upstream.name, body.input_field, document), failure, number)
 
-    def _unreadable_error(self, number: int) -> bytes:
-        """An error whose data is not of any known shape: it may be long, and say what no client is to know."""
-        bad = BadAnswer(self._answer.server.name, "an error event without a JSON error")
-        return self._failed(from_failure(bad), bad, number)
-
-    def _failed(self, refusal: Refusal, fault_of_server: UpstreamError | None, number: int) -> bytes:
-        """The contract's event for an error of the server's."""
+    def _error_event(self, refusal: Refusal, failure: UpstreamError | None, number: int) -> bytes:
+        """Note an error of the server, and return the event that the client gets for it. ``number``: of the event in its stream."""
         self.failure = refusal
-        self._answer.fault = fault_of_server
-        if self._route.dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
-            return render_event(refusal, dialect=self._route.dialect, number=number)
+        self._response.fault = failure
+        if self._dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
+            return render_event(refusal, dialect=self._dialect, number=number)
         return b"data: " + render(refusal) + b"\n\n"
 
     @property
     def delivered(self) -> bool:
-        """The stream's own end has gone out: many clients leave there and do not wait for that of the body."""
-        return self._call.response_started and self._has_ended()
+        """Whether the stream's last event has been sent. Many clients disconnect then, before the end of the body."""
+        return self._request.response_started and self._has_ended()
 
     def _has_ended(self) -> bool:
-        last = _LAST_EVENT[self._route.dialect]
+        last = _LAST_EVENT[self._dialect]
         return any(self._last.find(mark) >= 0 for mark in last) and _is_last(last, self._last, b"")
-
-    def _finish(self) -> None:
-        """The server ended its stream. Raises Disconnected if it did so before the stream's own end."""
-        rest = self._splitter.take()
-        if not _is_last(_LAST_EVENT[self._route.dialect], self._last, rest):
-            raise Disconnected(self._answer.server.name, "ended its stream before its last event")
-        self._settle()
-        self._call.write(rest)
-        self._call.finish_response()
 
 
 def _has_any(events: bytes, marks: Marks) -> bool:
-    """Whether these events may have fields that the gateway acts on.
+    """Return whether these events may have fields that the gateway acts on.
 
-    ``find``, because ``in`` takes bytes for a number first, and makes and drops an exception for each that is none; written
-    out, because a loop over the marks costs more than the searches.
+    ``find``, because ``in`` first treats bytes as a number, and creates and drops an exception each time. Written out, because a loop over
+    the marks costs more than the searches.
     """
     usage, error, stopped, escaped = marks
     return events.find(usage) >= 0 or events.find(error) >= 0 or events.find(stopped) >= 0 or events.find(escaped) >= 0
 
 
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
-    """Did the stream end as streams of its kind do? Behind its last event the blank line may be missing, its last CRLF's LF be late, and
-    more blank lines follow."""
+    """Return whether the stream has its last event.
+
+    The blank line behind that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
+    """
     rest = rest.strip()
     return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
 
 
-def break_off(call: ClientRequest, refusal: Refusal, passed: int) -> None:
-    """End an answer that has begun and can't be completed: with an error event in a stream, of which so many have ``passed``, by
-    cutting it otherwise."""
-    if call.is_event_stream:
-        call.write(render_event(refusal, dialect=call.target.route.dialect, number=passed))
-        call.finish_response()
+def end_truncated(request: ClientRequest, refusal: Refusal, events: int) -> None:
+    """End a response that has started and cannot be completed: by an error event in a stream, of which ``events`` have been sent, or by
+    cutting the connection."""
+    if request.is_event_stream:
+        request.write(render_event(refusal, dialect=request.target.route.dialect, number=events))
+        request.finish_response()
     else:
-        call.abort()
+        request.abort()
 
 
-def content_type(answer: Answer) -> bytes:
-    """The header line of the server's content type, without anything that could end the line early."""
-    return b"content-type: %b\r\n" % answer.content_type
+def content_type(response: UpstreamResponse) -> bytes:
+    """Return the header line of the server's content type."""
+    return b"content-type: %b\r\n" % response.content_type
 
 
-def is_stream(answer: Answer) -> bool:
-    """Is the body a stream of events? Raises BadAnswer for a content type that is too long to be one."""
-    kind = answer.content_type
+def is_stream(response: UpstreamResponse) -> bool:
+    """Return whether the body is a stream of events. Raises BadAnswer for a content type that is too long."""
+    kind = response.content_type
     if kind == _JSON:
         return False
     if len(kind) > _LONGEST_TYPE:
-        raise BadAnswer(answer.server.name, f"a content type of {len(kind)} bytes")
+        raise BadAnswer(response.server.name, f"a content type of {len(kind)} bytes")
     return kind.lower().startswith(EVENT_STREAM)
 
 
-def is_bytes(answer: Answer) -> bool:
-    """Is the body no text?"""
-    return answer.content_type.startswith(_BYTES)
+def is_binary(response: UpstreamResponse) -> bool:
+    """Return whether the body is binary."""
+    return response.content_type.startswith(_BINARY)
 
 
-def _length(answer: Answer) -> int | None:
-    value = answer.headers.get(b"content-length")
+def _length(response: UpstreamResponse) -> int | None:
+    value = response.headers.get(b"content-length")
     return int(value) if value is not None and value.isdigit() else None
 
 
-def _couple(call: ClientRequest, answer: Answer, sink: Callable[[bytes], None]) -> None:
-    """Let the answer flow; a client that reads slowly slows its server down, also one that had fallen behind before."""
-    call.on_pause, call.on_resume = answer.pause, answer.resume
-    answer.flow_to(sink)
-    if call.write_paused:
-        answer.pause()
+def _connect(request: ClientRequest, response: UpstreamResponse, sink: Callable[[bytes], None]) -> None:
+    """Let the response flow to the sink. A client that reads slowly pauses its server, also if it fell behind earlier."""
+    request.on_pause, request.on_resume = response.pause, response.resume
+    response.stream_to(sink)
+    if request.write_paused:
+        response.pause()
 
 
-def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, Any], answer: Answer) -> T:
-    """Raises BadAnswer for a document that has not the shape of its kind."""
+def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, Any], response: UpstreamResponse) -> T:
+    """Translate a document. Raises BadAnswer if it does not have the expected shape."""
     try:
         return translate(document)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise BadAnswer(answer.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
+        raise BadAnswer(response.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
 
 
 def _error_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The error that an event's data is; None for other data. OpenAI's responses have its fields at the top."""
+    """Return the error that an event's data is; None for other data. OpenAI's responses have its fields at the top level."""
     kind = document.get("type")
     error = document.get("error", document if kind == "error" else None)
     if kind not in (None, "error"):
@@ -490,5 +476,5 @@ def _json(data: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError:
-        return {}  # not ours to judge: it passes as it is
+        return {}  # invalid JSON is relayed as it is
     return document if isinstance(document, dict) else {}

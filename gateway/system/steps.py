@@ -1,9 +1,12 @@
 """Long work on request bodies in steps, so that no client can stall a worker.
 
-Owns the order of the steps. The rules: one event-loop iteration resumes one waiting work, so the loop serves other clients between two
-steps; large bodies are processed one at a time, and so are medium ones beside them, each in the order of their arrival; work on one body
-gives way once it has used ``SLICE``. A step is what a generator does between two ``yield``; each is kept below 100 ms of CPU for a body
-of 20 MiB by the module that owns the generator.
+Owns the order of the steps. The rules: one event-loop iteration resumes one waiting generator, so the loop serves other clients between
+two steps. Large bodies are processed one at a time, and so are medium ones beside them, in the order of their arrival. Work on one body
+pauses once it has used ``SLICE``. A step is the code between two ``yield`` of a generator; the module that owns the generator keeps each
+step below 100 ms of CPU for a body of 20 MiB.
+
+A function ``x_in_steps`` is a generator that does the same as ``x``. ``x`` stands for small bodies, which most bodies are: it runs the
+same checks in one call, or runs ``x_in_steps`` to its end with ``finished``.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from gateway.system.garbage_collector import collector_paused
 from upstream.http.inline_task import Signal
 
 SMALL = 64 * 1024
-"""Bytes up to which a body is processed at once: at most about 10 ms."""
+"""Bytes up to which a body is processed in one call, which takes at most about 10 ms."""
 MEDIUM = 1024 * 1024
 """Bytes up to which a body does not wait for larger ones."""
 SLICE = 0.005
-"""Seconds after which work on a body gives way to others."""
+"""Seconds after which work on a body pauses."""
 T = TypeVar("T")
 
 
@@ -46,7 +49,7 @@ class Steps:
         self._large = asyncio.Lock()
 
     def pause(self) -> Signal:
-        """Return what is to be awaited before the next step: a later event-loop iteration, one waiting work in each."""
+        """Return a signal to await before the next step. Each event-loop iteration sets one waiting signal."""
         signal = Signal()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._resume_next)
@@ -68,20 +71,20 @@ class Steps:
 
 
 class Pace:
-    """How work on one body gives way to the others."""
+    """Pauses the work on one body so that other requests are served."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._since = monotonic()
 
     async def rest(self) -> None:
-        """Give way if the slice is used up."""
+        """Pause if the slice is used up."""
         if monotonic() - self._since >= SLICE:
             await self._steps.pause()
             self._since = monotonic()
 
     async def run(self, work: Generator[None, None, T]) -> T:
-        """Run a generator to its end, giving way between its steps. Raises what the work raises."""
+        """Run a generator to its end, with pauses between its steps. Raises what the generator raises."""
         await self.rest()
         while True:
             try:

@@ -54,26 +54,26 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     endpoint: str
     status: int
-    code: str | None
-    key: Key | None
-    model: str | None
+    code: str | None = None
+    key: Key | None = None
+    model: str | None = None
     asked: str | None = None
-    server: str | None
-    stream: bool
-    request_bytes: int
-    answer_bytes: int
-    usage: Usage | None
-    incomplete: str | None
-    retries: int
+    server: str | None = None
+    stream: bool = False
+    request_bytes: int = 0
+    answer_bytes: int = 0
+    usage: Usage | None = None
+    incomplete: str | None = None
+    retries: int = 0
     duration: float
-    overhead: float
-    queued: float
-    first_byte: float | None
-    first_token: float | None
-    gaps: ReadGapCounts | None
-    user: str | None
-    failures: tuple[tuple[str, str, str], ...]
-    detail: str | None
+    overhead: float = 0.0
+    queued: float = 0.0
+    first_byte: float | None = None
+    first_token: float | None = None
+    gaps: ReadGapCounts | None = None
+    user: str | None = None
+    failures: tuple[tuple[str, str, str], ...] = ()
+    detail: str | None = None
     trace: Trace | None = None
     client: str | None = None
     shape: Mapping[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""The API reference as clients read it on the data port, where the configuration has ``server.docs``.
+"""Serves the API reference on the data port, if the configuration has ``server.docs``.
 
-The rule: it is made when somebody first asks, in a thread, and kept; a worker that nobody asks loads and holds nothing of it.
+The rule: the first request for it builds it, in a thread, and it is stored. A worker without such a request neither loads nor holds it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 PATHS = frozenset({"/docs", "/openapi.json"})
 
 
-class Manual:
+class ApiReference:
     """The two pages of one worker."""
 
     async def page(self, path: str) -> Response:
-        """That of one of ``PATHS``."""
-        document, page, headers = await run_in_threadpool(lambda: self._made)
+        """Return the page at one of ``PATHS``."""
+        document, page, headers = await run_in_threadpool(lambda: self._pages)
         if path == "/docs":
             return HTMLResponse(page, headers=headers)
         return Response(document, media_type="application/json")
 
     @cached_property
-    def _made(self) -> tuple[bytes, str, dict[str, str]]:
+    def _pages(self) -> tuple[bytes, str, dict[str, str]]:
         from gateway.api import reference
 
         document = reference.document()

@@ -64,8 +64,8 @@ async def settled(served: Served) -> None:
     The other routes (``/health``, the model lists) have records too, and are not begun as stories.
     """
     await until(lambda: served.in_flight == 0 and served.total("queued_requests") == 0 and not served.inline_tasks, _SETTLES_WITHIN)
-    records = [record for record in served.worker.records if record.endpoint in ENDPOINTS]
-    assert served.worker.started == len(records), f"{served.worker.started} requests were begun and {len(records)} recorded"
+    records = [record for record in served.context.records if record.endpoint in ENDPOINTS]
+    assert served.context.started == len(records), f"{served.context.started} requests were begun and {len(records)} recorded"
     assert len({record.id for record in records}) == len(records), "a request was recorded twice"
 
 

@@ -7,8 +7,7 @@ comparison with h11, an HTTP parser with another history, goes through the conne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import h11
 import orjson
@@ -19,10 +18,11 @@ from hypothesis import strategies as st
 from gateway.api.errors import Refusal
 from gateway.client.http_parser import MAX_HEAD
 from gateway.client.request import ClientRequest
+from gateway.client.worker_context import WorkerContext
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.metrics import WorkerMetrics
-from gateway.worker.app import Worker
+from gateway.worker.worker import Worker
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.examples import examples
@@ -346,24 +346,22 @@ async def test_a_request_line_is_read_alike_wherever_it_is_cut() -> None:
 # Beside another parser
 
 
-class Taking(Worker):
-    """Takes every request that has a body, and answers."""
+class Bodies:
+    """A worker whose handler stores the body of every request, and responds."""
 
-    taken: list[bytes]
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
 
-    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
-        return self._take(call)
-
-    async def _take(self, call: ClientRequest) -> None:
+    async def handle(self, request: ClientRequest, _: WorkerContext) -> None:
         try:
-            self.taken.append(bytes(await call.body.read()))
-            call.respond(200, b"", b"{}")
+            self.received.append(bytes(await request.body.read()))
+            request.respond(200, b"", b"{}")
         except Refusal as refusal:
-            call.respond(refusal.spec.status, b"", b"")
+            request.respond(refusal.spec.status, b"", b"")
         except asyncio.CancelledError:
-            pass  # the client has left
+            pass  # the client has disconnected
         finally:
-            call.release()
+            request.release()
 
 
 @pytest.fixture(scope="module")
@@ -373,14 +371,16 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def taking() -> Iterator[Taking]:
+def bodies() -> Iterator[tuple[Worker, Bodies]]:
     with board() as counts, live_servers() as servers:
-        snapshot = Snapshot(1, (key(),), (model(1),))
-        yield Taking(snapshot, fleet=servers, metrics=WorkerMetrics(counts), log=AccessLog(-1))
+        handler = Bodies()
+        context = WorkerContext(handler.handle, metrics=WorkerMetrics(counts), log=AccessLog(-1), write_batch=servers.write_batch)
+        yield Worker(Snapshot(1, (key(),), (model(1),)), context, fleet=servers), handler
 
 
-async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -> list[bytes]:
-    worker.taken = []
+async def taken_by_the_gateway(bodies: tuple[Worker, Bodies], data: bytes, pieces: list[int]) -> list[bytes]:
+    worker, handler = bodies
+    handler.received = []
     connection = worker.connection()
     connection.connection_made(Wire())
     at = 0
@@ -391,7 +391,7 @@ async def taken_by_the_gateway(worker: Taking, data: bytes, pieces: list[int]) -
     for _ in range(4):
         await asyncio.sleep(0)
     connection.connection_lost(None)
-    return worker.taken
+    return handler.received
 
 
 def taken_by_h11(data: bytes) -> list[bytes]:
@@ -456,7 +456,7 @@ PIECES = st.lists(st.integers(1, 400), max_size=6)
 )
 def test_nothing_is_dispatched_that_another_parser_does_not_read(
     runner: asyncio.Runner,
-    taking: Taking,
+    bodies: tuple[Worker, Bodies],
     requests: list[tuple[bytes, bytes]],
     changes: list[tuple[int, float, int, bytes]],
     pieces: list[int],
@@ -466,7 +466,7 @@ def test_nothing_is_dispatched_that_another_parser_does_not_read(
         if number < len(whole):
             whole[number] = (whole[number][0], _changed(whole[number][1], at, cut, splinter))
     data = b"".join(beginning + rest for beginning, rest in whole)
-    expected, taken = taken_by_h11(data), runner.run(taken_by_the_gateway(taking, data, pieces))
+    expected, taken = taken_by_h11(data), runner.run(taken_by_the_gateway(bodies, data, pieces))
     assert taken == expected[: len(taken)]
     if not changes:
         assert len(taken) == len(requests)

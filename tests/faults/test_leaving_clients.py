@@ -113,7 +113,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             ) as served,
             client(served.port) as holder,
         ):
-            served.worker.learn(Health({"down#0": Condition.DOWN}, {}))
+            served.worker.apply_health(Health({"down#0": Condition.DOWN}, {}))
             server.asked[HOLDER] = asyncio.Event()
             holder.send(request(chat(seed=HOLDER, top_k="before the head", model="busy")))
             await server.asked[HOLDER].wait()
@@ -173,9 +173,9 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             await until(lambda: len(server.ended) == len(server.asked), 30)
             await until(lambda: served.in_flight == 0, 30)
             assert set(seen) == set(EVERY)
-            assert sum(record.queued > 0 for record in served.worker.records) > seen["in the queue"] / 2
-            assert sum(record.asked == "down" for record in served.worker.records) > seen["while a fallback is tried"] / 2
-            assert {record.status for record in served.worker.records} == {499}
+            assert sum(record.queued > 0 for record in served.context.records) > seen["in the queue"] / 2
+            assert sum(record.asked == "down" for record in served.context.records) > seen["while a fallback is tried"] / 2
+            assert {record.status for record in served.context.records} == {499}
             assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
             assert served.total("server_ejected") == 0
             took = sorted(server.ended[number] - left[number] for number in server.ended)

@@ -326,12 +326,12 @@ async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callab
         await _strangers(served, 0, STRANGE // 10)
         series, memory = len(sum_series([served.board])), process.memory_info().rss
         await _strangers(served, STRANGE // 10, STRANGE)
-        served.worker.records.clear()
+        served.context.records.clear()
         grown = process.memory_info().rss - memory
         assert len(sum_series([served.board])) == series
         assert grown < 16 * 1024 * 1024, f"{grown} bytes"
         assert server.requests == [] and served.value("auth_failures_total", "invalid") >= STRANGE // 2
-        served.worker.started = 0
+        served.context.started = 0
     measured(f"{STRANGE:,} names and keys: 0 series more, {grown / 1024 / 1024:.1f} MiB more resident")
 
 
@@ -350,5 +350,5 @@ async def _share(served: Served, numbers: range) -> None:
             if number % 100 == 0:
                 reply = await one.ask(request(path=f"/v1/{number}"))
                 assert reply.status == 404
-            served.worker.records.clear()
-            served.worker.started = 0
+            served.context.records.clear()
+            served.context.started = 0

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ async def test_no_canary_in_a_trace(formatter: Callable[[str], logging.Formatter
     logger.addHandler(handler)
     try:
         async with unharmed([model(1)], [key(token=GOOD)]) as served:
-            served.worker.catalog = _Broken((), {})
+            served.context.active = replace(served.context.active, catalog=_Broken((), {}))
             for path, body in _bodies():
                 reply = await ask(served.port, request(body | {"model": f"{CANARY}-model"}, path, token=GOOD))
                 assert reply.status in (400, 404, 500) and CANARY.encode() not in reply.body

@@ -38,9 +38,9 @@ async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> 
                 asks = dice.random() < 0.5
                 wanted = b"".join(event for event in events if asks or event is not COUNT)
                 assert unchunked(one.streamed(reads, asks)) == wanted
-                assert one.worker.records.pop().incomplete is None and not one.worker.records, "each is recorded once"
-            assert one.worker.started == STREAMS
-            assert one.worker.admission.in_flight == 0 and not one.worker.deadlines
+                assert one.context.records.pop().incomplete is None and not one.context.records, "each is recorded once"
+            assert one.context.started == STREAMS
+            assert one.context.inflight.in_flight == 0 and not one.context.deadlines
             assert [server.in_flight for server in one.worker.fleet] == [0]
     measured(f"{STREAMS:,} streams, cut at random by server and network: equal, and never half an event")
 

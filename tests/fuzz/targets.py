@@ -39,7 +39,7 @@ from gateway.config import ConfigurationError, drafted, load
 from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
-from gateway.proxy.body import Prepared, merge, parse, parse_in_steps, prepare, prepare_in_steps
+from gateway.proxy.body import JsonBody, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.proxy.form import Form
 from gateway.proxy.prefix import affinity_key
 from gateway.snapshot.link import Health
@@ -115,7 +115,7 @@ def payload(data: bytes) -> None:
     sent = orjson.loads(prepared.encode("inside"))
     affinity_key(prepared.document)
     assert sent["model"] == "inside" and "extra_body" not in sent and sent == prepared.document
-    if number and (output := OUTPUTS.get(prepared.upstream)) is not None:
+    if number and (output := OUTPUTS.get(prepared.path)) is not None:
         assert any(sent.get(name) is not None for name in output.names), "an answer without a bound"
     assert all(len(sent.get(name) or ()) <= MAX_BATCH for name in BATCHES if isinstance(sent.get(name), list) and not _numbers(sent[name]))
     kwargs = sent.get("chat_template_kwargs")
@@ -134,30 +134,30 @@ def _numbers(values: list[Any]) -> bool:
 _VALUES = 200
 
 
-def _prepared(body: bytes, route: Any, policy: BodyPolicy) -> Prepared:
+def _prepared(body: bytes, route: Any, policy: BodyPolicy) -> JsonBody:
     """A body that is prepared at once and in steps, which must not differ. Raises Refusal."""
     own = {"cache_salt": "salt"} if route.takes and b"user" in body else {}
 
-    def in_steps() -> Prepared:
+    def in_steps() -> JsonBody:
         return finished(prepare_in_steps(merge(finished(parse_in_steps(body, _VALUES))), policy, route, len(body), own))
 
     at_once = _outcome(lambda: prepare(merge(parse(body, _VALUES)), policy, route, len(body), own))
     assert _alike_prepared(at_once) == _alike_prepared(_outcome(in_steps))
-    if isinstance(at_once, Prepared):
-        assert orjson.loads(at_once.encoded("x").encode("inside")) == orjson.loads(at_once.encode("inside"))
+    if isinstance(at_once, JsonBody):
+        assert orjson.loads(at_once.serialized("x").encode("inside")) == orjson.loads(at_once.encode("inside"))
         return at_once
     raise Refusal(*at_once)
 
 
-def _outcome(work: Callable[[], Prepared]) -> Prepared | tuple[str, str]:
+def _outcome(work: Callable[[], JsonBody]) -> JsonBody | tuple[str, str]:
     try:
         return work()
     except Refusal as refusal:
         return refusal.code, refusal.message
 
 
-def _alike_prepared(outcome: Prepared | tuple[str, str]) -> object:
-    return (msgspec.structs.replace(outcome, translation=None), type(outcome.translation)) if isinstance(outcome, Prepared) else outcome
+def _alike_prepared(outcome: JsonBody | tuple[str, str]) -> object:
+    return (msgspec.structs.replace(outcome, translation=None), type(outcome.translation)) if isinstance(outcome, JsonBody) else outcome
 
 
 # Encoded bodies
@@ -197,7 +197,7 @@ def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
         one = Form(b"b")
         try:
             name = await one.read_model(more)
-            one.obey(_POLICIES[1])
+            one.apply_policy(_POLICIES[1])
             sent = bytearray(one.opening("inside"))
             await one.upload(more, chunked=False)(lambda piece, _: sent.extend(piece), _always)
         except Refusal as refusal:
@@ -341,8 +341,8 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
         one.server.connection_lost(None)
         one.write_batch.flush()
         printed += one.client_wire.take()
-        (noted,) = one.worker.records
-        assert one.worker.metrics.cells("inflight_requests", "tiny")[0] == 0
+        (noted,) = one.context.records
+        assert one.context.metrics.cells("inflight_requests", "tiny")[0] == 0
         if noted.status >= 400:
             assert printed.startswith(b"HTTP/1.1 %d " % noted.status) and noted.code in ERRORS
             return None
@@ -371,7 +371,7 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
     """The requests for inference that came of it: endpoint, status, code. There is no server, so none is answered with 200."""
     with way() as one:
         one.server.connection_lost(None)
-        one.worker.learn(Health({"tiny#0": Condition.DOWN}, {}))
+        one.worker.apply_health(Health({"tiny#0": Condition.DOWN}, {}))
         for piece in pieces:
             if not one.client_wire.is_closing():
                 one.client.data_received(piece)
@@ -381,7 +381,7 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
         one.write_batch.flush()
         responses = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
         assert b"500" not in responses
-        return [(noted.endpoint, noted.status, noted.code) for noted in one.worker.records if noted.endpoint in ENDPOINTS]
+        return [(noted.endpoint, noted.status, noted.code) for noted in one.context.records if noted.endpoint in ENDPOINTS]
 
 
 # URLs of media

@@ -27,14 +27,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway.client.connection import ClientConnection
+from gateway.client.worker_context import WorkerContext
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
+from gateway.proxy.exchange import handle_request
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
-from gateway.telemetry.access_log import AccessLog, access_log
+from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.worker.app import Worker
+from gateway.worker.worker import Worker
 from tests.support.way import Wire
 from tests.support.wire import COMPLETION, chat, request
 from upstream.balancing.pool import live_servers
@@ -93,15 +95,15 @@ class Exchange(NamedTuple):
     client_wire: Wire
     server: Connection
     server_wire: Wire
-    log: AccessLog
     worker: Worker
+    context: WorkerContext
 
     def serve(self) -> None:
         self.client.data_received(REQUEST)
-        self.worker.write_batch.flush()
+        self.context.write_batch.flush()
         assert self.server_wire.take().endswith(b"}")
         self.server.data_received(RESPONSE)
-        self.worker.write_batch.flush()
+        self.context.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
     def stream(self) -> None:
@@ -109,19 +111,19 @@ class Exchange(NamedTuple):
         self.server.data_received(STREAM_HEAD)
         for _ in range(2):
             self.server.data_received(CHUNK)
-            self.worker.write_batch.flush()
+            self.context.write_batch.flush()
         assert self.client_wire.take().endswith(2 * CHUNK)
 
     def limit(self, limits: Limits) -> None:
         """Give all keys these limits."""
         before = self.worker.snapshot
         keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
-        self.worker.take(replace(before, keys=keys))
-        self.worker.learn(Health({"tiny#0": Condition.UP}, {}, {}))
+        self.worker.apply_snapshot(replace(before, keys=keys))
+        self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def chunk(self) -> None:
         self.server.data_received(CHUNK)
-        self.worker.write_batch.flush()
+        self.context.write_batch.flush()
         assert self.client_wire.take() == CHUNK
 
 
@@ -133,12 +135,13 @@ async def exchange() -> AsyncIterator[Exchange]:
     batch = Still(math.inf)
     batch.batching = True
     with live_servers(batch) as servers, access_log(nowhere) as log:
-        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), fleet=servers, metrics=WorkerMetrics(board), log=log)
-        worker.learn(Health({spec.name: Condition.UP}, {}, {}))
+        context = WorkerContext(handle_request, metrics=WorkerMetrics(board), log=log, write_batch=batch)
+        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), context, fleet=servers)
+        worker.apply_health(Health({spec.name: Condition.UP}, {}, {}))
         client = worker.connection()
         (server,) = servers
         connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
-        made = Exchange(client, Wire(), connection, Wire(), log, worker)
+        made = Exchange(client, Wire(), connection, Wire(), worker, context)
         client.connection_made(made.client_wire)
         connection.connection_made(made.server_wire)
         server.add_idle_connection(connection)
@@ -195,8 +198,8 @@ async def count(row: str) -> dict[str, Count]:
             if row == "chunk":
                 one.stream()
             if row == "request with a ledger":
-                one.worker.books = Recorder(journal)
-                one.worker.books.apply_snapshot(one.worker.snapshot)
+                one.context.ledger = Recorder(journal)
+                one.context.ledger.apply_snapshot(one.worker.snapshot)
             if row == "request of a limited key":
                 one.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
             return counted(one.chunk if row == "chunk" else one.serve)

@@ -145,9 +145,9 @@ def processed(path: str, body: bytes) -> dict[str, Cost]:
             document: dict[str, Any] = merge(meter.steps("parse", parse_in_steps(body, VALUES)))
             meter.step("shape", lambda: shape(document))
             prepared = meter.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
-            meter.steps("estimate", estimate_in_steps(prepared.document, prepared.upstream, body))
+            meter.steps("estimate", estimate_in_steps(prepared.document, prepared.path, body))
             meter.step("affinity_key", lambda: affinity_key(prepared.document))
-            meter.step("encode", lambda: prepared.encoded("m"))
+            meter.step("encode", lambda: prepared.serialized("m"))
         except Refusal as refusal:
             meter.costs["refused: " + refusal.message[:60]] = Cost(0.0, 0.0)
     return meter.costs

@@ -13,7 +13,9 @@ from typing import Any
 
 from gateway.client.connection import ClientConnection
 from gateway.client.request import ClientRequest
+from gateway.client.worker_context import WorkerContext
 from gateway.ledger.recorder import Recorder
+from gateway.proxy.exchange import handle_request
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog
@@ -21,8 +23,8 @@ from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import spans
-from gateway.worker.app import Worker
-from gateway.worker.process import started
+from gateway.worker.process import start_accepting
+from gateway.worker.worker import Worker
 from upstream.balancing.pool import live_servers
 from upstream.balancing.server import Condition, ServerSpec
 from upstream.http.address import Address
@@ -44,39 +46,44 @@ def model(*ports: int, identity: str = MODEL, served: str | None = None, **more:
     return Model(identity, specs, **more)
 
 
-class Watched(Worker):
-    """A worker that keeps its books open: how many stories have begun, and the record of each that has ended."""
+class WatchedContext(WorkerContext):
+    """A worker context that counts the requests that were started, and stores the record of each finished request."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(self._count, **parts)
         self.started = 0
         self.records: list[RequestRecord] = []
-        super().__init__(*args, **kwargs)
 
-    def serve(self, call: ClientRequest) -> Coroutine[Any, Any, None]:
+    def _count(self, request: ClientRequest, worker: WorkerContext) -> Coroutine[Any, Any, None]:
         self.started += 1
-        return super().serve(call)
+        return handle_request(request, worker)
 
-    def settled(self, record: RequestRecord) -> None:
+    def record_request(self, record: RequestRecord) -> None:
         self.records.append(record)
-        super().settled(record)
+        super().record_request(record)
 
 
 @dataclass
 class Served:
-    """A worker under test, and what it wrote down."""
+    """A worker under test, and what it recorded."""
 
-    worker: Watched
+    worker: Worker
+    context: WatchedContext
     port: int
     board: SharedCounters
     log: AccessLog
-    connections: set[ClientConnection]
     asked: list[tuple[str, float | None]] = field(default_factory=list)
     """What control would have been told of waiting requests."""
 
     @property
+    def connections(self) -> set[ClientConnection]:
+        """The open connections of clients."""
+        return self.context.connections
+
+    @property
     def inline_tasks(self) -> set[Any]:
         """The running handlers of requests."""
-        return self.worker.handlers
+        return self.context.handlers
 
     @property
     def url(self) -> str:
@@ -94,9 +101,8 @@ class Served:
     @property
     def in_flight(self) -> float:
         """Everything that counts as being under way."""
-        return (
-            self.worker.admission.in_flight + self.total("inflight_requests") + self.total("server_inflight") + len(self.worker.deadlines)
-        )
+        requests = self.context.inflight.in_flight + self.total("inflight_requests") + self.total("server_inflight")
+        return requests + len(self.context.deadlines)
 
 
 @contextmanager
@@ -125,29 +131,29 @@ async def serving(
     with board() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         asked: list[tuple[str, float | None]] = []
-        worker = Watched(
-            Snapshot(1, tuple(keys or [key()]), tuple(models), **settings),
-            fleet=servers,
+        context = WatchedContext(
             metrics=WorkerMetrics(counts),
             log=log,
-            ask=lambda name, since: asked.append((name, since)),
-            books=books,
+            write_batch=servers.write_batch,
+            report_demand=lambda name, since: asked.append((name, since)),
+            ledger=books,
             spans=traced,
         )
+        worker = Worker(Snapshot(1, tuple(keys or [key()]), tuple(models), **settings), context, fleet=servers)
         if up:
-            worker.learn(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
+            worker.apply_health(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
-        port, acceptor = listener.getsockname()[1], await started(worker, listener)
+        port, acceptor = listener.getsockname()[1], await start_accepting(worker, listener)
         ticking = asyncio.create_task(_ticking(worker))
         try:
-            yield Served(worker, port, counts, log, worker.connections, asked)
+            yield Served(worker, context, port, counts, log, asked)
         finally:
             acceptor.close()
-            for connection in tuple(worker.connections):
+            for connection in tuple(context.connections):
                 connection.transport.abort()
             ticking.cancel()
-            worker.limits.close()
-            await asyncio.gather(ticking, *(each for each in worker.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)
+            context.limiter.close()
+            await asyncio.gather(ticking, *(each for each in context.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)
 
 
 async def _ticking(worker: Worker) -> None:

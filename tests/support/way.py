@@ -13,7 +13,8 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
-from tests.support.running import Watched, board, key, model
+from gateway.worker.worker import Worker
+from tests.support.running import WatchedContext, board, key, model
 from tests.support.wire import chat, request
 from upstream.balancing.pool import live_servers
 from upstream.balancing.server import Condition
@@ -75,11 +76,11 @@ class Wire(asyncio.Transport):
 class Way:
     """A client's connection and a server's, with stand-ins for their transports."""
 
-    def __init__(self, worker: Watched) -> None:
-        self.worker, self.write_batch = worker, worker.write_batch
+    def __init__(self, worker: Worker, context: WatchedContext) -> None:
+        self.worker, self.context, self.write_batch = worker, context, context.write_batch
         (server,) = worker.fleet
         self.client, self.client_wire = worker.connection(), Wire()
-        self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, worker.write_batch), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, context.write_batch), Wire()
         self.client.connection_made(self.client_wire)
         self.server.connection_made(self.server_wire)
         server.add_idle_connection(self.server)
@@ -105,9 +106,10 @@ class Way:
 def way() -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
     with board() as counts, live_servers() as servers, access_log(nowhere) as log:
-        worker = Watched(Snapshot(1, (key(),), (served,)), fleet=servers, metrics=WorkerMetrics(counts), log=log)
-        worker.learn(Health({spec.name: Condition.UP for spec in served.servers}, {}))
-        made = Way(worker)
+        context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
+        worker = Worker(Snapshot(1, (key(),), (served,)), context, fleet=servers)
+        worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
+        made = Way(worker, context)
         yield made
         made.end()
     os.close(nowhere)

@@ -1,9 +1,8 @@
-"""Choose a server, send, classify what comes, try again where that is safe.
+"""Sends one request to a server, classifies the result, and sends it again where that is safe.
 
-The rule: a request is sent a second time only while nothing of it can have run (``UpstreamError.untouched``),
-at most once, and as far as the traffic allows for retries; another server is asked when there is one. What was
-taken (the server's slot, the connection) is given back when the ``with`` ends: a connection that still carries an
-answer is closed, which makes vLLM abort the request.
+The rule: a request is sent a second time only while no part of it can have run (``UpstreamError.untouched``), at most once, and only if
+the retry budget allows it. The second server is another one where the pool has one. The slot and the connection are released when the
+``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
 """
 
 from __future__ import annotations
@@ -25,125 +24,124 @@ from upstream.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, L
 from upstream.http.inline_task import Signal
 
 MAX_ATTEMPTS = 2
-_JOIN = 16 * 1024  # bytes up to which copying a body behind its head is cheaper than a second write
-_HOLD = 1024 * 1024  # bytes of an answer that may wait for their reader before the server is paused
+_JOIN = 16 * 1024  # bytes up to which copying a body behind its headers is cheaper than a second write
+_MAX_PENDING = 1024 * 1024  # bytes of a response that may wait for their reader before the server is paused
 
 Compose = Callable[[Server], tuple[bytes, bytes]]
-"""Makes the request's head and body for the server that was chosen."""
+"""Returns the request's headers and body for the chosen server."""
 
 Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[bool]]], Awaitable[None]]
-"""Streams the rest of a request: is given ``send(data, more)`` and ``drained()``, which waits until the server has
-read on and says whether it wants more: not when it has answered already, or failed."""
+"""Streams the rest of a request. It gets ``send(data, more)`` and ``drained()``, which waits until the server has read on and returns
+whether the server wants more. It wants no more once it has responded or failed."""
 
 
-class Answer(msgspec.Struct, eq=False):
-    """One answer as it arrives. A ``Receiver``: the connection's callbacks end here.
+class UpstreamResponse(msgspec.Struct, eq=False):
+    """One response while it arrives. Implements ``Receiver``: the connection's callbacks end here.
 
-    Until ``flow_to`` names a sink, bytes wait in ``pending``; afterwards what one read brought goes to the sink, all
-    together, in the very callback that brought it.
+    Bytes wait in ``pending`` until ``stream_to`` names a sink. From then on, the bytes of one read go to the sink in one piece, in the
+    callback that brought them.
     """
 
     _server: Server
     _connection: Connection
     _timeouts: Timeouts
-    sent: float = field(default_factory=monotonic)
-    last_byte: float = 0.0
-    """When the last byte of the body came; 0 before the first: a head alone is no sign of life."""
+    sent_at: float = 0.0
+    last_byte_at: float = 0.0
+    """When the last byte of the body came; 0 before the first. Headers alone do not count: vLLM sends them before its engine starts."""
     status: int = 0
     headers: Headers = field(default_factory=dict)
     content_type: bytes = b""
-    """As the server sent it; ``application/json`` where it sent none."""
+    """As the server sent it; ``application/json`` if it sent none."""
     pending: list[bytes] = field(default_factory=list)
     paused: bool = False
     complete: bool = False
     error: UpstreamError | None = None
     fault: UpstreamError | None = None
-    """What a whole answer says of its server's failure."""
+    """A failure of the server that a complete response reports."""
     wants_read_events: bool = True
     _sink: Callable[[bytes], None] | None = None
     _waiter: Signal | None = None
     _writable: Signal | None = None
     _uploading: bool = False
-    _patience: float | None = None
+    _deadline: float | None = None
 
     @property
     def server(self) -> ServerSpec:
         return self._server.spec
 
-    # What the story does
+    # What the request handler calls
 
-    def flow_to(self, sink: Callable[[bytes], None]) -> None:
-        """From now on give everything to ``sink``, what waits first."""
+    def stream_to(self, sink: Callable[[bytes], None]) -> None:
+        """Give everything to ``sink`` from now on, starting with the pending bytes."""
         self._sink = sink
         self.wants_read_events = True
         self._flush()
         self.resume()
 
     def keep_close(self) -> None:
-        """It is a stream, of which the server is to send no more than is read (see ``Connection.keep_close``)."""
+        """Bound what the server may send ahead of the reader: the response is a stream (see ``Connection.limit_read_ahead``)."""
         if not self.complete:
             self._connection.limit_read_ahead()
 
-    def divert(self, reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
-        """Have the connection's reads taken by the reader that this makes (see ``Connection.divert``); it is to keep ``last_byte``."""
+    def divert(self, make_reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
+        """Let this reader take the connection's reads (see ``Connection.divert_reads``). The reader must set ``last_byte_at``."""
         if not self.complete and self.error is None:
-            self._connection.divert_reads(reader(self._connection))
+            self._connection.divert_reads(make_reader(self._connection))
 
     def _flush(self) -> None:
-        """What a read brought, in one piece."""
+        """Give the bytes of one read to the sink in one piece."""
         pending = self.pending
         if pending and self._sink is not None:
             self.pending = []
             self._sink(pending[0] if len(pending) == 1 else b"".join(pending))
 
-    async def ended(self) -> None:
-        """Wait for the end. Raises UpstreamError when the answer breaks off."""
+    async def wait_complete(self) -> None:
+        """Wait for the end of the body. Raises UpstreamError if the response is truncated."""
         while not self.complete:
-            await self.news()
+            await self.next_data()
         if self.error is not None:
             raise self.error
 
-    async def collect(self, limit: int, patience: float | None = None) -> bytes:
-        """The whole body, or its first ``limit`` bytes, or what has come of it within ``patience`` seconds: then it is cut.
+    async def read_body(self, limit: int, timeout: float | None = None) -> bytes:
+        """Read the body: its first ``limit`` bytes at most, and what arrives within ``timeout`` seconds. Raises UpstreamError."""
+        body = bytearray()
 
-        Raises UpstreamError.
+        def append(data: bytes) -> None:
+            body.extend(data[: limit - len(body)])
+            if len(body) >= limit:
+                self.truncate()
+
+        self._deadline = None if timeout is None else monotonic() + timeout
+        self.stream_to(append)
+        await self.wait_complete()
+        return bytes(body)
+
+    def finish_within(self, pause: float, timeout: float) -> None:
+        """Truncate the response once nothing has come for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
+
+        Two intervals, because after one of them it may be this process that was suspended.
         """
-        kept = bytearray()
-
-        def keep(data: bytes) -> None:
-            kept.extend(data[: limit - len(kept)])
-            if len(kept) >= limit:
-                self.cut()
-
-        self._patience = None if patience is None else monotonic() + patience
-        self.flow_to(keep)
-        await self.ended()
-        return bytes(kept)
-
-    def hurry(self, pause: float, patience: float) -> None:
-        """Nobody is slow any more: what has come is enough once nothing more comes for two of these pauses, or after ``patience``
-        seconds. It takes two, because after one it may be this process that stood still."""
-        self._patience = monotonic() + patience
+        self._deadline = monotonic() + timeout
         self.resume()
-        asyncio.get_running_loop().call_later(pause, self._look, pause, self.last_byte, False)
+        asyncio.get_running_loop().call_later(pause, self._truncate_if_quiet, pause, self.last_byte_at, False)
 
-    def _look(self, pause: float, last_byte: float, was_quiet: bool) -> None:
-        is_quiet = self.last_byte == last_byte
+    def _truncate_if_quiet(self, pause: float, last_byte_at: float, was_quiet: bool) -> None:
+        is_quiet = self.last_byte_at == last_byte_at
         if is_quiet and was_quiet:
-            self.cut()
-        elif self._wanted:
-            asyncio.get_running_loop().call_later(pause, self._look, pause, self.last_byte, is_quiet)
+            self.truncate()
+        elif self._is_wanted:
+            asyncio.get_running_loop().call_later(pause, self._truncate_if_quiet, pause, self.last_byte_at, is_quiet)
 
-    def cut(self) -> None:
-        """What has come is enough: take it for the whole. The connection is closed."""
+    def truncate(self) -> None:
+        """Treat what has come as the whole response, and close the connection."""
         if not self.complete:
             self._connection.close()
             self.on_end()
 
     def pause(self) -> None:
-        """The reader is slow: let the server wait. The idle deadline rests meanwhile.
+        """Stop reading from the server because the client is slow. The idle deadline does not run meanwhile.
 
-        Behind a whole answer there is nothing to pause: its connection may be another's by now.
+        A complete response is left alone: its connection may carry another one by now.
         """
         if not self.complete:
             self.paused = True
@@ -152,17 +150,17 @@ class Answer(msgspec.Struct, eq=False):
     def resume(self) -> None:
         if self.paused and not self.complete:
             self.paused = False
-            self.last_byte = monotonic()
+            self.last_byte_at = monotonic()
             self._connection.resume_reading()
 
     def fail(self, error: UpstreamError) -> None:
-        """Give up on the server: whoever waits for the answer gets this error."""
+        """Close the connection and raise this error where the response is awaited."""
         self._connection.close()
         self.on_failure(error)
 
     def close(self) -> None:
-        """End the exchange where it is; unless it was whole, the connection goes with it."""
-        self._sink = None  # it holds this, and would wait for the collector with all that belongs to the request
+        """End the exchange. The connection is closed unless the response is complete."""
+        self._sink = None  # it refers to this object: without this line, the garbage collector would have to free the request
         if not self.complete:
             self._connection.close()
 
@@ -171,25 +169,25 @@ class Answer(msgspec.Struct, eq=False):
 
         def send(data: bytes, more: bool) -> None:
             self._connection.send_more(data, more=more)
-            self.sent = monotonic()
+            self.sent_at = monotonic()
 
         self._uploading = True
         await upload(send, self._drained)
         self._uploading = False
-        self.sent = monotonic()
+        self.sent_at = monotonic()
 
     async def _drained(self) -> bool:
-        while self._connection.write_paused and self._wanted:
+        while self._connection.write_paused and self._is_wanted:
             self._writable = Signal()
             await self._writable
-        return self._wanted
+        return self._is_wanted
 
     @property
-    def _wanted(self) -> bool:
+    def _is_wanted(self) -> bool:
         return self.error is None and not self.complete
 
-    def news(self) -> Signal:
-        """To be awaited: the first bytes of the body have come, or its end. Raises the UpstreamError where there is none to wait for."""
+    def next_data(self) -> Signal:
+        """Return a signal that is set by the first bytes of the body, its end or its failure. Raises UpstreamError after a failure."""
         if self.error is not None:
             raise self.error
         self._waiter = Signal()
@@ -202,9 +200,9 @@ class Answer(msgspec.Struct, eq=False):
         self.content_type = headers.get(b"content-type", b"application/json")
 
     def on_body(self, data: bytes) -> None:
-        self.last_byte = monotonic()
+        self.last_byte_at = monotonic()
         self.pending.append(data)
-        if self._sink is None and len(self.pending) > 1 and sum(map(len, self.pending)) > _HOLD:
+        if self._sink is None and len(self.pending) > 1 and sum(map(len, self.pending)) > _MAX_PENDING:
             self.pause()
 
     def on_read(self) -> None:
@@ -215,11 +213,11 @@ class Answer(msgspec.Struct, eq=False):
             self._wake()
 
     def on_end(self) -> None:
-        self.complete = True  # first: whoever falls behind on the rest must not pause a connection that may be another's
+        self.complete = True  # first: a slow client must not pause a connection that may carry another response by then
         if self._sink is not None:
             self._flush()
-        if not self.last_byte:
-            self.last_byte = monotonic()
+        if not self.last_byte_at:
+            self.last_byte_at = monotonic()
         self._wake()
 
     def on_failure(self, error: UpstreamError) -> None:
@@ -233,7 +231,7 @@ class Answer(msgspec.Struct, eq=False):
             writable.set()
 
     def _wake(self) -> None:
-        if self._writable is not None and not self._wanted:
+        if self._writable is not None and not self._is_wanted:
             self.on_writable()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
@@ -244,8 +242,8 @@ class Answer(msgspec.Struct, eq=False):
     def check(self, now: float) -> None:
         if self.complete or self.error is not None:
             return
-        if self._patience is not None and now > self._patience:
-            self.cut()
+        if self._deadline is not None and now > self._deadline:
+            self.truncate()
             return
         error = self._overdue(now)
         if error is not None:
@@ -253,24 +251,25 @@ class Answer(msgspec.Struct, eq=False):
 
     def _overdue(self, now: float) -> UpstreamError | None:
         limits, name = self._timeouts, self.server.name
-        if now - self.sent > limits.total:
+        if now - self.sent_at > limits.total:
             return TotalTimeout(name, f"the answer took longer than {limits.total:g} s")
         if self._uploading and not self._connection.write_paused:
-            return None  # the server has read everything: it is the client that is slow
-        if not self.last_byte:  # vLLM sends a stream's head before its engine has begun
-            return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent > limits.first_byte else None
-        if not self.paused and now - self.last_byte > limits.idle:
+            return None  # the server has read everything: the client is slow
+        if not self.last_byte_at:
+            return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent_at > limits.first_byte else None
+        if not self.paused and now - self.last_byte_at > limits.idle:
             return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its answer")
         return None
 
 
 class Attempt:
-    """One request's way to an answer. ``failures`` holds every error on it, also those that a second try made good.
+    """One request's way to a response, over one or two servers of a pool.
 
-    ``facts``: what the pool's policy requires to know of the request.
+    ``failures`` holds each error on the way, including one that a retry made good. ``composed_at`` is when the request was first
+    composed. ``facts`` is what the pool's policy needs to know about the request.
     """
 
-    __slots__ = ("_answer", "_deadlines", "_facts", "_pool", "_timeouts", "failures", "server", "tried")
+    __slots__ = ("_deadlines", "_facts", "_pool", "_response", "_timeouts", "composed_at", "failures", "server", "tried")
 
     def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS) -> None:
         self._pool = pool
@@ -278,93 +277,94 @@ class Attempt:
         self._deadlines = deadlines
         self._facts = facts
         self.tried: list[Server] = []
-        self._answer: Answer | None = None
+        self._response: UpstreamResponse | None = None
         self.server: Server | None = None
         self.failures: list[UpstreamError] = []
+        self.composed_at: float | None = None
 
     def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Hold against the server what it did, and give everything back."""
-        answer, server = self._answer, self.server
-        if answer is not None and server is not None and (error is not None or answer.fault or answer.error or server.recently_failed):
-            self._judge(server, answer, error)
-        self._give_back()
-
-    def _judge(self, server: Server, answer: Answer, error: BaseException | None) -> None:
-        fault = answer.fault or answer.error or (error if isinstance(error, UpstreamError) else None)
-        if fault is not None:
-            self._failed(server, fault)
-        elif server.recently_failed and answer.complete:
-            server.record_success()
+        """Record the server's success or failure, and release everything."""
+        response, server = self._response, self.server
+        if response is not None and server is not None:
+            failure = response.fault or response.error or (error if isinstance(error, UpstreamError) else None)
+            if failure is not None:
+                self._record_failure(server, failure)
+            elif server.recently_failed and response.complete:
+                server.record_success()
+        self._release()
 
     @property
     def retries(self) -> int:
         """How often the request was sent again."""
         return max(len(self.tried) - 1, 0)
 
-    def turn_to(self, pool: Pool) -> None:
-        """Choose among these servers from now on: while the request waited for one, the model's may have been started anew."""
+    def use_pool(self, pool: Pool) -> None:
+        """Choose from this pool from now on: a reload may have replaced the model's servers while the request was queued."""
         self._pool = pool
 
-    async def answer(self, compose: Compose, upload: Upload | None = None) -> Answer:
-        """An answer whose first bytes are here.
+    async def send(self, compose: Compose, upload: Upload | None = None) -> UpstreamResponse:
+        """Send the request, and return its response once the first bytes of the body are here.
 
-        Raises NoServerError when no server is up or all are full, and the UpstreamError of the last attempt.
+        Raises NoServerError if no server is up or all are at capacity, and the UpstreamError of the last attempt.
         """
         while True:
             try:
-                # A streamed body can't be sent again, and a second attempt trusts no kept connection: the next may be stale as well.
+                # A streamed body can't be sent again, and a second attempt uses a new connection: another idle one may be stale as well.
                 fresh = upload is not None or bool(self.tried)
                 server = self.server = self._pool.choose(self.tried, self._facts)
                 self.tried.append(server)
                 server.start_exchange(self._facts.tokens)
                 connection = (None if fresh else server.take_idle_connection()) or await server.connect(self._timeouts.connect)
-                answer = self._send(server, connection, compose, more=upload is not None)
+                response = self._start(server, connection, compose, more=upload is not None)
                 if upload is not None:
-                    await answer.upload(upload)
-                while not (answer.pending or answer.complete):
-                    await answer.news()
-                return answer
+                    await response.upload(upload)
+                while not (response.pending or response.complete):
+                    await response.next_data()
+                return response
             except UpstreamError as error:
-                self._failed(server, error)
-                if not self._again(error, streamed=upload is not None):
+                self._record_failure(server, error)
+                if not self._may_retry(error, streamed=upload is not None):
                     raise
-                self._give_back()
+                self._release()
 
-    def _send(self, server: Server, connection: Connection, compose: Compose, *, more: bool) -> Answer:
-        answer = self._answer = Answer(server, connection, self._timeouts)
-        self._deadlines.watch(answer)
-        head, body = compose(server)
+    def _start(self, server: Server, connection: Connection, compose: Compose, *, more: bool) -> UpstreamResponse:
+        response = self._response = UpstreamResponse(server, connection, self._timeouts)
+        self._deadlines.watch(response)
+        headers, body = compose(server)
+        response.sent_at = now = monotonic()
+        if self.composed_at is None:
+            self.composed_at = now
         if len(body) < _JOIN:
-            connection.send(head + body, answer, more=more)
+            connection.send(headers + body, response, more=more)
         else:
-            connection.send(head, answer, more=True)
+            connection.send(headers, response, more=True)
             connection.send_more(body, more=more)
-        return answer
+        return response
 
-    def _give_back(self) -> None:
-        if self._answer is not None:
-            self._deadlines.forget(self._answer)
-            self._answer.close()
-            self._answer = None
+    def _release(self) -> None:
+        if self._response is not None:
+            self._deadlines.forget(self._response)
+            self._response.close()
+            self._response = None
         server, self.server = self.server, None
         if server is not None:
-            server.finish_exchange(self._facts.tokens)  # another request may get its turn in there
+            server.finish_exchange(self._facts.tokens)  # this call may start a queued request
 
-    def _failed(self, server: Server, error: UpstreamError) -> None:
+    def _record_failure(self, server: Server, error: UpstreamError) -> None:
         if error not in self.failures and not isinstance(error, LocalLimit):
             self.failures.append(error)
             server.record_failure(error)
 
-    def _again(self, error: UpstreamError, *, streamed: bool) -> bool:
+    def _may_retry(self, error: UpstreamError, *, streamed: bool) -> bool:
         if not error.untouched or len(self.tried) >= MAX_ATTEMPTS:
             return False
         match error:
             case ConnectFailed():
                 others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
                 return others and self._pool.try_spend_retry()
-            case StaleConnection():  # no failure of a server, so nothing to be sparing of
-                return not streamed  # a part of a streamed body is gone with the first connection
+            case StaleConnection():  # not a failure of the server, so the retry budget does not apply
+                return not streamed  # a part of a streamed body is lost with the first connection
         return False

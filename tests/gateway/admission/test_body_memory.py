@@ -80,17 +80,17 @@ async def test_one_key_that_holds_many_bodies_leaves_room_for_anothers() -> None
         async with AsyncExitStack() as stack:
             for _ in range(12):
                 (await stack.enter_async_context(client(served.port))).send(greedy + b"\r\n\r\nx")
-            await until(lambda: served.worker.memory.held == 8 * len(BODY))
+            await until(lambda: served.context.memory.held == 8 * len(BODY))
             assert (await ask(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
-        await until(lambda: served.worker.memory.held == 0)
+        await until(lambda: served.context.memory.held == 0)
 
 
 @pytest.mark.parametrize("begin", [HEAD + b"\r\n\r\n" + BODY[:100_000], CHUNKED + b"%x\r\n" % len(BODY) + BODY[:100_000], EXPECTANT])
 async def test_beyond_it_a_body_is_refused(begin: bytes) -> None:
     async with scripted(answers) as server, serving_in_little(server.port) as served, client(served.port) as first:
         first.send(LARGE[:-10])
-        await until(lambda: served.worker.memory.held > FREE)
-        held = served.worker.memory.held
+        await until(lambda: served.context.memory.held > FREE)
+        held = served.context.memory.held
         async with client(served.port) as second:
             second.send(begin)
             if begin.startswith(CHUNKED):
@@ -98,17 +98,17 @@ async def test_beyond_it_a_body_is_refused(begin: bytes) -> None:
             reply = await second.reply()
             assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "overloaded", "1")
             assert reply.headers["connection"] == "close" or begin.startswith(CHUNKED)
-        assert served.worker.memory.held == held
+        assert served.context.memory.held == held
         assert (await ask(served.port, request())).status == 200, "small ones are not counted"
         first.send(LARGE[-10:])
         assert (await first.reply()).status == 200
-        await until(lambda: served.worker.memory.held == 0)
+        await until(lambda: served.context.memory.held == 0)
         assert (await ask(served.port, LARGE)).status == 200
         assert served.value("requests_total", "other", "/v1/chat/completions", "503") == 1
 
 
 async def _gone(served: Served) -> None:
-    await until(lambda: served.in_flight == 0 and served.worker.memory.held == 0)
+    await until(lambda: served.in_flight == 0 and served.context.memory.held == 0)
 
 
 async def test_it_is_given_back_however_a_request_ends() -> None:
@@ -122,11 +122,11 @@ async def test_it_is_given_back_however_a_request_ends() -> None:
         async with client(served.port) as leaves:
             leaves.send(LARGE)
             await until(lambda: server.requests)
-            assert served.worker.memory.held > 0, "until its end: it may have to be sent again"
+            assert served.context.memory.held > 0, "until its end: it may have to be sent again"
         await _gone(served)
         async with client(served.port) as leaves:
             leaves.send(LARGE[:-10])
-            await until(lambda: served.worker.memory.held > 0)
+            await until(lambda: served.context.memory.held > 0)
         await _gone(served)
         release.set()
         for refused in (request(b"[" + b"1," * 100_000), request(b"x" * 200_000), request(chat(model="no", user="u" * 200_000))):
@@ -145,14 +145,14 @@ async def test_bodies_that_wait_for_their_turn_are_counted_and_given_back() -> N
 
     async with scripted(script) as server, serving_in_little(server.port) as served, client(served.port) as one:
         one.send(request() + LARGE + LARGE)
-        await until(lambda: server.requests and served.worker.memory.held > 0)
+        await until(lambda: server.requests and served.context.memory.held > 0)
         waiting = next(iter(served.connections)).pipeline
         await until(lambda: len(waiting) == 2)  # the last one has come while there was no room for it
         release.set()
         assert [(await one.reply()).status for _ in range(3)] == [200, 200, 503]
         release.clear()
         one.send(request() + LARGE)
-        await until(lambda: served.worker.memory.held > 0)
+        await until(lambda: served.context.memory.held > 0)
         one.leave()
         await _gone(served)
 
@@ -170,7 +170,7 @@ async def test_what_is_sent_ahead_without_a_key_is_not_kept() -> None:
         await until(lambda: server.requests)
         waiting = next(iter(served.connections)).pipeline
         await until(lambda: len(waiting) == 6 and waiting[-1].body.complete)
-        assert served.worker.memory.held == 0 and sum(call.body.size for call in waiting) == len(request().partition(b"\r\n\r\n")[2])
+        assert served.context.memory.held == 0 and sum(call.body.size for call in waiting) == len(request().partition(b"\r\n\r\n")[2])
         release.set()
         assert [(await one.reply()).status for _ in range(7)] == [200, 401, 401, 401, 401, 401, 200]
 
@@ -189,7 +189,7 @@ async def test_a_form_is_counted_as_far_as_it_is_held() -> None:
     async with scripted(answers) as server, serving_in_little(server.port, room=700_000) as served, AsyncExitStack() as stack:
         first, second, third = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
         first.send(form(BIG, MODEL)[:-200])
-        await until(lambda: served.worker.memory.held > 250_000)
+        await until(lambda: served.context.memory.held > 250_000)
         second.send(form(BIG, BIG, MODEL))
         assert await _status(second) == 503
         third.send(form(MODEL, BIG, BIG, BIG))
@@ -214,5 +214,5 @@ async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_its_bytes(size: i
             held, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert one.worker.memory.held >= payload
+        assert one.context.memory.held >= payload
         assert held < 1.2 * payload + 100_000 and peak < 3 * payload

@@ -65,7 +65,7 @@ def is_down(served: Served) -> None:
 
 
 def _learn(served: Served, condition: Condition, expected: Mapping[str, float]) -> None:
-    served.worker.learn(Health({SERVER: condition}, {}, expected))
+    served.worker.apply_health(Health({SERVER: condition}, {}, expected))
 
 
 def queued(served: Served) -> float:
@@ -90,7 +90,7 @@ async def test_they_go_on_in_the_order_in_which_they_came() -> None:
         async with client(served.port) as a, client(served.port) as b, client(served.port) as c:
             for number, one in enumerate((b, a, c), 1):
                 await enter(served, one, number, seed=number)
-            assert served.value("inflight_requests", "tiny") == served.worker.admission.in_flight == 3
+            assert served.value("inflight_requests", "tiny") == served.context.inflight.in_flight == 3
             assert served.total("server_inflight") == 0 and server.requests == []
             is_up(served)
             assert [(await one.reply()).status for one in (a, b, c)] == [200, 200, 200]
@@ -110,7 +110,7 @@ async def test_time_in_the_queue_is_written_down_and_is_not_the_gateways_own() -
         is_up(served)
         await one.reply()
         await until(lambda: served.in_flight == 0)
-        [record] = served.worker.records
+        [record] = served.context.records
         assert 0.3 <= record.queued <= record.duration
         assert record.overhead <= record.duration - record.queued
 
@@ -209,7 +209,7 @@ async def test_the_end_of_the_gateway_is_told() -> None:
     async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
         comes_in(served)
         await enter(served, one)
-        served.worker.lobby.close()
+        served.context.queues.close()
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "draining")
         assert (await refused(served)).error["code"] == "draining"
@@ -220,7 +220,7 @@ async def test_the_servers_are_those_of_the_newest_generation() -> None:
         comes_in(served)
         await enter(served, one)
         spec = ServerSpec(SERVER, Address(port=server.port), "tiny")
-        served.worker.take(replace(served.worker.snapshot, version=2, models=(waiting_model(server.port),)))
+        served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(waiting_model(server.port),)))
         assert served.worker.snapshot.models[0].servers == (spec,)
         is_up(served)
         assert (await one.reply()).status == 200
@@ -230,7 +230,7 @@ async def test_a_model_that_is_gone_is_not_waited_for() -> None:
     async with serving([waiting_model(queue=QUEUE)], up=False) as served, client(served.port) as one:
         comes_in(served)
         await enter(served, one)
-        served.worker.take(replace(served.worker.snapshot, version=2, models=()))
+        served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=()))
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
         await until(lambda: served.in_flight == 0)
@@ -266,12 +266,14 @@ async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_n
         main = waiting_model(server.port, fallbacks=("other",))
         async with serving([one, main], up=False) as served, client(served.port) as first, client(served.port) as second:
             due = time.monotonic() + 3600
-            served.worker.learn(Health({SERVER: Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": due}))
+            served.worker.apply_health(Health({SERVER: Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": due}))
             first.send(request(chat(model="other")))
             await until(lambda: slow.requests)
             await enter(served, second)
-            served.worker.take(replace(served.worker.snapshot, version=2, models=(two, main)))
-            served.worker.learn(Health({SERVER: Condition.LOADING, "other#0": Condition.UP, "other#1": Condition.UP}, {}, {"tiny": due}))
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(two, main)))
+            served.worker.apply_health(
+                Health({SERVER: Condition.LOADING, "other#0": Condition.UP, "other#1": Condition.UP}, {}, {"tiny": due})
+            )
             is_down(served)  # nobody expects it any more
             async with asyncio.timeout(30):
                 assert (await second.reply()).status == 200
@@ -333,9 +335,9 @@ async def test_no_comment_comes_before_an_answer_that_is_no_stream(status: str) 
 
     async def script(talk: Conversation) -> None:
         head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status.encode(), len(body))
-        assert len(served.worker.deadlines) == 2, "the answer's, and the comments'"
+        assert len(served.context.deadlines) == 2, "the answer's, and the comments'"
         await talk.write(head + body[:9])
-        await until(lambda: len(served.worker.deadlines) == 1)
+        await until(lambda: len(served.context.deadlines) == 1)
         await talk.write(body[9:])
 
     async with scripted(script) as server, serving([waiting_model(server.port, keepalive=3600.0)]) as served, client(served.port) as one:
@@ -365,7 +367,7 @@ async def test_an_error_that_comes_first_is_told_though_a_comment_comes_before_i
         assert more == [] and rest.endswith(DONE) is (path == "/v1/chat/completions")
         assert (error.get("error", error)["code"], error.get("sequence_number", 0)) == ("invalid_value", 0)
         await until(lambda: served.in_flight == 0)
-        assert (served.worker.records[0].code, served.worker.records[0].incomplete) == ("invalid_value", "upstream")
+        assert (served.context.records[0].code, served.context.records[0].incomplete) == ("invalid_value", "upstream")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/embeddings"])

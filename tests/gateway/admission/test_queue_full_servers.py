@@ -109,9 +109,9 @@ async def come(served: Served, who: str, first: int = 0, **fields: Any) -> list[
     """A request for each letter, of the key of that name, one after the other; the tasks give the statuses."""
     tasks = []
     for seed, letter in enumerate(who, first):
-        before = served.worker.started
+        before = served.context.started
         tasks.append(asyncio.create_task(_status(served, asking(letter, seed, **fields))))
-        await until(lambda before=before: served.worker.started == before + 1)
+        await until(lambda before=before: served.context.started == before + 1)
         await asyncio.sleep(0)
     return tasks
 
@@ -135,9 +135,9 @@ async def test_a_server_has_no_more_than_it_may_and_the_rest_goes_on_one_by_one(
         assert await asyncio.gather(*tasks) == [200] * 6
         assert {0, 1} == set(slow.seeds[:2]) and slow.seeds[2:] == [2, 3, 4, 5] and slow.most == 2
         assert slow.server.accepted == 2, "who goes on takes the connection that has become free"
-        waited = [record.queued > 0 for record in served.worker.records]
+        waited = [record.queued > 0 for record in served.context.records]
         assert waited == [False, False, True, True, True, True]
-        assert all(record.overhead <= record.duration - record.queued for record in served.worker.records)
+        assert all(record.overhead <= record.duration - record.queued for record in served.context.records)
 
 
 async def test_keys_take_turns_by_their_weights() -> None:
@@ -214,13 +214,13 @@ async def test_who_has_waited_long_enough_is_told_when_to_come_back() -> None:
         reply = await ask(served.port, asking("b", 1))
         assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
         await settled_but(served, 1)
-        assert served.worker.records[-1].queued >= 0.3
+        assert served.context.records[-1].queued >= 0.3
         await slow.let_go()
         assert await tasks[0] == 200
 
 
 async def settled_but(served: Served, left: int) -> None:
-    await until(lambda: served.worker.started - len(served.worker.records) == left)
+    await until(lambda: served.context.started - len(served.context.records) == left)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,13 +260,13 @@ async def test_who_had_a_turn_to_no_avail_waits_before_those_who_came_later() ->
         with silent() as nobody:
             servers = (slow.server.port, nobody)
             async with unharmed([bounded(*servers, timeouts=Timeouts(connect=0.5))], KEYS) as served:
-                served.worker.learn(Health({"tiny#1": Condition.DOWN}, {}))
+                served.worker.apply_health(Health({"tiny#1": Condition.DOWN}, {}))
                 tasks = await come(served, "aaa")
                 await until(lambda: queued(served) == 2)
-                served.worker.learn(Health({"tiny#1": Condition.UP}, {}))
+                served.worker.apply_health(Health({"tiny#1": Condition.UP}, {}))
                 assert queued(served) == 1, "the first of them is sent to where nobody accepts it"
                 await until(lambda: queued(served) == 2)
-                served.worker.learn(Health({"tiny#1": Condition.DOWN}, {}))  # or it would be tried once more where the rest takes seconds
+                served.worker.apply_health(Health({"tiny#1": Condition.DOWN}, {}))
                 await slow.let_go(3)
                 assert await asyncio.gather(*tasks) == [200] * 3
                 assert slow.seeds == [0, 1, 2]
@@ -294,15 +294,15 @@ async def test_a_reload_may_change_the_bound_at_any_time_and_cuts_nobody() -> No
 
 def _reload(served: Served, **more: Any) -> None:
     snapshot = served.worker.snapshot
-    served.worker.take(replace(snapshot, version=snapshot.version + 1, models=(replace(snapshot.models[0], **more),)))
+    served.worker.apply_snapshot(replace(snapshot, version=snapshot.version + 1, models=(replace(snapshot.models[0], **more),)))
 
 
 async def test_servers_that_go_while_others_wait() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
         tasks = await come(served, "aa")
         await until(lambda: queued(served) == 1)
-        served.worker.learn(Health({"tiny#0": Condition.DOWN}, {}))
-        assert await tasks[1] == 503 and served.worker.records[-1].code == "no_healthy_server"
+        served.worker.apply_health(Health({"tiny#0": Condition.DOWN}, {}))
+        assert await tasks[1] == 503 and served.context.records[-1].code == "no_healthy_server"
         await slow.let_go()
         assert await tasks[0] == 200
 
@@ -311,7 +311,7 @@ async def test_while_the_gateway_stops_those_who_wait_for_a_turn_may_have_it() -
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
         tasks = await come(served, "aa")
         await until(lambda: queued(served) == 1)
-        served.worker.lobby.close()
+        served.context.queues.close()
         await slow.let_go(2)
         assert await asyncio.gather(*tasks) == [200, 200]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.model_name import Renaming, renamed
+from gateway.api.model_name import ModelRenamer, renamed
 from tests.support.rows import each_row
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
@@ -46,8 +46,8 @@ def test_however_it_is_cut(document: bytes) -> None:
     before = document.replace(HERE, OLD)
     for first in range(len(before) + 1):
         for second in (first, (first + len(before)) // 2):
-            renaming = Renaming("NEW")
-            assert b"".join(map(renaming.feed, (before[:first], before[first:second], before[second:]))) == document.replace(HERE, b"NEW")
+            renamer = ModelRenamer("NEW")
+            assert b"".join(map(renamer.feed, (before[:first], before[first:second], before[second:]))) == document.replace(HERE, b"NEW")
 
 
 JSON = st.recursive(
@@ -66,8 +66,8 @@ def test_any_document(rest: dict[str, Any], at: int, cut: int) -> None:
     members = list(rest.items())
     before, after = dict(members[:at]), dict(members[at:])
     wire, wanted = (orjson.dumps({**before, "model": name, **after}) for name in ("old", "a \u00fc\"'\\ name"))
-    renaming = Renaming("a \u00fc\"'\\ name")
-    assert renaming.feed(wire[:cut]) + renaming.feed(wire[cut:]) == wanted == renamed(wire, "a \u00fc\"'\\ name")
+    renamer = ModelRenamer("a \u00fc\"'\\ name")
+    assert renamer.feed(wire[:cut]) + renamer.feed(wire[cut:]) == wanted == renamed(wire, "a \u00fc\"'\\ name")
 
 
 TEXT = b'{"id":"c","object":"text_completion","created":1,"model":"inside","choices":[{"index":0,"text":"a","finish_reason":"stop"}]}'

@@ -86,17 +86,17 @@ async def test_the_log_has_the_path_and_no_label_has(path: str) -> None:
         assert f"POST {PATHS[path]}" in str(reply.error["message"])
         await until(lambda: served.total("requests_total") == 1)
         assert served.value("requests_total", "other", "other", "404") == 1
-        written = orjson.loads(line(served.worker.records[0]))
+        written = orjson.loads(line(served.context.records[0]))
         assert (written["endpoint"], written["method"], written["path"]) == ("other", "POST", PATHS[path])
-        assert b"secret" not in line(served.worker.records[0])
+        assert b"secret" not in line(served.context.records[0])
 
 
 async def test_a_served_route_has_no_path_in_the_log() -> None:
     async with serving([model(1)]) as served:
         await ask(served.port, request(token=None))
         await ask(served.port, request(b"", "/health", method="GET"))
-        await until(lambda: len(served.worker.records) == 2)
-        assert all("path" not in orjson.loads(line(record)) for record in served.worker.records)
+        await until(lambda: len(served.context.records) == 2)
+        assert all("path" not in orjson.loads(line(record)) for record in served.context.records)
 
 
 async def test_the_words_do_not_depend_on_the_configuration() -> None:

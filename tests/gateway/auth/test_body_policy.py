@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
-from gateway.proxy.body import Prepared, parse, prepare
+from gateway.proxy.body import JsonBody, parse, prepare
 from gateway.snapshot.snapshot import BodyRules
 from tests.support.rows import each_row
 
@@ -195,7 +195,7 @@ def test_a_batch_of_conversations_has_a_bound_and_the_rules_of_each() -> None:
         prepare({"messages": [conversation, pictured]}, BodyPolicy(BodyRules(), {}, {}), route, 100)
     assert caught.value.param == "messages.1.0.content.0.image_url" and caught.value.param in caught.value.message
     prepared = prepare({"messages": [conversation]}, BodyPolicy(BodyRules(max_tokens=50), {}, {}), route, 100)
-    assert (prepared.upstream, prepared.document["max_tokens"]) == (route.path, 50)
+    assert (prepared.path, prepared.document["max_tokens"]) == (route.path, 50)
 
 
 def test_media_are_data_unless_hosts_are_listed() -> None:
@@ -229,7 +229,7 @@ def test_a_refused_url_says_which_hosts_are_allowed(hosts: tuple[str, ...], word
 OWN = {"priority": -5, "cache_salt": "5a17"}
 
 
-def sent(route: Any, document: dict[str, Any]) -> Prepared:
+def sent(route: Any, document: dict[str, Any]) -> JsonBody:
     return prepare(document, BodyPolicy(BodyRules(allow=("cache_salt", "priority")), {"priority": 1}, {"cache_salt": "x"}), route, 100, OWN)
 
 
@@ -240,9 +240,7 @@ def test_a_keys_fields_win_over_everybodys(route: Any) -> None:
         assert prepared.document["cache_salt"] == "5a17"
     if "priority" in route.takes:
         assert prepared.document["priority"] == -5
-    assert prepared.more_head == (b"x-vllm-priority: -5\r\n" if route.path == "/v1/messages" else b"") or route.path.endswith(
-        "count_tokens"
-    )
+    assert prepared.headers == (b"x-vllm-priority: -5\r\n" if route.path == "/v1/messages" else b"") or route.path.endswith("count_tokens")
 
 
 def test_which_routes_take_them() -> None:

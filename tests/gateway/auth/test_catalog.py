@@ -149,7 +149,7 @@ async def test_the_default_model_serves_a_body_without_one(body: dict[str, objec
         async with serving(models, [key()], default_model="tiny") as served:
             assert (await ask(served.port, request(body))).body == COMPLETION
             assert server.requests[0].json["model"] == "inside"
-            assert served.worker.records[0].model == "tiny"
+            assert served.context.records[0].model == "tiny"
 
 
 async def test_the_only_model_of_a_key_serves_a_body_without_one() -> None:
@@ -165,4 +165,4 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
     async with scripted(whole) as server, serving([model(server.port, mounts=("/i-1",))]) as served:
         assert (await ask(served.port, request(path=path))).body == COMPLETION
         assert server.requests[0].head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
-        assert served.worker.records[0].endpoint == "/v1/chat/completions"
+        assert served.context.records[0].endpoint == "/v1/chat/completions"

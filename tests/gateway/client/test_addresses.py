@@ -74,8 +74,8 @@ async def test_the_client_is_in_the_record_and_not_told_to_servers(trusted: tupl
     async with scripted(answers) as server, serving([model(server.port)], clients=Clients(trusted_proxies=trusted)) as served:
         assert (await ask(served.port, request(extra=extra))).status == 200
         assert (await ask(served.port, request(b"", "/v1/models", method="GET", extra=extra))).status == 200
-        await until(lambda: len(served.worker.records) == 2)
-        assert [record.client for record in served.worker.records] == [client_address, client_address]
+        await until(lambda: len(served.context.records) == 2)
+        assert [record.client for record in served.context.records] == [client_address, client_address]
         assert b"forwarded" not in server.requests[0].head.lower() and b"192.0.2.7" not in server.requests[0].head
 
 
@@ -96,7 +96,7 @@ async def test_connections_of_one_address_are_bounded() -> None:
             assert server.requests[3:] == []
             assert served.value("client_faults_total", "too_many") == 2
             assert (await held[0].ask(request())).status == 200
-        await until(lambda: not len(served.worker.addresses))
+        await until(lambda: not len(served.context.addresses))
         assert (await ask(served.port, request())).status == 200
 
 

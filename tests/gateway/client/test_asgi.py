@@ -32,7 +32,7 @@ def part(body: bytes, *, last: bool = True) -> Message:
 async def application(run: Callable[[Message, Receive, Send], Awaitable[None]]) -> AsyncIterator[tuple[Served, Client]]:
     """Serve an application on every route that is not inference, and connect a client."""
     async with serving([model(1)]) as served:
-        served.worker.other_routes = run
+        served.context.other_routes = run
         async with client(served.port) as one:
             yield served, one
 
@@ -134,7 +134,7 @@ async def test_an_application_learns_of_a_disconnect() -> None:
         one.send(GET)
         await one.reader.readuntil(b"1\r\na\r\n")
         one.leave()
-        await until(lambda: not served.worker.handlers and not served.connections)
+        await until(lambda: not served.context.handlers and not served.connections)
         assert [each["type"] for each in received] == ["http.request", "http.disconnect"]
 
 
@@ -151,7 +151,7 @@ async def test_an_application_waits_for_a_slow_client() -> None:
         finished = True
 
     async with serving([model(1)]) as served, lazy(served) as (one, connection):
-        served.worker.other_routes = run
+        served.context.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
         assert sent < 8 << 20 and not finished
@@ -168,11 +168,11 @@ async def test_an_application_that_waits_for_a_slow_client_resumes_when_it_disco
         await send(part(b""))
 
     async with serving([model(1)]) as served, lazy(served) as (one, connection):
-        served.worker.other_routes = run
+        served.context.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
         one.leave()
-        await until(lambda: not served.worker.handlers)
+        await until(lambda: not served.context.handlers)
 
 
 # Applications that fail
@@ -208,7 +208,7 @@ async def test_an_application_that_fails_before_its_response_is_answered_with_50
         reply = await one.ask(GET)
         assert (reply.status, reply.error["code"], reply.headers["connection"]) == (500, "internal_error", "close")
         assert await one.closed()
-        await until(lambda: not served.worker.handlers)
+        await until(lambda: not served.context.handlers)
 
 
 async def test_the_error_of_a_head_request_has_no_body() -> None:
@@ -244,7 +244,7 @@ async def test_an_application_that_fails_in_its_response_does_not_seem_to_be_fin
             assert version == b"HTTP/1.0", "to this client the end of the connection is the end of the body"
         else:
             assert version == b"HTTP/1.1" and not data.endswith(b"0\r\n\r\n")
-        await until(lambda: not served.worker.handlers and not served.connections)
+        await until(lambda: not served.context.handlers and not served.connections)
 
 
 async def test_an_error_behind_the_response_changes_nothing() -> None:
@@ -267,7 +267,7 @@ async def test_an_application_that_is_cancelled_is_answered_with_503() -> None:
         one.send(GET)
         await until(lambda: only(served).current is not None and not only(served).is_idle)
         await asyncio.sleep(0)
-        for handler in tuple(served.worker.handlers):
+        for handler in tuple(served.context.handlers):
             handler.cancel()
         assert (await one.reply()).status == 503
         assert await one.closed()

@@ -173,7 +173,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
                 one.send(ahead + request())
                 if ahead:
                     await one.reply()
-                await until(lambda: served.worker.admission.in_flight == 1)
+                await until(lambda: served.context.inflight.in_flight == 1)
                 connection.check(later)
                 release.set()
                 assert (await one.reply()).body == COMPLETION, "a request in progress was cut"
@@ -255,7 +255,7 @@ async def test_an_older_client_gets_no_continue() -> None:
     head, _, body = whole.partition(b"\r\n\r\n")
     async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(head + b"\r\n\r\n")
-        await until(lambda: served.worker.started == 1)
+        await until(lambda: served.context.started == 1)
         one.send(body)
         assert await user(one) == "e"
 
@@ -271,7 +271,7 @@ async def test_a_key_that_is_new_when_the_turn_of_a_waiting_request_comes() -> N
     async with scripted(slow) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + request(token="sk-new"))
         await until(lambda: bool(only(served).pipeline))
-        served.worker.take(replace(served.worker.snapshot, version=2, keys=(key(), key("b", "sk-new"))))
+        served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, keys=(key(), key("b", "sk-new"))))
         turn.set()
         assert (await one.reply()).status == 200
         reply = await one.reply()

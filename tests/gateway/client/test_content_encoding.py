@@ -114,8 +114,8 @@ async def test_a_body_arrives_as_its_client_meant_it(encoding: str, size: int) -
         assert (await one.ask(request(body, extra=("content-encoding: Identity",)))).status == 200
         assert [seen.json for seen in server.requests] == [{**body, "model": MODEL}] * 2
         assert server.requests[0].header("content-encoding") is None
-        assert served.worker.records[0].request_bytes == len(encoded(body, encoding).partition(b"\r\n\r\n")[2])
-        await until(lambda: served.worker.memory.held == 0)
+        assert served.context.records[0].request_bytes == len(encoded(body, encoding).partition(b"\r\n\r\n")[2])
+        await until(lambda: served.context.memory.held == 0)
 
 
 async def test_other_encodings_are_refused_with_those_that_are_accepted() -> None:
@@ -135,5 +135,5 @@ async def test_what_a_body_becomes_counts_as_memory() -> None:
     async with scripted(answers) as server, serving([model(server.port)], clients=Clients(body_memory=500_000)) as served:
         reply = await ask(served.port, data)
         assert len(data) < FREE and (reply.status, reply.error["code"]) == (503, "overloaded")
-        await until(lambda: served.worker.memory.held == 0)
+        await until(lambda: served.context.memory.held == 0)
         assert (await ask(served.port, encoded(chat(), "gzip"))).status == 200

@@ -17,7 +17,7 @@ from gateway.proxy.response import EventRelay
 from tests.support.running import Served, model, serving, soon, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, SHOWN, Client, chat, client, request
-from upstream.balancing.attempt import Answer
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.http.connection import Connection
 from upstream.http.deadlines import Timeouts
 
@@ -125,7 +125,7 @@ async def test_nothing_of_a_stream_waits_for_the_collector(leaves: bool) -> None
             await talk.chunk(DONE)
             await talk.end_stream()
 
-    kinds = (ClientRequest, Answer, EventRelay, ClientConnection, *((Connection,) if leaves else ()))
+    kinds = (ClientRequest, UpstreamResponse, EventRelay, ClientConnection, *((Connection,) if leaves else ()))
     async with scripted(script) as server, serving([model(server.port)]) as served:
         gc.collect()
         gc.disable()
@@ -190,7 +190,7 @@ async def test_leaving_while_the_body_is_sent() -> None:
     async with scripted(never) as server, serving([model(server.port)]) as served, client(served.port) as one:
         whole = request()
         one.send(whole[:-10])
-        await until(lambda: served.worker.admission.in_flight == 1)
+        await until(lambda: served.context.inflight.in_flight == 1)
         one.leave()
         await until(lambda: served.in_flight == 0)
         assert server.requests == []

@@ -92,7 +92,7 @@ async def test_bodies_that_do_not_come() -> None:
         await asyncio.gather(*(_unfinished_body(served, body, trickles) for body in bodies for trickles in (False, True)))
         assert faults(served, "slow_body") == 4
         await until(lambda: served.in_flight == 0)
-        assert [(record.status, record.code) for record in served.worker.records] == 4 * [(408, "request_timeout")]
+        assert [(record.status, record.code) for record in served.context.records] == 4 * [(408, "request_timeout")]
         assert server.requests == []
 
 
@@ -159,7 +159,7 @@ async def test_a_reader_that_stops_is_cut_in_its_stream() -> None:
         one.send(request(chat(stream=True)))
         await until(lambda: server.requests)
         await until(lambda: served.in_flight == 0 and server.open == 0, 20)
-        (record,) = served.worker.records
+        (record,) = served.context.records
         assert (record.status, record.incomplete) == (499, "client")
         assert faults(served, "slow_reader") == 1
         await until(lambda: not served.connections)
@@ -170,7 +170,7 @@ async def test_a_reader_that_stops_is_cut_behind_its_answer(ends: bool) -> None:
     """The server is free as soon as its answer is in the transport's buffer; the connection is not left standing."""
     async with scripted(_big) as server, serving_quickly(server.port) as served, lazy(served) as (one, _):
         one.send(request(extra=("connection: close",) if ends else ()))
-        await until(lambda: served.worker.records, 20)
+        await until(lambda: served.context.records, 20)
         assert served.in_flight == 0
         await until(lambda: not served.connections, 20)
         assert faults(served, "slow_reader") == 1

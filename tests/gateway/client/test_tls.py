@@ -116,7 +116,7 @@ async def test_leaving_ends_the_request(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             await left.wait()
         await until(lambda: served.in_flight == 0)
-        assert served.worker.records[0].incomplete == "client"
+        assert served.context.records[0].incomplete == "client"
 
 
 async def test_a_slow_reader_slows_its_server_down_and_is_cut(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_a_slow_reader_slows_its_server_down_and_is_cut(tmp_path: Path) ->
             await until(lambda: served.in_flight > 0)
             await until(lambda: served.in_flight == 0 and server.open == 0, 30)
         assert sent < 32 << 20, "what the sockets hold, and a little"
-        assert served.worker.records[0].incomplete == "client"
+        assert served.context.records[0].incomplete == "client"
 
 
 # Renewal

@@ -307,7 +307,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
             one.send(request(chat(stream=True)))
             await one.events(1)
             left = [other] if later is None else [model(server.port, price=later), other]
-            served.worker.take(replace(served.worker.snapshot, version=2, models=tuple(left)))
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=tuple(left)))
             go_on.set()
             await until(lambda: not served.inline_tasks)
             (row,) = rows(journal)
@@ -331,7 +331,7 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
         async with serving(models, books=Recorder(journal)) as served:
             reply = asyncio.create_task(ask(served.port, request(chat())))
             await asked.wait()
-            served.worker.take(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
             go_on.set()
             assert (await reply).status == 200
             (row,) = rows(journal)

@@ -77,7 +77,7 @@ class Counted:
 
 
 def meter(served: Served, holder: str = "key team-a") -> Counted:
-    meters = served.worker.limits.buckets
+    meters = served.context.limiter.buckets
     place = meters.holder(holder, Limits()).offset
     cells = meters.cells[place : place + rules.SIZE]
     return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], meters.in_flight(place))
@@ -188,8 +188,8 @@ async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
         long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
         assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
-        place = served.worker.limits.buckets.holder("key team-a", Limits()).offset
-        served.worker.limits.buckets.cells[place + rules.DAY + rules.USED] = 200
+        place = served.context.limiter.buckets.holder("key team-a", Limits()).offset
+        served.context.limiter.buckets.cells[place + rules.DAY + rules.USED] = 200
         assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
 
 
@@ -242,9 +242,9 @@ async def test_what_did_not_run_costs_no_tokens(text: str) -> None:
 
 async def test_a_request_that_the_gateway_fails_does_not_count() -> None:
     async with gateway(limited(tokens_per_day=100_000, requests_per_minute=2)) as (served, _):
-        served.worker.draining = True
+        served.context.draining = True
         assert await statuses(served, 4, request(chat())) == [503] * 4
-        served.worker.draining = False
+        served.context.draining = False
         assert await statuses(served, 3, request(chat())) == [200, 200, 429]
         assert meter(served).day == 2 * USED
 
@@ -356,9 +356,9 @@ async def test_a_reload_keeps_the_counts() -> None:
     async with gateway(limited(requests_per_minute=4)) as (served, _):
         assert await statuses(served, 2, request(chat())) == [200, 200]
         before = served.worker.snapshot
-        served.worker.take(Snapshot(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
+        served.worker.apply_snapshot(Snapshot(2, (limited(requests_per_minute=8, tokens_per_day=5000),), before.models))
         assert await statuses(served, 5, request(chat())) == [200, 200, 200, 200, 429], "half of it was used"
-        served.worker.take(Snapshot(3, (key(),), before.models))
+        served.worker.apply_snapshot(Snapshot(3, (key(),), before.models))
         assert await statuses(served, 2, request(chat())) == [200, 200]
         assert served.in_flight == 0
 

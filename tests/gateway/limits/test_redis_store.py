@@ -449,7 +449,7 @@ async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServe
         assert await statuses(served, 2) == [200, 429]
         for version, requests in enumerate((600_000, None), 2):
             allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
-            served.worker.take(replace(served.worker.snapshot, version=version, keys=(key(allowances=(allowance,)),)))
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=version, keys=(key(allowances=(allowance,)),)))
             async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
                 while await statuses(served, 1) != [200]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -467,8 +467,8 @@ async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisSer
                 ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
                 before = served.worker.snapshot
                 if gone:
-                    served.worker.take(replace(before, version=2, keys=(key(),)))
-                served.worker.take(replace(before, version=3, limits_store=server.place(refuses=True)))
+                    served.worker.apply_snapshot(replace(before, version=2, keys=(key(),)))
+                served.worker.apply_snapshot(replace(before, version=3, limits_store=server.place(refuses=True)))
                 await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
@@ -484,11 +484,11 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
         async with client(served.port) as visitor:
             data = request(chat(max_tokens=1))
             visitor.send(data[:-1])
-            await until(lambda: served.worker.started == 1)
-            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
+            await until(lambda: served.context.started == 1)
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, limits_store=None))
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
-        meters = served.worker.limits.buckets
+        meters = served.context.limiter.buckets
         assert meters.in_flight(meters.holder("key team-a", Limits()).offset) == 0
 
 
@@ -497,11 +497,11 @@ async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisS
     async with scripted(respond) as upstream:
         models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
         async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
-            served.worker.learn(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
+            served.worker.apply_health(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
             waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
             await until(lambda: served.value("queued_requests", "tiny") == 1)
-            served.worker.take(replace(served.worker.snapshot, version=2, limits_store=None))
-            served.worker.learn(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, limits_store=None))
+            served.worker.apply_health(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
             assert (await waits).status == 200
 
 
@@ -583,12 +583,12 @@ async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(serve
             passed = network.passed
             async with client(served.port) as visitor:
                 visitor.send(request(chat()))
-                await until(lambda: served.worker.started == 2)
+                await until(lambda: served.context.started == 2)
             await until(lambda: network.passed > passed and served.in_flight == 0)
             with server.client() as each:
                 await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
-            assert [record.status for record in served.worker.records][-1] == 499
-            await until(lambda: not served.worker.limits.store._leases)  # type: ignore[union-attr]
+            assert [record.status for record in served.context.records][-1] == 499
+            await until(lambda: not served.context.limiter.store._leases)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -15,7 +15,7 @@ from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body, Route
 from gateway.auth.body_policy import FORBIDDEN, NUMBERS, REFUSED, BodyPolicy
 from gateway.auth.catalog import Catalog, named_model
-from gateway.proxy.body import MAX_DEPTH, Prepared, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
+from gateway.proxy.body import MAX_DEPTH, JsonBody, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
 from gateway.proxy.body import prepare as prepared_by
 from gateway.snapshot.snapshot import Key, Model
 from gateway.system.steps import finished
@@ -27,7 +27,7 @@ MODEL = Model("tiny", ())
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
-def prepare(document: dict[str, Any], model: Model, route: Route) -> Prepared:
+def prepare(document: dict[str, Any], model: Model, route: Route) -> JsonBody:
     return prepared_by(document, BodyPolicy.for_model(model), route, len(orjson.dumps(document)))
 
 
@@ -231,14 +231,14 @@ def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None
             return refusal.code, refusal.message
 
     at_once, in_steps = outcome(True), outcome(False)
-    if not isinstance(in_steps, Prepared) or not isinstance(at_once, Prepared):
+    if not isinstance(in_steps, JsonBody) or not isinstance(at_once, JsonBody):
         assert at_once == in_steps
     else:
         assert replace(at_once, translation=None) == replace(in_steps, translation=None)
         assert type(at_once.translation) is type(in_steps.translation)
-        encoded = in_steps.encoded("inside")
+        serialized = in_steps.serialized("inside")
         for name in ("inside", 'an"other', "x"):
-            assert orjson.loads(encoded.encode(name)) == orjson.loads(in_steps.encode(name))
+            assert orjson.loads(serialized.encode(name)) == orjson.loads(in_steps.encode(name))
 
 
 @settings(deadline=None)

@@ -41,7 +41,7 @@ def pair(server: Scripted, spare: Scripted) -> list[Model]:
 def down(served: Served, *models: Model, expected: Mapping[str, float] | None = None) -> None:
     """Control has said that the servers of these are down; ``expected``: when a model may be up."""
     names = [spec.name for each in models for spec in each.servers]
-    served.worker.learn(Health(dict.fromkeys(names, Condition.DOWN), {}, expected or {}))
+    served.worker.apply_health(Health(dict.fromkeys(names, Condition.DOWN), {}, expected or {}))
 
 
 async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None:
@@ -62,7 +62,7 @@ async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None
             assert served.value("fallbacks_total", "tiny", "other") == 2
             assert served.value("tokens_total", "team-a", "other", "prompt") == 3
             await until(lambda: served.in_flight == 0)
-            written = [orjson.loads(line(record)) for record in served.worker.records]
+            written = [orjson.loads(line(record)) for record in served.context.records]
             assert [(each["model"], each["asked"], each["server"]) for each in written] == [("other", "tiny", "other#0")] * 2
 
 
@@ -71,7 +71,7 @@ async def test_nothing_is_said_while_it_is_up() -> None:
         reply = await ask(served.port, request())
         assert reply.status == 200 and TOLD not in reply.headers
         assert (len(server.requests), len(spare.requests)) == (1, 0)
-        assert b"asked" not in line(served.worker.records[0])
+        assert b"asked" not in line(served.context.records[0])
 
 
 async def test_in_order_and_only_where_the_key_may_go() -> None:
@@ -111,7 +111,7 @@ async def test_servers_that_refuse_are_counted_for_their_own_model() -> None:
             reply = await ask(served.port, request())
             assert (reply.status, reply.headers[TOLD]) == (200, "other")
             assert [served.value("server_failures_total", "tiny", f"tiny#{n}", "connect") for n in range(2)] == [1, 1]
-            assert served.worker.records[0].retries == 1
+            assert served.context.records[0].retries == 1
 
 
 async def test_a_server_that_may_have_run_it_is_the_last() -> None:
@@ -139,13 +139,13 @@ async def test_after_the_wait_for_a_model_that_does_not_come_up() -> None:
         down(served, asked, expected={"tiny": time.monotonic() + 60})
         async with client(served.port) as patient, client(served.port) as late:
             patient.send(request())
-            await until(lambda: served.value("queued_requests", "tiny") == 1 or served.worker.records)  # or its wait is over already
+            await until(lambda: served.value("queued_requests", "tiny") == 1 or served.context.records)  # or its wait is over already
             reply: Reply = await late.ask(request())
             assert (reply.status, reply.headers[TOLD]) == (200, "other"), "the queue is full"
             reply = await asyncio.wait_for(patient.reply(), 20)
             assert (reply.status, reply.headers[TOLD]) == (200, "other")
         await until(lambda: served.in_flight == 0)
-        assert served.worker.records[-1].queued >= 0.3
+        assert served.context.records[-1].queued >= 0.3
 
 
 async def test_an_instance_url_serves_its_model_alone() -> None:

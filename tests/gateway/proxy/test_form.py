@@ -150,7 +150,7 @@ def test_what_a_form_costs(name: str) -> None:
 def _costs(body: bytes) -> list[float]:
     """CPU seconds of each piece of a form, of which each is processed in one event-loop iteration."""
     one = Form(BOUNDARY.encode())
-    one.obey(BodyPolicy(BodyRules(), {}, {}))
+    one.apply_policy(BodyPolicy(BodyRules(), {}, {}))
     pieces, costs = [body[at : at + 65536] for at in range(0, len(body), 65536)], []
 
     async def next_bytes() -> bytes:
@@ -226,7 +226,7 @@ async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, .
         async with serving(models, default_model="tiny") as served:
             assert (await ask(served.port, form(*parts, chunks=chunks))).body == ANSWER
             assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
-            assert served.worker.records[0].model == "tiny"
+            assert served.context.records[0].model == "tiny"
 
 
 async def test_a_large_file_streams_through() -> None:
@@ -314,7 +314,7 @@ def test_the_model_is_found_however_the_reads_are_cut(parts: list[bytes], sizes:
         one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
         name = await one.read_model(next_bytes)
         sent.append(one.opening("a-longer-name"))
-        behind = one.behind(len(body)) if one.ended else None
+        behind = one.remaining(len(body)) if one.ended else None
         await one.upload(next_bytes, chunked=False)(lambda data, _: sent.append(data), drained)
         assert behind is None or len(sent[0]) + behind == sum(map(len, sent))
         return name
@@ -405,7 +405,7 @@ async def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
 
         one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
         assert await one.read_model(next_bytes) == "tiny"
-        one.obey(BodyPolicy(BodyRules(max_tokens=of_model), {}, {}), of_key)
+        one.apply_policy(BodyPolicy(BodyRules(max_tokens=of_model), {}, {}), of_key)
         sent += one.opening("tiny")
         await one.upload(next_bytes, chunked=False)(lambda data, _, sent=sent: sent.extend(data), drained)  # type: ignore[misc]
         assert bytes(sent) == whole
@@ -432,7 +432,7 @@ async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
         reply = await ask(served.port, form(*parts, chunks=chunks))
         assert (reply.status, reply.body) == (200, text + count + done if asked else text + done)
         await until(lambda: served.total("tokens_total") == 37)
-        assert served.worker.records[-1].stream
+        assert served.context.records[-1].stream
 
 
 async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
@@ -452,14 +452,14 @@ async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
         async with client(served.port) as one:
             one.send(form(MODEL, STREAM, FILE))
             await one.reader.readuntil(done)
-        await until(lambda: len(served.worker.records) == 1)
+        await until(lambda: len(served.context.records) == 1)
         left.set()
-        assert (served.worker.records[0].status, served.worker.records[0].incomplete) == (200, None)
+        assert (served.context.records[0].status, served.context.records[0].incomplete) == (200, None)
 
         reply = await ask(served.port, form(MODEL, STREAM, FILE))
         assert reply.body.startswith(text + b'data: {"error":') and reply.body.endswith(done)
-        await until(lambda: len(served.worker.records) == 2)
-        assert (served.worker.records[1].code, served.worker.records[1].incomplete) == ("upstream_disconnected", "upstream")
+        await until(lambda: len(served.context.records) == 2)
+        assert (served.context.records[1].code, served.context.records[1].incomplete) == ("upstream_disconnected", "upstream")
 
 
 async def test_a_keys_bound_holds_for_forms() -> None:

@@ -37,7 +37,7 @@ async def test_a_servers_time_is_not_the_gateways(script: object) -> None:
     async with scripted(script) as server, serving([model(server.port)]) as served:  # type: ignore[arg-type]
         async with client(served.port) as one:
             await one.ask(request(chat()))
-        (record,) = served.worker.records
+        (record,) = served.context.records
     assert record.duration > PAUSE and record.overhead < record.duration - PAUSE / 2
 
 
@@ -47,6 +47,6 @@ async def test_nor_is_that_of_a_client_that_does_not_wait() -> None:
             one.send(request(chat()))
             await until(lambda: server.requests)
             await asyncio.sleep(PAUSE / 2)
-        await until(lambda: served.worker.records)
-        (record,) = served.worker.records
+        await until(lambda: served.context.records)
+        (record,) = served.context.records
     assert record.status == 499 and record.overhead < record.duration - PAUSE / 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.proxy.prefix import HEAD, affinity_key
+from gateway.proxy.prefix import USER_PREFIX, affinity_key
 from tests.support.examples import examples
 from tests.support.rows import each_row
 
@@ -25,7 +25,7 @@ def chat(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages)}
 
 
-TEXT = "x" * HEAD
+TEXT = "x" * USER_PREFIX
 
 ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (chat(SYSTEM, user("a")), chat(SYSTEM, user("a"), ANSWER, user("b"))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -259,7 +261,7 @@ async def test_vectors_in_bytes_come_with_what_is_told_of_them_and_are_counted(t
             assert reply.headers["content-type"] == "application/octet-stream"
             name = b"tiny" if rewrite else b"tiny-inside"
             assert reply.headers.get("metadata") == ((METADATA % name).decode() if told else None)
-            await until(lambda: len(served.worker.records) == 1)
+            await until(lambda: len(served.context.records) == 1)
             assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else 0)
             again = await ask(served.port, request(body, "/v1/embeddings"))
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
@@ -290,11 +292,11 @@ class _Broken(Catalog):
 
 async def test_an_error_of_the_gateways_own_is_counted_on_every_route() -> None:
     async with serving([model(1)]) as served:
-        served.worker.catalog = _Broken((), {})
+        served.context.active = replace(served.context.active, catalog=_Broken((), {}))
         reply = await ask(served.port, request(None, "/v1/models", method="GET"))
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
-        await until(lambda: len(served.worker.records) == 1)
-        (one,) = served.worker.records
+        await until(lambda: len(served.context.records) == 1)
+        (one,) = served.context.records
         assert (one.endpoint, one.status, one.code) == ("/v1/models", 500, "internal_error")
 
 

@@ -158,6 +158,6 @@ async def test_neither_key_nor_prompt_is_in_it() -> None:
             request(b"{" + canary.encode()),
         ):
             await ask(served.port, data)
-        await until(lambda: len(served.worker.records) == 5)
-        written = b"".join(line(each) for each in served.worker.records)
+        await until(lambda: len(served.context.records) == 5)
+        written = b"".join(line(each) for each in served.context.records)
         assert canary.encode() not in written and KEY.encode() not in written

@@ -148,7 +148,7 @@ async def test_what_is_not_in_the_share_is_not_exported_and_the_server_is_told_s
     async with traced(collected, 1e-12) as (served, server):
         await ask(served.port, request(chat()))
         await ask(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
-        await until(lambda: len(served.worker.records) == 2)
+        await until(lambda: len(served.context.records) == 2)
         served.worker.tick()
         own, continued = (sent.header("traceparent") for sent in server.requests)
     assert not collected.requests
@@ -160,7 +160,7 @@ async def test_without_tracing_nothing_is_told() -> None:
     async with scripted(answers) as server, serving([model(server.port)]) as served:
         await ask(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
         assert server.requests[0].header("traceparent") is None
-        assert served.worker.records[0].trace is None
+        assert served.context.records[0].trace is None
 
 
 async def test_neither_key_nor_prompt_is_in_a_span(collected: Collector) -> None:

@@ -113,7 +113,7 @@ def test_an_empty_list_has_no_first_and_no_last() -> None:
 async def test_the_list_of_a_key_with_what_servers_report() -> None:
     models = [model(1, aliases=("t",)), model(2, identity="other")]
     async with serving(models, [key(models=("tiny",))]) as served:
-        served.worker.learn(Health({"tiny#0": Condition.UP}, {"tiny": 2048, "other": 1}, tasks={"tiny": "embedding"}))
+        served.worker.apply_health(Health({"tiny#0": Condition.UP}, {"tiny": 2048, "other": 1}, tasks={"tiny": "embedding"}))
         reply = await ask(served.port, request(b"", "/v1/models?limit=1", method="GET"))
         listed = orjson.loads(reply.body)
         assert [(each["id"], each["task"], each["context_length"]) for each in listed["data"]] == [("tiny", "embedding", 2048)]

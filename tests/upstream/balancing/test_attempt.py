@@ -14,7 +14,7 @@ import pytest
 from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
-from upstream.balancing.attempt import Answer, Attempt, Upload
+from upstream.balancing.attempt import Attempt, Upload, UpstreamResponse
 from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.retry_budget import FLOOR, SHARE
 from upstream.balancing.server import Condition, Server, ServerSpec
@@ -62,8 +62,8 @@ class Way:
 
     async def ask(self, upload: Upload | None = None) -> tuple[bytes, Attempt]:
         with self.attempt() as attempt:
-            answer = await attempt.answer(compose, upload)
-            return await answer.collect(1 << 20), attempt
+            response = await attempt.send(compose, upload)
+            return await response.read_body(1 << 20), attempt
 
     def check(self) -> None:
         assert [server.in_flight for server in self.servers] == [0] * len(self.servers)
@@ -153,7 +153,7 @@ async def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
     async with scripted(script) as server, scripted(answers) as other, way(server.port, other.port) as one:
         one.servers[1].condition = Condition.DOWN
         with one.attempt() as attempt, pytest.raises(Disconnected):
-            await attempt.answer(compose)
+            await attempt.send(compose)
         assert (attempt.retries, len(server.requests), len(other.requests)) == (0, 1, 0)
 
 
@@ -183,11 +183,11 @@ async def test_a_refusal_with_no_other_server_is_final() -> None:
     with refusing() as closed:
         async with way(closed) as one:
             with one.attempt() as attempt, pytest.raises(ConnectFailed):
-                await attempt.answer(compose)
+                await attempt.send(compose)
             assert (attempt.retries, last(attempt)) == (0, "s0")
         async with way(closed, closed, closed) as many:
             with many.attempt() as attempt, pytest.raises(ConnectFailed):
-                await attempt.answer(compose)
+                await attempt.send(compose)
             assert (attempt.retries, len(attempt.failures)) == (1, 2)
 
 
@@ -259,7 +259,7 @@ async def test_descriptors_of_our_own_are_no_fault_of_the_servers() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             with one.attempt() as attempt, pytest.raises(LocalLimit):
-                await attempt.answer(compose)
+                await attempt.send(compose)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (attempt.retries, attempt.failures) == (0, []), "another server would not have helped"
@@ -270,7 +270,7 @@ async def test_descriptors_of_our_own_are_no_fault_of_the_servers() -> None:
 async def test_no_server() -> None:
     async with way(1, up=False) as one:
         with one.attempt() as attempt, pytest.raises(NoServerError):
-            await attempt.answer(compose)
+            await attempt.send(compose)
         assert (last(attempt), attempt.retries, attempt.failures) == (None, 0, [])
 
 
@@ -337,18 +337,18 @@ async def test_bytes_put_the_idle_deadline_off() -> None:
 
     async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose)
-            first, came = answer.last_byte, list[bytes]()
-            answer.flow_to(came.append)
+            response = await attempt.send(compose)
+            first, came = response.last_byte_at, list[bytes]()
+            response.stream_to(came.append)
             await asyncio.sleep(0.05)
             more.set()
             await until(lambda: b"".join(came) == b"xy")
-            assert answer.last_byte > first + 0.02
-            answer.check(first + 100.01)
-            assert answer.error is None
-            answer.check(answer.last_byte + 100.01)
+            assert response.last_byte_at > first + 0.02
+            response.check(first + 100.01)
+            assert response.error is None
+            response.check(response.last_byte_at + 100.01)
             with pytest.raises(IdleTimeout):
-                await answer.ended()
+                await response.wait_complete()
 
 
 async def drips(talk: Conversation) -> None:
@@ -372,17 +372,17 @@ async def test_a_pause_does_not_count_as_silence() -> None:
 
     async with scripted(script) as server, way(server.port, tick=FOR_EVER, idle=100) as one:
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose)
-            answer.flow_to(lambda _: None)
-            answer.pause()
-            answer.check(answer.last_byte + 1000)
-            assert answer.error is None
-            answer.resume()
-            answer.check(answer.last_byte + 99)
-            assert answer.error is None, "the time begins anew"
-            answer.check(answer.last_byte + 101)
+            response = await attempt.send(compose)
+            response.stream_to(lambda _: None)
+            response.pause()
+            response.check(response.last_byte_at + 1000)
+            assert response.error is None
+            response.resume()
+            response.check(response.last_byte_at + 99)
+            assert response.error is None, "the time begins anew"
+            response.check(response.last_byte_at + 101)
             with pytest.raises(IdleTimeout):
-                await answer.ended()
+                await response.wait_complete()
 
 
 # Answers
@@ -397,7 +397,7 @@ async def test_leaving_the_block_closes_what_is_not_whole() -> None:
         for leave in (None, ValueError):
             try:
                 with one.attempt() as attempt:
-                    await attempt.answer(compose)
+                    await attempt.send(compose)
                     assert one.servers[0].in_flight == 1
                     if leave:
                         raise leave
@@ -424,7 +424,7 @@ async def test_an_error_in_composing_gives_everything_back() -> None:
 
     async with scripted(answers) as server, way(server.port) as one:
         with one.attempt() as attempt, pytest.raises(ZeroDivisionError):
-            await attempt.answer(fails)
+            await attempt.send(fails)
         one.check()
         await until(lambda: server.open == 0)
 
@@ -435,8 +435,8 @@ async def test_collect_keeps_the_beginning() -> None:
 
     async with scripted(script) as server, way(server.port) as one:
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose)
-            assert await answer.collect(15) == b"012345678901234"
+            response = await attempt.send(compose)
+            assert await response.read_body(15) == b"012345678901234"
         assert server.accepted == 1
 
 
@@ -468,18 +468,18 @@ async def test_an_answer_that_nobody_takes_does_not_gather() -> None:
     flood = Flood()
     async with scripted(flood) as server, way(server.port) as one:
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose)
+            response = await attempt.send(compose)
             assert await standing(flood) < 32 << 20, "what the sockets hold, and a little"
-            assert sum(map(len, answer.pending)) < 2 << 20
+            assert sum(map(len, response.pending)) < 2 << 20
             taken = 0
 
             def take(data: bytes) -> None:
                 nonlocal taken
                 taken += len(data)
 
-            answer.flow_to(take)
+            response.stream_to(take)
             await until(lambda: taken > 64 << 20)
-            answer.pause()
+            response.pause()
             held = await standing(flood) - taken
             assert held < 32 << 20
 
@@ -493,16 +493,16 @@ async def test_a_whole_answer_leaves_its_connection_alone() -> None:
 
     async with scripted(script) as server, way(server.port) as one:
         with one.attempt() as first:
-            answer = await first.answer(compose)
-            answer.flow_to(lambda _: answer.pause())
-            await answer.ended()
-            answer.pause()
+            response = await first.send(compose)
+            response.stream_to(lambda _: response.pause())
+            await response.wait_complete()
+            response.pause()
             async with asyncio.timeout(5):
                 assert (await one.ask())[0] == b"ok"
             with one.attempt() as second:
-                streaming = await second.answer(compose)
-                streaming.flow_to(lambda _: streaming.pause())
-                answer.resume()
+                streaming = await second.send(compose)
+                streaming.stream_to(lambda _: streaming.pause())
+                response.resume()
                 assert await standing(flood) < 32 << 20
         assert server.accepted == 1
 
@@ -530,8 +530,8 @@ def compose_upload(pieces: int) -> Callable[[Server], tuple[bytes, bytes]]:
 async def test_an_upload_reaches_the_server() -> None:
     async with scripted(answers) as server, way(server.port) as one:
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose_upload(50), upload_of(50))
-            assert await answer.collect(10) == b"ok"
+            response = await attempt.send(compose_upload(50), upload_of(50))
+            assert await response.read_body(10) == b"ok"
         assert server.requests[0].body == b"?" + b"x" * 65536 * 50
         assert len(one.servers[0]._idle) == 1
 
@@ -556,7 +556,7 @@ async def test_an_upload_waits_for_a_server_that_does_not_read() -> None:
         with one.attempt() as attempt:
             async with asyncio.timeout(10):
                 with pytest.raises(FirstByteTimeout):
-                    await attempt.answer(compose_upload(1 << 20), upload)
+                    await attempt.send(compose_upload(1 << 20), upload)
         assert 0 < sent < 32 << 20
         release.set()
 
@@ -569,8 +569,8 @@ async def test_a_slow_client_is_not_its_servers_fault() -> None:
                 each.check(monotonic() + 200)
 
         with one.attempt() as attempt:
-            answer = await attempt.answer(compose_upload(3), upload_of(3, later))
-            assert await answer.collect(10) == b"ok"
+            response = await attempt.send(compose_upload(3), upload_of(3, later))
+            assert await response.read_body(10) == b"ok"
 
 
 async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
@@ -584,8 +584,8 @@ async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
     async with server, way(server.sockets[0].getsockname()[1]) as one:
         with one.attempt() as attempt:
             async with asyncio.timeout(10):
-                answer: Answer = await attempt.answer(compose_upload(1 << 20), upload_of(1 << 20))
-            assert (answer.status, await answer.collect(10)) == (413, b"no")
+                response: UpstreamResponse = await attempt.send(compose_upload(1 << 20), upload_of(1 << 20))
+            assert (response.status, await response.read_body(10)) == (413, b"no")
         assert len(one.servers[0]._idle) == 0, "half a request is still on it"
 
 
@@ -600,5 +600,5 @@ async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
         with one.attempt() as attempt:
             async with asyncio.timeout(10):
                 with pytest.raises(Disconnected):
-                    await attempt.answer(compose_upload(1 << 20), upload_of(1 << 20))
+                    await attempt.send(compose_upload(1 << 20), upload_of(1 << 20))
         assert other.requests == []

@@ -110,8 +110,8 @@ async def test_a_server_that_is_gone_keeps_no_connection() -> None:
 
             async def ask() -> None:
                 with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
-                    answer = await attempt.answer(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
-                    await answer.ended()
+                    response = await attempt.send(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
+                    await response.wait_complete()
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(2):

@@ -1,0 +1,151 @@
+"""One worker: applies snapshots and health reports, and runs what happens a few times a second.
+
+A ``Worker`` can be created from a fixed ``Snapshot``, without a control process. The rule: live servers, in-flight slots and counts stay
+when a snapshot is applied; everything that is compiled from a snapshot is replaced with it (``ActiveSnapshot``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gateway.admission.body_memory import FREE
+from gateway.admission.inflight import ConcurrencyLimit, worker_share
+from gateway.auth.catalog import Catalog
+from gateway.auth.keyring import Keyring
+from gateway.client.addresses import Proxies
+from gateway.client.connection import ClientConnection
+from gateway.client.cors import Cors
+from gateway.client.worker_context import ActiveSnapshot, WorkerContext
+from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Snapshot
+from gateway.system.tls import Certificate
+from gateway.telemetry.body_shape import ShapeSample
+from gateway.telemetry.tracing import Sampler
+from gateway.worker.app import WorkerApp
+from upstream.balancing.pool import LiveServers
+
+if TYPE_CHECKING:
+    from gateway.auth.jwt import TokenVerifier
+
+_SWEEP_EVERY = 4  # ticks
+
+
+def _ignore(_: str) -> None:
+    """There is no control process to report to."""
+
+
+class Worker:
+    """Applies snapshots to a ``WorkerContext`` and its servers. ``number`` is the worker's among all of them.
+
+    ``on_unknown_token`` is called with the issuer of a token that no known JWKS key has signed.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        context: WorkerContext,
+        *,
+        fleet: LiveServers,
+        number: int = 0,
+        on_unknown_token: Callable[[str], None] = _ignore,
+    ) -> None:
+        self.context = context
+        self.fleet = fleet
+        self.number = number
+        self._on_unknown_token = on_unknown_token
+        self._tokens: TokenVerifier | None = None
+        self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
+        self._catalog: Catalog | None = None
+        self._ticks = 0
+        context.other_routes = WorkerApp(context)
+        self.apply_snapshot(snapshot)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The snapshot in force."""
+        return self.context.active.snapshot
+
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
+        """Serve requests by this snapshot from now on. A request in flight keeps the model and the limits that it was given."""
+        context, metrics = self.context, self.context.metrics
+        servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
+        metrics.create_series(snapshot)
+        for model in snapshot.bases:
+            for index, spec in enumerate(model.servers):
+                server = servers[spec.name]
+                server.publish_in_flight(metrics.cells("server_inflight", model.id, spec.name))
+                server.ejected_cells = metrics.cells("server_ejected", model.id, spec.name)
+                # Each server's limit is divided among the workers; the remainder goes to another worker with each server.
+                limit = model.max_inflight
+                server.limit = math.inf if limit is None else worker_share(limit, self.number + index, snapshot.workers)
+        limit, tracing = snapshot.max_inflight, snapshot.tracing
+        if self._catalog is not None:
+            self._catalog.retire()
+        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model)
+        context.active = ActiveSnapshot(
+            snapshot=snapshot,
+            keyring=Keyring(snapshot.keys, self._token_verifier(snapshot)),
+            catalog=catalog,
+            cors=Cors(snapshot.cors_origins),
+            proxies=Proxies(snapshot.clients.trusted_proxies),
+            body_allowance=min(snapshot.body_limit, FREE),
+            concurrency_limit=None if limit is None else ConcurrencyLimit(worker_share(limit, self.number, snapshot.workers)),
+            sampler=None if tracing is None else Sampler(tracing),
+            shape_sample=ShapeSample(snapshot.log_sample) if snapshot.log_sample else None,
+        )
+        if tracing is not None:
+            context.spans.endpoint, context.spans.scheme = tracing.endpoint, "http" if self.certificate is None else "https"
+        context.memory.limit = snapshot.clients.body_memory
+        context.limiter.apply_snapshot(snapshot)
+        if context.ledger is not None:
+            context.ledger.apply_snapshot(snapshot)
+        context.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.parent is None)
+
+    def _token_verifier(self, snapshot: Snapshot) -> TokenVerifier | None:
+        """Return what verifies the tokens of this snapshot's issuers; None without issuers."""
+        if not snapshot.issuers:
+            self._tokens = None
+            return None
+        from gateway.auth.jwt import TokenVerifier  # with PyJWT, which is an optional dependency
+
+        self._tokens = self._tokens or TokenVerifier(self._on_unknown_token)
+        self._tokens.apply_snapshot(snapshot)
+        return self._tokens
+
+    def apply_health(self, health: Health) -> None:
+        """Apply control's report about servers and models."""
+        for name, condition in health.conditions.items():
+            self.fleet.set_condition(name, condition)
+        self.context.health = health
+        self.context.queues.set_expected(health.expected)
+
+    def tick(self) -> None:
+        """Run what happens a few times a second for all requests together."""
+        context = self.context
+        context.update_date()
+        context.deadlines.tick()
+        context.unauthenticated.relieve()
+        context.queues.tick()
+        context.limiter.tick()
+        context.log.flush()
+        context.metrics.count_dropped_lines(context.log.newly_dropped())
+        context.spans.flush()
+        self._ticks += 1
+        if self._ticks % _SWEEP_EVERY == 0:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Run what happens about once a second for all connections, to servers and to clients."""
+        self.fleet.expire()
+        now = time.monotonic()
+        for connection in tuple(self.context.connections):
+            connection.check(now)
+        if self.certificate is not None and self.snapshot.tls is not None:
+            self.certificate.reload(self.snapshot.tls)
+
+    def connection(self) -> ClientConnection:
+        """Return the protocol of a connection that has been accepted on the data port."""
+        return ClientConnection(self.context)
