@@ -1,7 +1,7 @@
-"""The launches of a configuration held against this machine: for ``check``, when the gateway starts, and before a reload replaces a server.
+"""Compares the launches of a configuration with this machine: for ``check``, at the start, and before a reload replaces a server.
 
-Owns what is asked of the machine for it; what is wrong is decided in ``preflight``. The rule: an environment is the one that launched
-servers inherit, so that a program is looked for where it will be executed.
+Owns the queries of the machine. ``preflight`` decides what is wrong. The rule: programs are searched in the environment that launched
+servers inherit, where they will be executed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from upstream.vllm.known_names import KnownNames
 class LaunchCheck:
     """Checks launches for a gateway whose servers inherit ``environ``.
 
-    ``say`` reports that vLLM is asked for its options, which takes some seconds, once for each installed version. The methods read files
-    and run programs: call them in a thread.
+    ``say`` reports that vLLM is run to list its options, which takes some seconds, once for each installed version. The methods read files
+    and run programs, so call them in a thread.
     """
 
     def __init__(self, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -31,15 +31,15 @@ class LaunchCheck:
         self._say = say
 
     def problems(self, draft: Draft) -> list[Problem]:
-        """Everything that the launches would fail on, and notes."""
+        """Return everything on which the launches would fail, and notes."""
         return list(preflight.problems(draft, self._machine(draft, gpus.count(self._environ))))
 
     def certain_failures(self, draft: Draft, models: Set[str]) -> list[Problem]:
-        """What keeps the servers of these models from starting."""
+        """Return what prevents the servers of these models from starting."""
         return preflight.certain_failures(draft, self._machine(draft, gpus.count(self._environ)), models) if models else []
 
     def missing(self, draft: Draft) -> list[Problem]:
-        """Programs and files that launches need and that are not there."""
+        """Return the programs and files that launches need and that are missing."""
         return preflight.missing(draft, self._machine(draft, None))
 
     def _machine(self, draft: Draft, gpu_count: int | None) -> preflight.Machine:

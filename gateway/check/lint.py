@@ -1,7 +1,6 @@
-"""What a good configuration says that deserves a look: an admin port without a token, keys that have ended, and costs
-that nothing bounds. Pure.
+"""Notes on a valid configuration: an admin port without a token, expired keys, and costs without a limit. Pure.
 
-The rule: a note forbids nothing; what is wrong is told as a problem, elsewhere, and what is written wrongly is not there for a note.
+The rule: a note never makes a configuration invalid. Invalid parts are reported as problems elsewhere, and are ignored here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from gateway.client.addresses import is_loopback
 from gateway.config import Key, Note
 from gateway.config.models import matches
-from gateway.config.references import Draft, Place
+from gateway.config.references import ConfigValue, Draft
 from gateway.key_management.key_list import state
 
 _COSTS = ("cost_per_day", "cost_per_month")
@@ -23,7 +22,7 @@ OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admi
 """Also logged when the gateway starts."""
 _NAMED = 5
 Scope = Sequence[str] | None
-"""Patterns of models; None is all of them."""
+"""Patterns of models. None: all models."""
 
 
 class _Model(NamedTuple):
@@ -32,14 +31,14 @@ class _Model(NamedTuple):
 
 
 def notes(draft: Draft, now: datetime) -> Iterator[Note]:
-    """All of them. ``now`` is aware."""
+    """Yield all notes. ``now`` is an aware datetime."""
     yield from _open_admin_port(draft)
     yield from _ended(draft, now)
     yield from _unbounded(draft)
 
 
-def note(place: Place, message: str) -> Note:
-    """One of a place."""
+def note(place: ConfigValue, message: str) -> Note:
+    """Return a note on a value of the configuration."""
     problem = place.problem(message)
     return Note(problem.file, problem.line, problem.path, problem.message)
 
@@ -56,10 +55,10 @@ def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
         key = _key(place)
         if key is not None and state(key, now) == "expired":
             ends = place.get("hash") if key.expires is None or key.expires > now else place.get("expires")
-            yield note(ends, "has ended: no key of this entry is taken any more")
+            yield note(ends, "has expired: all keys of this entry are refused")
 
 
-def _key(place: Place) -> Key | None:
+def _key(place: ConfigValue) -> Key | None:
     try:
         return Key.model_validate(place.value)
     except ValidationError:
@@ -67,10 +66,10 @@ def _key(place: Place) -> Key | None:
 
 
 def _unbounded(draft: Draft) -> Iterator[Note]:
-    """Limits of cost whose holder may use models that have no price: those cost nothing."""
+    """Report limits of cost whose holder may use models without a price."""
     free = [_Model(str(model.get("id").value), _names(model)) for model in draft.models if model.get("price").value is None]
     if not free or len(free) == len(draft.models):
-        return  # where there is no price at all, that is a problem
+        return  # without any price it is a problem, not a note
     for key in draft.keys:
         yield from _of(key, [_scope(key)], free)
     by_claim = any(issuer.get("claims", "team").value is not None for issuer in draft.top.each("jwt"))
@@ -79,7 +78,7 @@ def _unbounded(draft: Draft) -> Iterator[Note]:
         yield from _of(team, list(map(_scope, keys)), free)
 
 
-def _of(holder: Place, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
+def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
     limits = holder.get("limits")
     costs = [place for place in (_cost(limits), *map(_cost, limits.each("models"))) if place is not None]
     if not costs:
@@ -89,14 +88,14 @@ def _of(holder: Place, scopes: Iterable[Scope], free: Iterable[_Model]) -> Itera
         rows = cost.source.at((*cost.path[:-1], "models")) if "models" in cost.path else None
         if unbounded := [model.id for model in usable if _permits(rows, model)]:
             more = f" and {len(unbounded) - _NAMED} more" if len(unbounded) > _NAMED else ""
-            yield note(cost, f"does not bound models that have no price: {', '.join(unbounded[:_NAMED])}{more}")
+            yield note(cost, f"does not limit models without a price: {', '.join(unbounded[:_NAMED])}{more}")
 
 
-def _cost(limits: Place) -> Place | None:
+def _cost(limits: ConfigValue) -> ConfigValue | None:
     return next((limits.get(name) for name in _COSTS if limits.get(name).value is not None), None)
 
 
-def _scope(key: Place) -> Scope:
+def _scope(key: ConfigValue) -> Scope:
     listed = key.get("models")
     return None if listed.value is None else [place.value for place in listed.items() if isinstance(place.value, str)]
 
@@ -105,7 +104,7 @@ def _permits(scope: Scope, model: _Model) -> bool:
     return scope is None or any(matches(pattern, name) for pattern in scope for name in model.names)
 
 
-def _names(model: Place) -> list[str]:
-    """The model's, and those of its adapters, which cost what it costs."""
+def _names(model: ConfigValue) -> list[str]:
+    """Return the names of the model and of its adapters, which have the same price."""
     adapters = [name for lora in model.each("loras") for name in (lora.get("id"), *lora.each("aliases"))]
     return [place.value for place in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(place.value, str)]

@@ -1,8 +1,7 @@
-"""What a launch would fail on, said before it is tried: missing programs and files, names that vLLM does not know, GPUs.
+"""Checks of launches before they are tried: missing programs and files, options that vLLM does not have, GPUs.
 
-Every check is a generator over the raw document, as those in ``config.references``, and is given what is known of
-this machine; nothing here starts or reads anything. The rule: a command that is not vLLM's is not judged by vLLM's
-names, and what is only unusual is a note.
+Every check is a generator over the raw document, as in ``config.references``, and gets what is known of this machine. Nothing here runs a
+program. The rule: a command other than vLLM's is not compared with vLLM's options, and what is only unusual is a note.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from gateway.check.lint import note
 from gateway.config import Note, Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
-from gateway.config.references import Draft, Place
+from gateway.config.references import ConfigValue, Draft
 from gateway.config.source import reason
 from gateway.config.values import exists
 from upstream.vllm.command_line import flag_of
@@ -26,16 +25,16 @@ from upstream.vllm.path_options import absolute_words, has_to_exist, is_local, p
 from upstream.vllm.presets import PRESETS, preset_for
 
 _DECIDED = {"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice", "config", "runner", "convert"}
-"""Options by which the operator has decided on parsers, or that a model generates no text."""
+"""Options that show that the operator has chosen the parsers, or that the model does not generate text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of where the servers would run.
+    """The machine on which the servers would run.
 
-    ``names``: those that the vLLM of a command knows. ``gpus``: how many there are, None without an NVIDIA driver.
-    ``folder``: where relative paths start from. ``why_not_executable``: why a program, found in this PATH (None: that of the servers'
-    environment), cannot be executed; empty when it can.
+    ``names`` returns what the vLLM of a command knows. ``gpus`` is their number, None without an NVIDIA driver. ``folder`` is for relative
+    paths. ``why_not_executable`` explains why a program cannot be executed with a PATH (None: that of the servers' environment), or
+    returns an empty text.
     """
 
     names: Callable[[tuple[str, ...]], KnownNames]
@@ -46,20 +45,20 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A model that is launched, as far as it is written well. ``args``: each by its flag; ``written``: each by its key."""
+    """The valid parts of a launched model. ``args`` are its options by flag, ``written`` by key."""
 
-    model: Place
-    launch: Place
+    model: ConfigValue
+    launch: ConfigValue
     command: tuple[str, ...]
-    args: Mapping[str, Place]
-    written: Mapping[str, Place]
+    args: Mapping[str, ConfigValue]
+    written: Mapping[str, ConfigValue]
 
     def value(self, flag: str) -> Any:
         return self.args[flag].value if flag in self.args else None
 
 
 def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
-    """Everything that a launch would fail on; what is a ``Note`` does not forbid it."""
+    """Yield everything on which a launch would fail, and notes."""
     launched = _all_launched(draft)
     for each in launched:
         yield from _certain(each, machine)
@@ -71,7 +70,7 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
 
 
 def certain_failures(draft: Draft, machine: Machine, models: Set[str]) -> list[Problem]:
-    """What keeps the servers of these models from starting, whatever else runs on the machine."""
+    """Return what prevents the servers of these models from starting, whatever else runs on the machine."""
     launched = [each for each in _all_launched(draft) if each.model.get("id").value in models]
     own = [each for each in launched if runs_vllm_itself(each.command)]
     found = [*(problem for each in launched for problem in _certain(each, machine)), *_gpus(own, machine.gpus)]
@@ -79,7 +78,7 @@ def certain_failures(draft: Draft, machine: Machine, models: Set[str]) -> list[P
 
 
 def missing(draft: Draft, machine: Machine) -> list[Problem]:
-    """Programs and files that launches need and that are not there; vLLM is not asked for anything."""
+    """Return the programs and files that launches need and that are missing, without running vLLM."""
     return [problem for each in _all_launched(draft) for problem in _missing(each, machine)]
 
 
@@ -103,7 +102,7 @@ def _all_launched(draft: Draft) -> list[_Launched]:
     return [_launched(model) for model in draft.models if isinstance(model.get("launch").value, dict)]
 
 
-def _launched(model: Place) -> _Launched:
+def _launched(model: ConfigValue) -> _Launched:
     launch = model.get("launch")
     written = launch.get("command").value
     words = Launch.model_fields["command"].default if written is None else written
@@ -114,14 +113,14 @@ def _launched(model: Place) -> _Launched:
     return _Launched(model, launch, command, _of_the_preset(launch.get("preset")) | flags, {key: args.get(key) for key in keys})
 
 
-def _of_the_preset(preset: Place) -> dict[str, Place]:
-    """The options that a preset sets, each as if it stood where the preset is named."""
+def _of_the_preset(preset: ConfigValue) -> dict[str, ConfigValue]:
+    """Return the options that a preset sets, each at the position of the preset."""
     known = PRESETS.get(preset.value) if isinstance(preset.value, str) else None
-    return {} if known is None else {flag: Place(preset.source, preset.path, value) for flag, value in known.args.items()}
+    return {} if known is None else {flag: ConfigValue(preset.source, preset.path, value) for flag, value in known.args.items()}
 
 
 def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
-    """The first word of the command has to be a program, by the PATH that the server gets."""
+    """Check that the first word of the command is a program in the PATH of the server."""
     if not each.command:
         return
     [program] = absolute_words(each.command[:1], machine.folder, exists)
@@ -132,7 +131,7 @@ def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
 
 
 def _files(each: _Launched, folder: Path) -> Iterator[Problem]:
-    """What an option names as a file has to be there, beside the configuration where the path is relative."""
+    """Check that files of options exist. Relative paths start from the configuration's folder."""
     args = {key: place.value for key, place in each.written.items()}
     for named in paths(args):
         if has_to_exist(named) and (wrong := _nothing_at(folder / named.path)):
@@ -163,15 +162,15 @@ def _parsers(each: _Launched, names: KnownNames) -> Iterator[Problem]:
 def _automatic_tools(each: _Launched) -> Iterator[Problem]:
     parser, automatic = each.value("tool-call-parser"), each.value("enable-auto-tool-choice")
     if "config" in each.args:
-        return  # the rest may be in vLLM's own file
+        return  # vLLM's own configuration file may contain the other option
     if automatic is True and not parser:
         yield each.args["enable-auto-tool-choice"].problem("vLLM does not start with this and without tool-call-parser")
     if parser and automatic is not True:
-        yield note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are refused")
+        yield note(each.args["tool-call-parser"], "has no effect without enable-auto-tool-choice: true; requests with tools are rejected")
 
 
 def _family(each: _Launched) -> Iterator[Problem]:
-    """Tools and reasoning that are off for a model whose parsers are known, and a template that a preset's tool calls need."""
+    """Report missing tool calls and reasoning of a known model family, and a missing template for a preset's tool calls."""
     preset = each.launch.get("preset")
     if preset.value is None:
         named = each.launch.get("model").value or each.model.get("id").value
@@ -186,7 +185,7 @@ def _family(each: _Launched) -> Iterator[Problem]:
 
 
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
-    """vLLM takes requests as they come unless it is told otherwise, and without a bound none wait in front of it."""
+    """Report priorities without effect: vLLM's default is first come first served, and without a limit no request is queued."""
     keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
     if (
         keys
@@ -200,14 +199,14 @@ def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
         )
 
 
-def _may_use(key: Place, model: Place) -> bool:
+def _may_use(key: ConfigValue, model: ConfigValue) -> bool:
     patterns = [place.value for place in key.each("models") if isinstance(place.value, str)]
     names = [place.value for place in (model.get("id"), *model.each("aliases")) if isinstance(place.value, str)]
     return key.get("models").value is None or any(matches(pattern, name) for pattern in patterns for name in names)
 
 
 def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
-    """What is written as a path has to be there; any other name is the hub's."""
+    """Check that weights which are written as a path exist. Any other name is on the hub."""
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
     for place in written:
@@ -216,13 +215,13 @@ def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
 
 
 def _nothing_at(path: Path) -> str:
-    """Why a server would find nothing there; no word where it would find something."""
+    """Explain why a server would find nothing at a path, with an empty text if it would."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return "there is no such file or folder"
-    except OSError as error:  # a folder on the way that this user may not enter, a name that is too long
-        return f"cannot be looked at: {reason(error)}"
+    except OSError as error:  # e.g. a folder without access, or a name that is too long
+        return f"cannot be read: {reason(error)}"
     return ""
 
 
@@ -233,12 +232,12 @@ def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]
         return
     for gpu in wanted:
         if gpu.value >= count:
-            there = f"those here are 0 to {count - 1}" if count > 1 else "there is GPU 0 alone" if count else "there is none"
+            there = f"the GPUs of this machine are 0 to {count - 1}" if count > 1 else "only GPU 0 exists" if count else "there is none"
             yield gpu.problem(f"there is no GPU {gpu.value}: {there}")
 
 
 def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
-    owners: dict[int, list[tuple[_Launched, Place]]] = {}
+    owners: dict[int, list[tuple[_Launched, ConfigValue]]] = {}
     for each in launched:
         for replica in each.launch.each("gpus"):
             for gpu in replica.items():
@@ -249,23 +248,23 @@ def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
                     owners[gpu.value].append((each, replica))
 
 
-def _collide(one: tuple[_Launched, Place], other: tuple[_Launched, Place]) -> bool:
+def _collide(one: tuple[_Launched, ConfigValue], other: tuple[_Launched, ConfigValue]) -> bool:
     if one[0] is other[0]:
         return one[1].path != other[1].path
     return _both_at_once(one[0].launch, other[0].launch)
 
 
-def _both_at_once(one: Place, other: Place) -> bool:
-    """Whether the gateway would start both: it makes models on demand, and those of a group, take turns."""
+def _both_at_once(one: ConfigValue, other: ConfigValue) -> bool:
+    """Whether the gateway would run both at the same time. Models on demand and those of a group alternate."""
     grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
     return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
 
 
-def _sharing(gpu: Place, owner: _Launched, replica: Place, each: _Launched) -> str:
+def _sharing(gpu: ConfigValue, owner: _Launched, replica: ConfigValue, each: _Launched) -> str:
     if owner is each:
-        return f"GPU {gpu.value} is another replica's already; each needs GPUs of its own"
+        return f"GPU {gpu.value} is already used by another replica; each replica needs its own GPUs"
     where = f"`{owner.model.get('id').value}` (line {replica.source.line(replica.path)})"
-    return f"GPU {gpu.value} is given to {where} too, and both run at once: start one on_demand, or put both into one group"
+    return f"GPU {gpu.value} is given to {where} too, and both run at the same time: start one on_demand, or put both into one group"
 
 
 def _is_number(value: object) -> bool:

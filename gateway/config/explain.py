@@ -1,7 +1,6 @@
-"""Pydantic's findings in the operator's words.
+"""Messages for the operator from pydantic's validation errors.
 
-A message says what is wrong and what would be right; it repeats numbers and short words that stand in the
-file, never text that could be a secret.
+A message says what is wrong and what is expected. It repeats numbers and short words of the file, never text that could be a secret.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _WORD = re.compile(r"[A-Za-z0-9._-]{1,16}")
 
 
 def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding]:
-    """What ``error``, raised by validating against ``model``, says about each place."""
+    """Yield a finding for each error. ``error`` was raised by validating against ``model``."""
     for detail in error.errors(include_url=False):
         if detail["type"] == "too_short" and detail["input"]:
-            continue  # only what is good in a list is counted, and what is bad has been told
+            continue  # pydantic counts only the valid entries, and the invalid ones are reported
         path = tuple(part for part in detail["loc"] if part != "[key]")
         yield Finding(path, _message(detail, path, model))
 
@@ -112,7 +111,7 @@ _WANTED = {
 
 
 def _fields(path: Path, model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields, by the names they have in the YAML, of the section at ``path`` below ``model``."""
+    """Return the fields of the section at ``path`` below ``model``, by their YAML names."""
     here: type[BaseModel] | None = model
     for part in path:
         if here is not None and isinstance(part, str):
@@ -126,7 +125,7 @@ def _by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds: itself, optionally, or in a list."""
+    """Return the section type of a field: direct, optional, or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, UnionType, tuple, Annotated):

@@ -1,7 +1,6 @@
-"""From a path to a ``Config``, or to everything that is wrong with it.
+"""Load a configuration: read its file, its keys_file and its secrets, and validate them.
 
-The one place that reads: the file, the file of keys it names, the secrets it refers to. The rule: whatever the
-files hold, the outcome is a ``Config`` or one ``ConfigurationError``.
+The rule: whatever the files contain, the result is a ``Config`` or one ``ConfigurationError`` with all problems.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ S = TypeVar("S", bound=Section)
 def load(
     path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, Source] = MappingProxyType({})
 ) -> Config:
-    """Read and check the configuration at ``path``, its keys_file and its secrets.
+    """Read and validate the configuration at ``path``, its keys_file and its secrets.
 
-    Relative paths in it start from its own folder. ``environ`` is what ``{env: NAME}`` looks into, by default
-    the process's environment. ``instead``: what is taken for the text of these files, by absolute path; it is theirs then.
-    Raises ConfigurationError with every problem there is.
+    Relative paths start from its folder. ``environ`` is for ``{env: NAME}``, by default the process's environment. ``instead`` replaces
+    the content of files, by absolute path; problems are added to these sources. Raises ConfigurationError with all problems.
     """
     folder = Path(os.path.abspath(path)).parent
     around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
-    with collector_paused():  # what is read stays: looking for garbage in it would take a quarter of the time
+    with collector_paused():  # the result stays in memory, and collecting garbage would take a quarter of the time
         return _loaded(path, around, instead)
 
 
@@ -54,8 +52,10 @@ def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping
 
 
 def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = MappingProxyType({})) -> Draft | None:
-    """The configuration at ``path`` as it is written, its keys_file with it, to be judged further; None where it cannot be read as a
-    whole. ``instead`` as for ``load``."""
+    """Return the raw documents of the configuration at ``path`` for further checks, None if it cannot be read completely.
+
+    ``instead`` is as for ``load``.
+    """
     source = _read(path, instead)
     if not source.whole or not isinstance(source.value, dict):
         return None
@@ -74,7 +74,7 @@ def _read(path: str | os.PathLike[str], instead: Mapping[Path, Source]) -> Sourc
 
 
 def _read_keys_file(main: Source, around: Surroundings, instead: Mapping[Path, Source]) -> Source | None:
-    """The file that ``keys_file`` names; its absence is a problem of the main file."""
+    """Read the file that ``keys_file`` names. A missing file is a problem of the main file."""
     name = main.value.get("keys_file") if isinstance(main.value, dict) else None
     if not isinstance(name, str) or not name:
         return None
@@ -89,7 +89,7 @@ def _read_keys_file(main: Source, around: Surroundings, instead: Mapping[Path, S
 
 
 def _validated(source: Source, section: type[S], around: Surroundings) -> S | None:
-    """The section that ``source`` holds, or None when it has problems, which ``source`` keeps."""
+    """Return the section in ``source``, None if it has problems, which are added to ``source``."""
     if not source.whole:
         return None
     if not isinstance(source.value, dict):
@@ -103,5 +103,5 @@ def _validated(source: Source, section: type[S], around: Surroundings) -> S | No
 
 
 def _in_order(problems: list[Problem], first: str) -> Iterator[Problem]:
-    """Each problem once, by file and line, the main file's before the other's."""
+    """Return each problem once, sorted by file and line, those of the main file first."""
     return iter(sorted(dict.fromkeys(problems), key=lambda problem: (problem.file != first, problem.file, problem.line)))

@@ -1,7 +1,6 @@
-"""What is said about a configuration file: problems that forbid it, and notes that do not.
+"""The problems of a configuration file, which make it invalid, and notes, which do not.
 
-Each names its place as an editor understands it (``file:line``) and the path of the setting, and is one line
-whatever the file holds.
+Each has its position as editors understand it (``file:line``) and the path of the setting, and is always one line.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path as FilePath
 
 Path = tuple[str | int, ...]
-"""Where a value is in a document: keys and list positions, from the top."""
+"""The path of a value in a document: keys and list positions from the top."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong. ``line`` counts from 1, and is 0 where the file as a whole is meant; ``path`` may be empty."""
+    """A problem. ``line`` counts from 1, and is 0 for the file as a whole. ``path`` may be empty."""
 
     file: str
     line: int
@@ -31,20 +30,23 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Note(Problem):
-    """Something worth knowing: the setting is read and checked, and the configuration is good."""
+    """A hint about a valid configuration, such as a setting that is probably a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem before its place in a file is known."""
+    """A problem whose line is not determined yet."""
 
     path: Path
     message: str
 
 
 class ConfigurationError(Exception):
-    """A configuration cannot be used. ``problems`` holds everything that is wrong, in the order of the files, and ``files`` which
-    files it depends on as far as they are known: when one of them changes, it may be good."""
+    """A configuration is invalid.
+
+    ``problems`` are all problems in the order of the files. ``files`` are the known files of the configuration; a change of one of them
+    may make it valid.
+    """
 
     def __init__(self, problems: Iterable[Problem], files: Iterable[FilePath] = ()) -> None:
         self.problems = tuple(problems)
@@ -53,20 +55,20 @@ class ConfigurationError(Exception):
 
 
 def spelled(path: Path) -> str:
-    """``("models", 0, "launch")`` as ``models[0].launch``."""
+    """Return ``("models", 0, "launch")`` as ``models[0].launch``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean `launch`?`` for the nearest of ``known``, or nothing when none is near."""
+    """Return ``; did you mean `launch`?`` for the most similar of ``known``, or an empty text if none is similar."""
     lowered = {candidate.lower(): candidate for candidate in known}
     near = get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean `{lowered[near[0]]}`?" if near else ""
 
 
 def one_line(text: str) -> str:
-    """``text`` with every character that a terminal might act on written as an escape."""
+    """Return ``text`` with every control character as an escape sequence."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

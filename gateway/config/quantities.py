@@ -1,6 +1,6 @@
 """Sizes and durations as operators write them: ``20MiB``, ``30s``.
 
-A bare number is refused, since nobody can see its unit.
+A number without a unit is an error, because its unit would be unclear.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DURATION_PATTERN = rf"^{_NUMBER}({'|'.join(DURATION_UNITS)})$"
 
 
 def parse_size(text: object) -> int:
-    """Bytes in a size such as ``20MiB`` or ``1.5GB``. Raises ValueError, with words for the operator."""
+    """Return the bytes of a size such as ``20MiB`` or ``1.5GB``. Raises ValueError with a message for the operator."""
     number, unit = _parts(text, SIZE_PATTERN, "a size with its unit, e.g. 20MiB (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB)")
     size = number * SIZE_UNITS[unit]
     if size != int(size):
@@ -39,7 +39,7 @@ def parse_size(text: object) -> int:
 
 
 def parse_duration(text: object) -> float:
-    """Seconds in a duration such as ``500ms``, ``30s``, ``15m``, ``1.5h`` or ``1d``. Raises ValueError."""
+    """Return the seconds of a duration such as ``500ms``, ``30s``, ``15m``, ``1.5h`` or ``1d``. Raises ValueError."""
     number, unit = _parts(text, DURATION_PATTERN, "a duration with its unit, e.g. 30s (ms, s, m, h, d)")
     return float(number * DURATION_UNITS[unit])
 
@@ -71,4 +71,4 @@ Duration = Annotated[float, PlainValidator(_positive(parse_duration)), _DURATION
 """Seconds, more than zero."""
 
 DurationOrZero = Annotated[float, PlainValidator(parse_duration), Field(), _DURATION_SCHEMA]
-"""Seconds; ``0s`` means at once."""
+"""Seconds. ``0s`` means immediately."""

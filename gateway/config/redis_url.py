@@ -1,6 +1,6 @@
-"""Where a Redis is, as its URL says: ``redis://user:password@host:6379/0``, ``rediss://…``, ``unix:///run/redis.sock?db=0``.
+"""The address of a Redis from its URL: ``redis://user:password@host:6379/0``, ``rediss://…``, ``unix:///run/redis.sock?db=0``.
 
-The rule: no message repeats what stands in the URL, since a password may be in it.
+The rule: no message repeats a part of the URL, because it may contain a password.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gateway.snapshot.snapshot import LimitsStore
 
 
 def limits_store(url: str, *, refuses: bool = False) -> LimitsStore:
-    """The place that a URL names. Raises ValueError, with words for the operator."""
+    """Return the store at a URL. Raises ValueError with a message for the operator."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -31,5 +31,5 @@ def limits_store(url: str, *, refuses: bool = False) -> LimitsStore:
 
 def _database(text: str) -> int:
     if text and not (text.isascii() and text.isdigit()):
-        raise ValueError("what follows the host is the number of a database, as in redis://localhost:6379/0")
+        raise ValueError("the path must be the number of a database, as in redis://localhost:6379/0")
     return int(text or 0)

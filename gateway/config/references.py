@@ -1,7 +1,7 @@
-"""What settings say about each other: names that must be unique, names that must exist, choices that exclude.
+"""The checks of relations between settings: unique names, references to names, and exclusive choices.
 
-Every check is a generator over the raw document, so that it finds what it can however wrong the rest is: a
-part that has not the right shape is simply not there for it. The shape itself is judged in ``models``.
+Every check is a generator over the raw document, so that it finds its problems however invalid the rest is. It ignores parts with an
+invalid shape, which ``models`` reports.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _ORIGINS = ("launch", "servers", "discover")
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
-class Place(NamedTuple):
-    """A value of the raw document and where it is."""
+class ConfigValue(NamedTuple):
+    """A value of the raw document, with its file and path."""
 
     source: Source
     path: Path
     value: Any
 
-    def get(self, *keys: str) -> Place:
-        """What is below, with None as value where there is nothing."""
+    def get(self, *keys: str) -> ConfigValue:
+        """Return the value below these keys, or None as its value if there is none."""
         source, path, value = self
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        return Place(source, path + keys, value)
+        return ConfigValue(source, path + keys, value)
 
-    def items(self) -> Iterator[Place]:
-        """The members of a list; nothing when it is none."""
+    def items(self) -> Iterator[ConfigValue]:
+        """Yield the entries of a list, nothing for any other value."""
         if isinstance(self.value, list):
             for index, value in enumerate(self.value):
-                yield Place(self.source, (*self.path, index), value)
+                yield ConfigValue(self.source, (*self.path, index), value)
 
-    def each(self, key: str) -> Iterator[Place]:
+    def each(self, key: str) -> Iterator[ConfigValue]:
         return self.get(key).items()
 
     def problem(self, message: str) -> Problem:
@@ -54,34 +54,34 @@ class Place(NamedTuple):
 
 @dataclass
 class Draft:
-    """The main file and the one that ``keys_file`` names, as they were written."""
+    """The raw documents of the main file and of ``keys_file``."""
 
     main: Source
     keys_file: Source | None = None
-    top: Place = field(init=False)
+    top: ConfigValue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.top = Place(self.main, (), self.main.value)
+        self.top = ConfigValue(self.main, (), self.main.value)
 
     @cached_property
-    def models(self) -> list[Place]:
+    def models(self) -> list[ConfigValue]:
         return list(self.top.each("models"))
 
     @cached_property
-    def keys(self) -> list[Place]:
+    def keys(self) -> list[ConfigValue]:
         """The entries of both files."""
-        more = Place(self.keys_file, (), self.keys_file.value).each("keys") if self.keys_file else ()
+        more = ConfigValue(self.keys_file, (), self.keys_file.value).each("keys") if self.keys_file else ()
         return [*self.top.each("keys"), *more]
 
     @cached_property
-    def limits(self) -> list[Place]:
-        """Every mapping of limits: those of teams and keys, and those for some of the models below them."""
+    def limits(self) -> list[ConfigValue]:
+        """Every mapping of limits: of teams and keys, and for some models below them."""
         owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.keys]]
         return [place for limits in owners if isinstance(limits.value, dict) for place in (limits, *limits.each("models"))]
 
     @cached_property
-    def names(self) -> list[Place]:
-        """Every id and alias, of models and of LoRA adapters: what clients can ask for."""
+    def names(self) -> list[ConfigValue]:
+        """Every ID and alias of models and LoRA adapters."""
         return [name for model in self.models for name in _names(model) if isinstance(name.value, str)]
 
     @cached_property
@@ -89,7 +89,7 @@ class Draft:
         return {name.value for name in self.names}
 
 
-def _names(model: Place) -> Iterator[Place]:
+def _names(model: ConfigValue) -> Iterator[ConfigValue]:
     yield model.get("id")
     yield from model.each("aliases")
     for lora in model.each("loras"):
@@ -98,14 +98,14 @@ def _names(model: Place) -> Iterator[Place]:
 
 
 def problems(draft: Draft) -> Iterator[Problem]:
-    """Everything that is wrong between the settings of ``draft``."""
+    """Yield all problems between the settings of ``draft``."""
     for check in _CHECKS:
         yield from check(draft)
 
 
-def _repeated(places: Iterable[Place], what: str, also: str = "") -> Iterator[Problem]:
-    """A problem for every text that was there before. ``also`` says what it would lead to."""
-    first: dict[str, Place] = {}
+def _repeated(places: Iterable[ConfigValue], what: str, also: str = "") -> Iterator[Problem]:
+    """Yield a problem for every repeated text. ``also`` is appended to the message."""
+    first: dict[str, ConfigValue] = {}
     for place in places:
         if not isinstance(place.value, str):
             continue
@@ -124,7 +124,7 @@ def _some_models(draft: Draft) -> Iterator[Problem]:
 
 
 def _unique_names(draft: Draft) -> Iterator[Problem]:
-    yield from _repeated(draft.names, "name of a model", "; ids, aliases and LoRA ids are one set of names")
+    yield from _repeated(draft.names, "model name", "; IDs, aliases and LoRA IDs share one namespace")
 
 
 def _unique_mounts(draft: Draft) -> Iterator[Problem]:
@@ -144,7 +144,7 @@ def _one_origin(draft: Draft) -> Iterator[Problem]:
         if not given:
             yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover")
         for extra in given[1:]:
-            yield model.get(extra).problem(f"a model has one of launch, servers and discover; this one has {given[0]} already")
+            yield model.get(extra).problem(f"a model has only one of launch, servers and discover; this one already has {given[0]}")
 
 
 def _one_discovery(draft: Draft) -> Iterator[Problem]:
@@ -167,14 +167,14 @@ def _gpus(draft: Draft) -> Iterator[Problem]:
             yield from _replica(replica)
 
 
-def _replica(replica: Place) -> Iterator[Problem]:
-    """One replica's GPUs: some, and each once."""
+def _replica(replica: ConfigValue) -> Iterator[Problem]:
+    """Check one replica's GPUs: at least one, and each once."""
     if isinstance(replica.value, list) and (not replica.value or len({str(gpu) for gpu in replica.value}) < len(replica.value)):
         yield replica.problem("expected the numbers of this replica's GPUs, each once")
 
 
 def _launch_settings(draft: Draft) -> Iterator[Problem]:
-    """What the builder of the server's command line would refuse."""
+    """Check what the builder of the server's command line would reject."""
     for model in draft.models:
         launch = model.get("launch")
         args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
@@ -191,25 +191,25 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
             yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
-def _take_turns(draft: Draft, one: Place, other: Place) -> bool:
-    """Whether two launched models are never up at the same time: for a group that runs one at once, or for a GPU of both."""
+def _take_turns(draft: Draft, one: ConfigValue, other: ConfigValue) -> bool:
+    """Whether two launched models never run at the same time: they share a GPU, or a group that runs one model."""
     group = one.get("launch", "group").value
     bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
     alone = isinstance(group, str) and group == other.get("launch", "group").value and bounds.get(group) in (None, 1)
     return alone or bool(_gpu_numbers(one) & _gpu_numbers(other))
 
 
-def _gpu_numbers(model: Place) -> set[int]:
+def _gpu_numbers(model: ConfigValue) -> set[int]:
     return {gpu.value for replica in model.get("launch").each("gpus") for gpu in replica.items() if isinstance(gpu.value, int)}
 
 
-def _is_text(place: Place) -> bool:
+def _is_text(place: ConfigValue) -> bool:
     return isinstance(place.value, str)
 
 
 def _launch_ports(draft: Draft) -> Iterator[Problem]:
-    """Fixed ports of launched servers: one of its own for each that runs at the same time, and none of the gateway's."""
-    before: list[tuple[Place, _Listening]] = []
+    """Check fixed ports of launched servers: unique among those that run at the same time, and not the gateway's own."""
+    before: list[tuple[ConfigValue, _Listening]] = []
     for model in draft.models:
         args = model.get("launch", "args")
         mine = _Listening.at(args.get("host").value, args.get("port"), "127.0.0.1")
@@ -225,8 +225,8 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
 
 
 def _launch_sockets(draft: Draft) -> Iterator[Problem]:
-    """Fixed sockets of launched servers: whoever starts second would put its own in the place of the first one's."""
-    before: list[Place] = []
+    """Check fixed sockets of launched servers: a second server would replace the socket of the first."""
+    before: list[ConfigValue] = []
     for model in draft.models:
         mine = model.get("launch", "args", "uds")
         if not _is_text(mine):
@@ -236,23 +236,23 @@ def _launch_sockets(draft: Draft) -> Iterator[Problem]:
         before.append(model)
 
 
-def _given_twice(draft: Draft, model: Place, same: Iterable[Place], mine: Place, what: str) -> Iterator[Problem]:
-    """A place to listen on that is said at ``mine``, where one of the models that have the ``same`` may run at the same time."""
+def _given_twice(draft: Draft, model: ConfigValue, same: Iterable[ConfigValue], mine: ConfigValue, what: str) -> Iterator[Problem]:
+    """Report the address at ``mine`` if a model with the ``same`` address may run at the same time."""
     other = next((one for one in same if not _take_turns(draft, one, model)), None)
     if other is not None:
-        yield mine.problem(f"{what} is given to `{other.get('id').value}` too, and both may run at once")
+        yield mine.problem(f"{what} is given to `{other.get('id').value}` too, and both may run at the same time")
 
 
 class _Listening(NamedTuple):
-    """Something that will listen."""
+    """An address on which a server or the gateway will listen."""
 
     host: str
     port: int
-    place: Place
+    place: ConfigValue
 
     @classmethod
-    def at(cls, host: object, place: Place, default_host: str, default_port: int | None = None) -> _Listening | None:
-        """None where no port is fixed."""
+    def at(cls, host: object, place: ConfigValue, default_host: str, default_port: int | None = None) -> _Listening | None:
+        """Return the address, None if no port is fixed."""
         value = default_port if place.value is None else place.value
         fixed = not isinstance(value, bool) and re.fullmatch("[0-9]{1,5}", str(value)) is not None and int(str(value)) > 0
         return cls(str(host or default_host), int(str(value)), place) if fixed else None
@@ -263,21 +263,21 @@ class _Listening(NamedTuple):
 
 
 def _own_ports(draft: Draft) -> Iterator[_Listening]:
-    """The data port and the admin port, whether written or not."""
+    """Yield the data port and the admin port, with their defaults."""
     server = draft.top.get("server")
     admin = server.get("admin")
     data_port = _Listening.at(server.get("host").value, server.get("port"), "0.0.0.0", 8000)  # noqa: S104  the default
     yield from filter(None, (data_port, _Listening.at(admin.get("host").value, admin.get("port"), "127.0.0.1", 9090)))
 
 
-def _own_places(draft: Draft) -> Iterator[Problem]:
-    """Replicas cannot listen in one place."""
+def _replica_addresses(draft: Draft) -> Iterator[Problem]:
+    """Replicas cannot share an address."""
     for model in draft.models:
         launch = model.get("launch")
         replicas, args = launch.get("replicas").value, launch.get("args")
         if type(replicas) is int and replicas > 1:
             for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
-                yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; leave it out, and each gets its own socket")
+                yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; omit it, and each gets its own socket")
 
 
 def _groups(draft: Draft) -> Iterator[Problem]:
@@ -287,11 +287,11 @@ def _groups(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         group = model.get("launch", "group")
         if known and isinstance(group.value, str) and group.value not in known:
-            yield group.problem(f"names no group{did_you_mean(group.value, known)}")
+            yield group.problem(f"there is no such group{did_you_mean(group.value, known)}")
 
 
 def _eager_in_groups(draft: Draft) -> Iterator[Problem]:
-    """A group that cannot run what is to be started with the gateway."""
+    """Check that a group can run all its eager models."""
     bounds = {str(group.get("id").value): group.get("max_running").value for group in draft.top.each("groups")}
     eager = Counter[str]()
     for model in draft.models:
@@ -311,10 +311,10 @@ def _idle_order(draft: Draft) -> Iterator[Problem]:
         launch = model.get("launch")
         stop, sleep = (_seconds(launch.get(name)) for name in ("idle_stop", "idle_sleep"))
         if stop is not None and sleep is not None and stop <= sleep:
-            yield launch.get("idle_sleep").problem("the servers would be stopped before they could sleep: idle_stop is not longer")
+            yield launch.get("idle_sleep").problem("the servers would stop before they sleep: idle_stop must be longer")
 
 
-def _seconds(place: Place) -> float | None:
+def _seconds(place: ConfigValue) -> float | None:
     try:
         return parse_duration(place.value)
     except ValueError:
@@ -333,7 +333,7 @@ def _body_fields(draft: Draft) -> Iterator[Problem]:
         refused = [place.value for place in model.get("body").each("refuse")]
         for place in model.get("body").each("allow"):
             if place.value in refused:
-                yield place.problem("is in body.refuse too; a field is allowed or refused")
+                yield place.problem("is also in body.refuse; write the field in only one of them")
 
 
 def _fallbacks(draft: Draft) -> Iterator[Problem]:
@@ -345,17 +345,17 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
             if place.value in own:
                 yield place.problem("a model cannot be its own fallback")
             elif place.value not in draft.known:
-                yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
+                yield place.problem(f"there is no such model{did_you_mean(place.value, draft.known)}")
 
 
 def _default_model(draft: Draft) -> Iterator[Problem]:
     place = draft.top.get("default_model")
     if isinstance(place.value, str) and place.value not in draft.known:
-        yield place.problem(f"names no model{did_you_mean(place.value, draft.known)}")
+        yield place.problem(f"there is no such model{did_you_mean(place.value, draft.known)}")
 
 
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
-    """Models that would send each other the requests that none of them can take: the first such loop is told."""
+    """Report the first loop of models that are each other's fallbacks."""
     owners = {name.value: number for number, model in enumerate(draft.models) for name in _names(model) if isinstance(name.value, str)}
     ways = [{owners.get(str(place.value)): place for place in model.each("fallbacks")} for model in draft.models]
     order = TopologicalSorter({number: [other for other in others if other not in (None, number)] for number, others in enumerate(ways)})
@@ -364,7 +364,7 @@ def _fallback_loops(draft: Draft) -> Iterator[Problem]:
     except CycleError as error:
         loop = error.args[1][::-1]  # each is followed by one of its fallbacks; the last is the first again
         places = [ways[model][other] for model, other in pairwise(loop)]
-        yield places[0].problem(f"goes round in a loop: {' -> '.join(str(place.value) for place in [*places, places[0]])}")
+        yield places[0].problem(f"the fallbacks form a loop: {' -> '.join(str(place.value) for place in [*places, places[0]])}")
 
 
 def _some_keys(draft: Draft) -> Iterator[Problem]:
@@ -373,25 +373,25 @@ def _some_keys(draft: Draft) -> Iterator[Problem]:
     if not draft.keys and readable and keys.value in (None, []):
         place = keys if other.value is None else other
         yield place.problem(
-            "no keys are configured, so nobody could use the gateway and it refuses to start; `vllm-gateway keys new --id NAME` makes one"
+            "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
         )
 
 
 def _unique_keys(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((key.get("id") for key in draft.keys), "key id")
-    yield from _repeated((place for key in draft.keys for place in _hashes(key)), "hash", "; a key belongs to one id")
+    yield from _repeated((place for key in draft.keys for place in _hashes(key)), "hash", "; a key belongs to one entry")
 
 
-def _hashes(key: Place) -> Iterator[Place]:
+def _hashes(key: ConfigValue) -> Iterator[ConfigValue]:
     given = key.get("hash")
     for one in given.items() if isinstance(given.value, list) else [given]:
         place = one.get("hash") if isinstance(one.value, dict) else one
         if isinstance(place.value, str):
-            yield Place(place.source, place.path, place.value.lower())
+            yield ConfigValue(place.source, place.path, place.value.lower())
 
 
-def _of_tokens(draft: Draft) -> list[Place]:
-    """The ids of entries of keys as which tokens count."""
+def _of_tokens(draft: Draft) -> list[ConfigValue]:
+    """Return the IDs of key entries as which tokens count."""
     named = (issuer.get("keys") for issuer in draft.top.each("jwt"))
     return [place for each in named for place in (each.items() if isinstance(each.value, list) else [each]) if _is_text(place)]
 
@@ -401,25 +401,25 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
         return
     yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
-    yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be taken for each other")
+    yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be indistinguishable")
     for place in _of_tokens(draft):
         if place.value not in anonymous:
-            yield place.problem(f"names no entry of keys{did_you_mean(place.value, anonymous)}")
+            yield place.problem(f"there is no such entry of keys{did_you_mean(place.value, anonymous)}")
         elif anonymous[place.value]:
-            yield place.problem("is the entry for requests with no key; a token needs another")
+            yield place.problem("is the entry for requests without a key; tokens need another entry")
     of_tokens = {place.value for place in _of_tokens(draft)}
     for key in draft.keys:
         begun = str(key.get("id").value).split("/")
         if any("/".join(begun[:length]) in of_tokens for length in range(1, len(begun))):
-            yield key.get("id").problem("a subject of a token could have this id, behind that of its entry; choose another")
+            yield key.get("id").problem("a token's subject could get this ID after the ID of its entry; choose another")
     for issuer in draft.top.each("jwt"):
         keys = issuer.get("keys")
         if isinstance(keys.value, list) and len(keys.value) > 1 and issuer.get("claims", "key").value is None:
-            yield keys.problem("which of them a token counts as is not said; write claims.key, or one entry alone")
+            yield keys.problem("set claims.key to select one of them for a token, or write a single entry")
 
 
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
-    first: Place | None = None
+    first: ConfigValue | None = None
     of_tokens = {place.value for place in _of_tokens(draft)}
     for key in draft.keys:
         if not isinstance(key.value, dict):
@@ -428,18 +428,18 @@ def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
         if anonymous.value is not True:
             if hashes.value in (None, []) and str(key.get("id").value) not in of_tokens:
                 yield hashes.problem(
-                    "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
+                    "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
                 )
             continue
         if hashes.value is not None:
-            yield hashes.problem("the anonymous entry has no hash: it is for requests with no key")
+            yield hashes.problem("the anonymous entry must not have a hash: it is for requests without a key")
         if first is not None:
             yield anonymous.problem(f"only one entry can be anonymous; `{first.get('id').value}` is")
         first = first or key
 
 
 def _scopes(draft: Draft) -> Iterator[Problem]:
-    """Patterns are judged once each, however many keys share one."""
+    """Check the patterns of keys. Each pattern is evaluated once, however many keys share it."""
     dangling: dict[str, bool] = {}
     for key in draft.keys:
         for place in key.each("models"):
@@ -459,13 +459,13 @@ def _teams(draft: Draft) -> Iterator[Problem]:
     for key in draft.keys:
         team = key.get("team")
         if isinstance(team.value, str) and team.value not in known:
-            yield team.problem(f"names no team{did_you_mean(team.value, known)}")
+            yield team.problem(f"there is no such team{did_you_mean(team.value, known)}")
 
 
 def _ports(draft: Draft) -> Iterator[Problem]:
     match list(_own_ports(draft)):
         case [data, admin] if data.clashes(admin):
-            yield admin.place.problem(f"the admin port and the data port are both {data.port}; they need one each")
+            yield admin.place.problem(f"the admin port and the data port are both {data.port}; use different ports")
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
@@ -478,27 +478,30 @@ def _limited_models(draft: Draft) -> Iterator[Problem]:
 def _empty_limits(draft: Draft) -> Iterator[Problem]:
     for limits in draft.limits:
         if "models" in limits.path and isinstance(limits.value, dict) and set(limits.value) == {"models"}:
-            yield limits.problem("limits nothing; write e.g. requests_per_minute")
+            yield limits.problem("contains no limit, e.g. requests_per_minute")
 
 
 def _priced(draft: Draft) -> Iterator[Problem]:
-    """Without a price, a limit of cost would never be reached."""
+    """Check that a limit of cost has a price: without one it would never be reached."""
     if any(isinstance(model.get("price").value, dict) for model in draft.models):
         return
     for limits in draft.limits:
         for name in ("cost_per_day", "cost_per_month"):
             if limits.get(name).value is not None:
-                yield limits.get(name).problem("no model has a price, so nothing would cost anything; write models[].price")
+                yield limits.get(name).problem("no model has a price, so no request has a cost; set models[].price")
 
 
 def _divided_bounds(draft: Draft) -> Iterator[Problem]:
-    """A worker whose part of a bound is nothing would serve nobody."""
+    """Check that each worker gets a part of every limit. A worker without one would reject all requests."""
     workers = draft.top.get("server", "workers").value
     if not isinstance(workers, int):
         return
     for most in (draft.top.get("server", "max_inflight"), *(model.get("max_inflight") for model in draft.models)):
         if isinstance(most.value, int) and 0 < most.value < workers:
-            yield most.problem(f"{workers} workers cannot share {most.value} requests: each needs at least one, or server.workers is less")
+            words = (
+                f"{workers} workers cannot share {most.value} requests: each needs at least one; raise this limit or lower server.workers"
+            )
+            yield most.problem(words)
 
 
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
@@ -512,7 +515,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _launch_settings,
     _launch_ports,
     _launch_sockets,
-    _own_places,
+    _replica_addresses,
     _groups,
     _eager_in_groups,
     _idle_order,

@@ -1,7 +1,7 @@
-"""Secrets: the configuration says where one is, and never holds it.
+"""Secrets: the configuration refers to them and never contains them.
 
-``{env: NAME}`` or ``{file: PATH}`` is resolved while the configuration is loaded. No message here repeats what
-was found in the place of a secret.
+``{env: NAME}`` or ``{file: PATH}`` is resolved while the configuration is loaded. The rule: no message repeats a value that was found
+where a secret is expected.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HOW = "write {env: NAME} or {file: PATH}"
 
 @dataclass(slots=True)
 class Surroundings:
-    """What a configuration refers to outside itself: the environment, and the folder that relative paths start from.
+    """What a configuration refers to: the environment, and the folder of relative paths.
 
-    ``files`` gathers the files that were read, so that they can be watched; ``named`` the variables of the environment that
-    hold secrets, and ``shared`` those that a launched server is given.
+    ``files`` collects the files that were read, so that they can be watched. ``named`` are the environment variables that contain secrets,
+    and ``shared`` those that launched servers get.
     """
 
     environ: Mapping[str, str]
@@ -37,29 +37,29 @@ class Surroundings:
     shared: set[str] = field(default_factory=set)
 
     def file(self, path: str) -> Path:
-        """The absolute place of ``path``, remembered as one that the configuration depends on."""
+        """Return the absolute path of a file, and add it to ``files``."""
         absolute = Path(os.path.abspath(self.folder / path))
         self.files.append(absolute)
         return absolute
 
 
 def surroundings(info: ValidationInfo) -> Surroundings:
-    """Those given to the validation; without any, an empty environment and the working directory."""
+    """Return the surroundings of the validation, by default an empty environment and the working directory."""
     return info.context if isinstance(info.context, Surroundings) else Surroundings({}, Path(), [])
 
 
 def resolve(value: object, info: ValidationInfo) -> SecretStr:
-    """The secret that ``{env: NAME}`` or ``{file: PATH}`` names. Raises ValueError, with words for the operator."""
+    """Return the secret behind ``{env: NAME}`` or ``{file: PATH}``. Raises ValueError with a message for the operator."""
     if isinstance(value, SecretStr):
         return value
     if not isinstance(value, dict):
-        raise ValueError(f"a secret is not written into this file: {_HOW}")  # noqa: TRY004  what pydantic collects
+        raise ValueError(f"secrets must not be in this file: {_HOW}")  # noqa: TRY004  pydantic collects ValueError
     if len(value) != 1 or not (set(value) <= {"env", "file"}) or not all(isinstance(v, str) and v for v in value.values()):
         raise ValueError(f"a secret has exactly one of env and file: {_HOW}")
     around = surroundings(info)
     text = _from_environment(value["env"], around) if "env" in value else _from_file(value["file"], around)
     if not text.isprintable():
-        raise ValueError("the secret holds line breaks or other control characters")
+        raise ValueError("the secret contains line breaks or other control characters")
     return SecretStr(text)
 
 
@@ -79,7 +79,7 @@ def _from_file(name: str, around: Surroundings) -> str:
 
 
 def read_file(name: str, around: Surroundings) -> str:
-    """The text of a small file. Raises ValueError, with words for the operator."""
+    """Return the text of a small file. Raises ValueError with a message for the operator."""
     try:
         path = around.file(name)
         if path.exists() and not path.is_file():
@@ -109,7 +109,7 @@ def _store_url(schemes: tuple[str, ...], example: str, understands: Callable[[st
         if understands is not None:
             understands(secret.get_secret_value())
         if password and isinstance(value, str):
-            raise ValueError(f"a password is not written into this file: {_HOW} for the whole URL")
+            raise ValueError(f"passwords must not be in this file: {_HOW} for the whole URL")
         return secret
 
     return check
@@ -136,7 +136,7 @@ def _url_schema(pattern: str, example: str) -> WithJsonSchema:
 
 
 Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_SCHEMA)]
-"""A secret, found when the configuration is loaded."""
+"""A secret that is resolved while the configuration is loaded."""
 
 _REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
@@ -144,24 +144,24 @@ LimitsStore = Annotated[
     BeforeValidator(_no_memory),
     _url_schema("^(memory$|rediss?:|unix:)", _REDIS),
 ]
-"""Where several gateways count together; None is this one's memory. A URL with a password in it comes from a secret's place."""
+"""Where several gateways count together. None: in this gateway's memory. A URL with a password must be a reference to a secret."""
 
 _ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
 
 
 def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
-    """The ledger's URL, or the secret that holds it. Raises ValueError, with words for the operator."""
+    """Return the ledger's URL, resolved if it is a secret. Raises ValueError with a message for the operator."""
     secret: SecretStr = _ledger_url(value, info)
     scheme, _, place = secret.get_secret_value().partition("://")
     if scheme == "sqlite" and (not place.startswith("/") or not place.strip("/") or "?" in place):
-        raise ValueError(f"expected the file behind three slashes, as in {_SQLITE}")
+        raise ValueError(f"expected a file after three slashes, as in {_SQLITE}")
     _check_database(secret.get_secret_value())
     return secret
 
 
 def _check_database(url: str) -> None:
-    """Raises ValueError for a URL that SQLAlchemy, which takes passwords that others do not, cannot take apart."""
-    from sqlalchemy.engine import make_url  # loaded by those who have a ledger
+    """Raise ValueError for a URL that SQLAlchemy cannot parse. It accepts some passwords that other parsers do not."""
+    from sqlalchemy.engine import make_url  # loaded only where a ledger is configured
     from sqlalchemy.exc import ArgumentError
 
     try:
@@ -171,4 +171,4 @@ def _check_database(url: str) -> None:
 
 
 LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]
-"""Where usage is kept; a URL with a password in it comes from a secret's place."""
+"""The ledger's database. A URL with a password must be a reference to a secret."""

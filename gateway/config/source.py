@@ -1,9 +1,8 @@
-"""A YAML file as plain values that remember their lines.
+"""A YAML file as plain values with their line numbers.
 
-The file is read as a stream of PyYAML's parse events and never handed to a constructor: nothing but mappings,
-lists, text, numbers, booleans, dates and nothing can come out, and no input can run code, recurse deeply or
-grow without bound. (The composer of libyaml's binding recurses in C and dies of 50,000 brackets.)
-The rule: reading never stops at the first mistake unless the rest cannot be understood.
+The file is read from PyYAML's parse events, without its constructors. The result contains only mappings, lists, text, numbers, booleans,
+dates and null. No input can run code, recurse deeply or grow without a limit. (The composer of libyaml's binding recurses in C and crashes
+on 50,000 brackets.) The rule: reading continues after a mistake unless the rest cannot be parsed.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ MAX_FILE = 64 << 20
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
 _TEXT = f"{_TAG}str"
-_BEGINNINGS = frozenset(Resolver.yaml_implicit_resolvers)
-"""Of what may be anything but text."""
+_FIRST_CHARACTERS = frozenset(Resolver.yaml_implicit_resolvers)
+"""The first characters of scalars that may not be text."""
 _CONTAINER_TAGS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 _SCALAR_TAGS = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp")}
 
 
 @dataclass(slots=True)
 class Source:
-    """One file: its plain ``value``, where each part of it stands, and what was wrong with it as YAML."""
+    """One file: its plain ``value``, the line of each part, and its YAML problems."""
 
     file: str
     value: Any = None
     problems: list[Problem] = field(default_factory=list)
     whole: bool = False
-    """Whether the file was read to its end, so that judging what it says makes sense."""
+    """Whether the file was read to its end, so that its content can be validated."""
     lines: dict[int, dict[Any, int]] = field(default_factory=dict)
-    """By the id of a container (kept alive by ``value``): the line of each of its keys or positions."""
+    """By the id of a container (``value`` refers to it): the line of each key or position."""
 
     def line(self, path: Path) -> int:
-        """The line of what ``path`` names; of the nearest thing around it when it is not in the file."""
+        """Return the line of ``path``, or of the nearest enclosing value if it is not in the file."""
         found, value = 1, self.value
         for part in path:
             line = self.lines[id(value)].get(part) if isinstance(value, dict | list) else None
@@ -60,11 +59,11 @@ class Source:
     def problem(self, finding: Finding) -> Problem:
         path = finding.path
         if path and isinstance(path[-1], int) and not isinstance(self.at(path[:-1]), list):
-            path = path[:-1]  # one value where a list may stand, which validation takes for a list of one
+            path = path[:-1]  # a single value instead of a list, which validation treats as a list of one
         return Problem(self.file, self.line(path), spelled(path), finding.message)
 
     def at(self, path: Path) -> Any:
-        """What stands at ``path``, or None."""
+        """Return the value at ``path``, or None."""
         value = self.value
         for part in path:
             if part not in (self.lines[id(value)] if isinstance(value, dict | list) else ()):
@@ -73,14 +72,14 @@ class Source:
         return value
 
     def wrap(self, key: str) -> None:
-        """Make a bare list the value of ``key``, so that both ways of writing it are one afterwards."""
+        """Make a bare list the value of ``key``, so that both notations have the same value."""
         wrapped = {key: self.value}
         self.lines[id(wrapped)] = {key: 1}
         self.value = wrapped
 
 
 def read(path: str | os.PathLike[str]) -> Source:
-    """The file at ``path``. Never raises for what is in the file or for its absence: that is in ``problems``."""
+    """Read the file at ``path``. An unreadable or invalid file does not raise; its ``problems`` contain the reason."""
     file = os.fspath(path)
     try:
         with FilePath(path).open("rb") as opened:
@@ -97,27 +96,27 @@ def read(path: str | os.PathLike[str]) -> Source:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be used, without Python's own way of putting it."""
+    """Return why a file cannot be used, without Python's formatting."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def parse(text: str, file: str) -> Source:
-    """``text`` as a ``Source`` that calls itself ``file``."""
+    """Parse ``text`` into a ``Source`` with the name ``file``."""
     unprintable = Reader.NON_PRINTABLE.search(text)
     if unprintable:
         line = text.count("\n", 0, unprintable.start()) + 1
         return Source(file, problems=[Problem(file, line, "", f"the character {unprintable[0]!a} is not allowed in YAML")])
-    reading = _Reading(Source(file))
+    parser = _Parser(Source(file))
     try:
-        reading.run(yaml.parse(text, Loader=_LOADER))
-        reading.source.whole = True
+        parser.run(yaml.parse(text, Loader=_LOADER))
+        parser.source.whole = True
     except yaml.MarkedYAMLError as error:
         lines = text.splitlines() or [""]
         line = min(_line_of(error), len(lines))
-        reading.say(line, (), _what_is_wrong(error, lines[line - 1]))
+        parser.say(line, (), _what_is_wrong(error, lines[line - 1]))
     except _Refused as error:
-        reading.say(error.line, (), str(error))
-    return reading.source
+        parser.say(error.line, (), str(error))
+    return parser.source
 
 
 def _line(event: yaml.Event) -> int:
@@ -132,14 +131,14 @@ def _line_of(error: yaml.MarkedYAMLError) -> int:
 
 def _what_is_wrong(error: yaml.MarkedYAMLError, line: str) -> str:
     if re.match(r" *\t", line):
-        return "a tab is used for indentation; YAML wants spaces"
+        return "a tab is used for indentation; YAML requires spaces"
     if error.problem and "could not find expected ':'" in error.problem:
         return f"this is not YAML: {error.problem} (is a colon missing, or a quote not closed?)"
     return f"this is not YAML: {error.problem or error.context}"
 
 
 class _Refused(Exception):
-    """The rest of the file cannot be understood, or must not be read."""
+    """The rest of the file cannot be parsed, or must not be read."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -148,7 +147,7 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Frame:
-    """An open mapping or list. ``size`` counts the values in it, those behind aliases as often as they are used."""
+    """An open mapping or list. ``size`` counts its values, including those behind each use of an alias."""
 
     value: Any
     is_mapping: bool
@@ -161,8 +160,8 @@ class _Frame:
     merges: list[tuple[int, Any]] = field(default_factory=list)
 
 
-class _Reading:
-    """Turns events into values, with a stack of its own instead of recursion."""
+class _Parser:
+    """Turns events into values, with an explicit stack instead of recursion."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -218,12 +217,12 @@ class _Reading:
         try:
             return self.constructor.yaml_constructors[tag](self.constructor, yaml.ScalarNode(tag, event.value))
         except (ValueError, KeyError, AttributeError, OverflowError):
-            self.say(line, self.here(), f"this is no {tag.removeprefix(_TAG)}; for text, write it in quotes")
+            self.say(line, self.here(), f"this is not a valid {tag.removeprefix(_TAG)}; for text, write it in quotes")
             return None
 
     def tag(self, event: yaml.ScalarEvent) -> str:
-        """What an untagged scalar is: text when quoted, else what it looks like (YAML 1.1, as PyYAML has it)."""
-        if not event.implicit[0] or event.value[:1] not in _BEGINNINGS:
+        """Return the tag of an untagged scalar: text if quoted, else by its form (YAML 1.1, as in PyYAML)."""
+        if not event.implicit[0] or event.value[:1] not in _FIRST_CHARACTERS:
             return _TEXT
         return str(self.resolver.resolve(yaml.ScalarNode, event.value, event.implicit))  # type: ignore[no-untyped-call]
 
@@ -252,15 +251,15 @@ class _Reading:
             inside = any(frame.anchor == event.anchor for frame in self.stack)
             raise _Refused(line, f"`*{event.anchor}` {'refers to itself' if inside else 'refers to no anchor before it'}")
         if self.stack and self.stack[-1].key is None and self.stack[-1].is_mapping:
-            raise _Refused(line, "a key is written out, not an alias")
+            raise _Refused(line, "a key must not be an alias")
         value, size = self.anchors[event.anchor]
         self.aliased += size
         if self.aliased > MAX_ALIASED_VALUES:
-            raise _Refused(line, f"aliases stand for more than {MAX_ALIASED_VALUES} values")
+            raise _Refused(line, f"aliases expand to more than {MAX_ALIASED_VALUES} values")
         self.add(value, line, size)
 
     def add(self, value: Any, line: int, size: int) -> None:
-        """Put a finished value where it belongs."""
+        """Add a complete value to its container."""
         if not self.stack:
             self.source.value = value
             return
@@ -280,11 +279,11 @@ class _Reading:
         frame.key = None
 
     def here(self) -> Path:
-        """Where the next value goes."""
+        """Return the path of the next value."""
         return tuple(frame.key if frame.key is not None else len(frame.value) for frame in self.stack)
 
     def merge(self, frame: _Frame) -> None:
-        """YAML's merge key (``<<: *anchor``): the mapping's own keys win, then the first merged."""
+        """Apply YAML's merge key (``<<: *anchor``). The mapping's own keys take precedence, then the first merged mapping."""
         for line, merged in frame.merges:
             for mapping in merged if isinstance(merged, list) else [merged]:
                 if not isinstance(mapping, dict):

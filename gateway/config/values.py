@@ -1,7 +1,6 @@
-"""What a single setting may hold: the types of the configuration's fields, each with its bounds and its words.
+"""The types of single settings, with their limits and error messages.
 
-Messages say what would be right. They do not repeat text that stands in the file, since a key or a password
-may stand in the wrong place.
+Messages say what is expected. They do not repeat text of the file, because a key or a password may be in the wrong place.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 def _visible(value: str) -> str:
     if not value.isprintable() or " " in value:
-        raise ValueError("must not hold spaces or control characters")
+        raise ValueError("must not contain spaces or control characters")
     return value
 
 
 def _without_nul(value: str) -> str:
     if "\0" in value:
-        raise ValueError("must not hold a NUL")  # no system call takes one, nor PostgreSQL's texts
+        raise ValueError("must not contain a NUL")  # no system call and no text in PostgreSQL accepts one
     return value
 
 
@@ -92,9 +91,9 @@ def _media_host(value: str) -> str:
 
 def _mount(value: str) -> str:
     if not re.fullmatch(_MOUNT_PATTERN, value):
-        raise ValueError("expected a path such as /team/model: no slash at its end, letters, digits and . _ ~ - only")
+        raise ValueError("expected a path such as /team/model, without a trailing slash, of letters, digits and . _ ~ -")
     if value.split("/")[1] in _OWN_PATHS:
-        raise ValueError("the gateway's own routes are there; choose another first part")
+        raise ValueError("the first part is reserved for the gateway's own routes; choose another")
     return value
 
 
@@ -122,7 +121,7 @@ Balance = Annotated[str, _OneOf(tuple(POLICIES))]
 
 @dataclass(frozen=True, slots=True)
 class KeyHash:
-    """The hash of one key, ``sha256:`` and lower-case digits; ``expires``: from then on the key is refused."""
+    """The hash of one key, ``sha256:`` and lowercase digits. The key is refused from ``expires`` on."""
 
     text: str
     expires: datetime | None = None
@@ -154,12 +153,12 @@ def _instant(value: object) -> datetime:
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     if not isinstance(value, datetime):
-        raise ValueError("expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z")  # noqa: TRY004  what pydantic collects
+        raise ValueError("expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z")  # noqa: TRY004  pydantic collects ValueError
     made = value if value.tzinfo else value.replace(tzinfo=UTC)
     try:
         made.astimezone(UTC)
     except OverflowError:
-        raise ValueError("expected a time that is in the years 1 to 9999 in UTC, too") from None
+        raise ValueError("expected a time within the years 1 to 9999 in UTC") from None
     return made
 
 
@@ -174,7 +173,7 @@ def _log_part(value: str) -> str:
     if value in _RENAMED_PARTS:
         raise ValueError(f"this part was renamed; write `{_RENAMED_PARTS[value]}`")
     if value not in PARTS:
-        raise ValueError(f"names no part of the gateway{did_you_mean(value, PARTS)}; the parts are {', '.join(PARTS)}")
+        raise ValueError(f"there is no such part of the gateway{did_you_mean(value, PARTS)}; the parts are {', '.join(PARTS)}")
     return value
 
 
@@ -206,33 +205,33 @@ def _readable_file(value: object, info: ValidationInfo) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class KeySetPlace:
-    """Where an issuer's public keys are: a URL, or a file, and then ``keys`` is what of it can be used (see ``key_set``)."""
+class KeySetSource:
+    """The source of an issuer's JWKS: a URL, or a file whose usable keys are ``keys`` (see ``auth.jwks``)."""
 
     url: str | None = None
     keys: bytes | None = None
 
 
-def _key_set_place(value: object, info: ValidationInfo) -> KeySetPlace:
+def _key_set_source(value: object, info: ValidationInfo) -> KeySetSource:
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        return KeySetPlace(url=_http_url(value))
+        return KeySetSource(url=_http_url(value))
     path = _path(value, info)
     text = read_file(str(path), surroundings(info))
     if not installed("jwt", "cryptography"):
-        return KeySetPlace()  # `issuer` says what is missing
-    from gateway.auth.jwks import KeySetError, verification_keys  # loaded by those who take tokens
+        return KeySetSource()  # the check of `issuer` reports what is missing
+    from gateway.auth.jwks import KeySetError, verification_keys  # loaded only where tokens are configured
 
     try:
-        return KeySetPlace(keys=verification_keys(text.encode()))
+        return KeySetSource(keys=verification_keys(text.encode()))
     except KeySetError as error:
         raise ValueError(f"the file {path} {error}") from None
 
 
 def installed(*modules: str) -> bool:
-    """Whether packages that are extras are there."""
+    """Whether optional packages are installed."""
     try:
         return all(find_spec(module) is not None for module in modules)
-    except ModuleNotFoundError:  # what it is in is not there either
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -242,7 +241,7 @@ def _weights_place(value: str, info: ValidationInfo) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether something is there; no for a path that no system call takes."""
+    """Whether a path exists. False for a path that no system call accepts."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -266,7 +265,7 @@ def _body_fields(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("expected a mapping, e.g. {temperature: 0.7}")  # noqa: TRY004
     if "model" in value:
-        raise ValueError("`model` is what the request asks for and cannot be set here")
+        raise ValueError("`model` is set by the request and cannot be set here")
     _json(value)
     return value
 
@@ -275,19 +274,19 @@ def _option(value: str) -> str:
     if value.startswith("-"):
         raise ValueError("write the option without its dashes")
     if not re.fullmatch(_OPTION_PATTERN, value):
-        raise ValueError("this is no name of an option")
+        raise ValueError("this is not an option name")
     return value
 
 
 def _option_value(value: object) -> Any:
     if value is None:
-        raise ValueError("has no value; write true for an option that takes none")
+        raise ValueError("has no value; write true for an option without a value")
     return _json(value)
 
 
 def _preset(value: str) -> str:
     if value not in PRESETS:
-        raise ValueError(f"names no preset{did_you_mean(value, PRESETS)}; the presets are {', '.join(PRESETS)}")
+        raise ValueError(f"there is no such preset{did_you_mean(value, PRESETS)}; the presets are {', '.join(PRESETS)}")
     return value
 
 
@@ -304,19 +303,19 @@ Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _TEXTS_SCHEMA: dict[str, Any] = {"oneOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)]
-"""One text, or a list of them."""
+"""A text, or a list of texts."""
 
 WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
-"""A name on the hub or a folder. One that begins with ./ or ../ is a folder, relative to the configuration's; so is one that exists."""
+"""A name on the hub or a folder. A value that starts with ./ or ../ is a folder, relative to the configuration, as is one that exists."""
 
 Preset = Annotated[str, Strict(), AfterValidator(_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
-"""The name of a family of models whose parsers are known."""
+"""The name of a model family with known parsers."""
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
-"""An id, alias or pattern of one."""
+"""An ID, an alias, or a pattern."""
 
 ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
 HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
@@ -325,7 +324,7 @@ MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]
 Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
 _INSTANT_SCHEMA: dict[str, Any] = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}
 Instant = Annotated[datetime, PlainValidator(_instant), WithJsonSchema(_INSTANT_SCHEMA)]
-"""An aware datetime. A date is the instant at which it begins; without a zone, in UTC."""
+"""An aware datetime. A date means 00:00. Without a zone it is in UTC."""
 
 _HASH_SCHEMA: dict[str, Any] = {"type": "string", "pattern": HASH_PATTERN}
 _ENDING_HASH_SCHEMA: dict[str, Any] = {
@@ -341,7 +340,7 @@ Hashes = Annotated[
     BeforeValidator(_one_or_many),
     WithJsonSchema({"oneOf": [_HASH_SCHEMA, {"type": "array", "items": {"oneOf": _ONE_HASH_SCHEMA}}, _ENDING_HASH_SCHEMA]}),
 ]
-"""The hash of a key, or several; one that is to end at some time is a mapping."""
+"""The hash of a key, or a list of hashes. A hash with an expiry is a mapping."""
 
 LogPart = Annotated[str, AfterValidator(_log_part)]
 Network = Annotated[IPv4Network | IPv6Network, PlainValidator(_network), WithJsonSchema({"type": "string", "examples": ["10.0.0.0/8"]})]
@@ -351,27 +350,27 @@ NamedPort = Annotated[
     WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": 65535}, {"type": "string", "pattern": _PORT_NAME_PATTERN}]}),
 ]
 FilePath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
-"""An absolute path; a relative one starts from the folder of the configuration."""
+"""An absolute path. A relative one starts from the folder of the configuration."""
 
 ReadableFile = Annotated[Path, PlainValidator(_readable_file), WithJsonSchema({"type": "string", "minLength": 1})]
 KeySet = Annotated[
-    KeySetPlace,
-    PlainValidator(_key_set_place),
+    KeySetSource,
+    PlainValidator(_key_set_source),
     WithJsonSchema({"type": "string", "minLength": 1, "examples": ["https://login.example.com/keys", "keys.json"]}),
 ]
 """A URL or a file."""
 
 BodyFields = Annotated[dict[str, Any], PlainValidator(_body_fields), WithJsonSchema({"type": "object", "not": {"required": ["model"]}})]
-"""Members of a request's body."""
+"""Fields of a request body."""
 
 Options = dict[
     Annotated[str, AfterValidator(_option)],
     Annotated[Any, PlainValidator(_option_value), WithJsonSchema({"type": ["string", "number", "boolean", "array", "object"]})],
 ]
-"""Options of a command by name without dashes; true and false for a flag, a list to repeat, a mapping for JSON."""
+"""Options of a command by name without dashes. Flags are true or false, a list repeats an option, a mapping is JSON."""
 
 Variables = dict[
     Annotated[str, Field(pattern=_VARIABLE_PATTERN)],
     Annotated[str | SecretStr, PlainValidator(_variable), WithJsonSchema({"oneOf": [{"type": "string"}, *REFERENCE_SCHEMA["oneOf"]]})],
 ]
-"""Environment variables; one that is a secret is written as one."""
+"""Environment variables. Secrets are references."""

@@ -52,7 +52,7 @@ def test_an_admin_port_that_other_machines_reach_without_a_token(tmp_path: Path,
     assert told(tmp_path, text) == ([said] if said else [])
 
 
-ENDED = "has ended: no key of this entry is taken any more"
+ENDED = "has expired: all keys of this entry are refused"
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,5 @@ def test_a_key_that_has_ended(tmp_path: Path, key: str, said: str | None) -> Non
 )  # fmt: skip
 def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, said: str | None) -> None:
     line = 3 if "teams[" in (said or "") else 2
-    expected = [f"gateway.yaml:{line}: {said}: does not bound models that have no price: free"] if said else []
+    expected = [f"gateway.yaml:{line}: {said}: does not limit models without a price: free"] if said else []
     assert told(tmp_path, PRICED + rest + "\n") == expected

@@ -56,7 +56,7 @@ def test_names(args: str, said: list[str]) -> None:
 
 def test_a_parser_of_calls_that_nobody_may_make_is_a_note() -> None:
     text = "{id: m, launch: {args: {tool-call-parser: hermes}}}"
-    said = "has no effect without enable-auto-tool-choice: true; requests with tools are refused"
+    said = "has no effect without enable-auto-tool-choice: true; requests with tools are rejected"
     assert told(text) == [f"+2: models[0].args.tool-call-parser: {said}"]
 
 
@@ -86,23 +86,23 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
 def test_weights_that_cannot_be_looked_at_are_told_as_well() -> None:
     text = f"{{id: m, launch: {{model: ./{'m' * 300}}}}}\n{{id: n, launch: {{args: {{max: 1}}}}}}"
     assert told(text) == [
-        "2: models[0].model: cannot be looked at: File name too long",
+        "2: models[0].model: cannot be read: File name too long",
         "3: models[1].args.max: vLLM 0.32 has no option --max",
     ]
 
 
 def test_gpus_that_are_not_there() -> None:
     assert told("{id: m, launch: {gpus: [[0, 1]]}}") == []
-    assert told("{id: m, launch: {gpus: [[1, 2]]}}") == ["2: models[0].gpus[0][1]: there is no GPU 2: those here are 0 to 1"]
+    assert told("{id: m, launch: {gpus: [[1, 2]]}}") == ["2: models[0].gpus[0][1]: there is no GPU 2: the GPUs of this machine are 0 to 1"]
     one, none, unknown = (preflight.Machine(HERE.names, count, Path("/")) for count in (1, 0, None))
-    assert told("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: there is GPU 0 alone"]
+    assert told("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: only GPU 0 exists"]
     assert told("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: there is none"]
     said = "there is no NVIDIA driver on this machine, so GPUs are not checked"
     assert told("{id: m, launch: {gpus: [[1, 7]]}}", unknown) == [f"+2: models[0].gpus[0][0]: {said}"]
     assert told("{id: m, launch: {}}", unknown) == []
 
 
-SHARED = "and both run at once: start one on_demand, or put both into one group"
+SHARED = "and both run at the same time: start one on_demand, or put both into one group"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ SHARED = "and both run at once: start one on_demand, or put both into one group"
         ("gpus: [[0]], start: on_demand", "gpus: [[0]]", []),
         ("gpus: [[0]], group: g", "gpus: [[0]], group: g", []),
         ("gpus: [[0]], group: g", "gpus: [[0]], group: h", [f"3: models[1].gpus[0][0]: GPU 0 is given to `a` (line 2) too, {SHARED}"]),
-        ("gpus: [[0], [0]]", "", ["2: models[0].gpus[1][0]: GPU 0 is another replica's already; each needs GPUs of its own"]),
+        ("gpus: [[0], [0]]", "", ["2: models[0].gpus[1][0]: GPU 0 is already used by another replica; each replica needs its own GPUs"]),
         ("gpus: [[x, true], 5]", "gpus: 7", []),
     ],
 )
@@ -367,7 +367,7 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
     assert [run.returncode for run in runs] == [2, 2]
     assert [run.stderr for run in runs] == ["asking vLLM 9.9 for its options (once; it takes some seconds)\n", ""]
     assert runs[0].stdout == runs[1].stdout == (
-        "g.yaml:4: models[0].launch.gpus[0][0]: there is no GPU 3: there is GPU 0 alone\n"
+        "g.yaml:4: models[0].launch.gpus[0][0]: there is no GPU 3: only GPU 0 exists\n"
         "g.yaml:5: models[0].launch.args.secnd: vLLM 9.9 has no option --secnd; did you mean `second`?\n"
         "g.yaml:6: models[0].lunch: unknown key; did you mean `launch`?\n"
     )  # fmt: skip

@@ -176,7 +176,7 @@ def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) 
         (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
         (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
         (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: that is in the past, so the key would never be"),
-        (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: names no team"),
+        (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: there is no such team"),
         (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: that is beyond the year 9999"),
         (["revoke", "team-a", "--config", "other.yaml"], 1, "vllm-gateway: other.yaml cannot be read: No such file or directory"),
         (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
@@ -371,11 +371,11 @@ def test_a_key_that_is_in_a_file_twice_is_told(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f"a b,{FIRST}\n", "line 1, id: must not hold spaces or control characters"),
+        (f"a b,{FIRST}\n", "line 1, id: must not contain spaces or control characters"),
         (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
         (json.dumps([litellm("a"), litellm("b", key_alias="b", models=["gpt-4"])]), "key 2 (b), models[0]: matches no model"),
         (json.dumps([litellm("a", key_alias="a", max_budget=1, budget_duration="1mo")]),
-         "key 1 (a), limits.cost_per_month: no model has a price, so nothing would cost anything; write models[].price"),
+         "key 1 (a), limits.cost_per_month: no model has a price, so no request has a cost; set models[].price"),
         (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5"),
     ],
 )  # fmt: skip

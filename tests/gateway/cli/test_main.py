@@ -65,7 +65,7 @@ def test_check_prints_every_problem_plainly_and_exits_with_2(folder: Path) -> No
 def test_check_of_a_good_file(folder: Path) -> None:
     assert gateway("check", "good.yaml", folder=folder) == Ran(
         0,
-        "good.yaml:5: keys[1].expires: has ended: no key of this entry is taken any more\ngood.yaml is fine: 1 model, 2 keys, 1 note\n",
+        "good.yaml:5: keys[1].expires: has expired: all keys of this entry are refused\ngood.yaml is fine: 1 model, 2 keys, 1 note\n",
         "",
     )
 
@@ -79,7 +79,7 @@ def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> 
 
 def test_check_of_what_another_command_writes(folder: Path) -> None:
     text = (folder / "good.yaml").read_text()
-    told = "/dev/stdin:5: keys[1].expires: has ended: no key of this entry is taken any more\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
+    told = "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
     assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, told, "")
     assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
 
@@ -119,7 +119,7 @@ def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
         (["restart"], "vllm-gateway: Missing argument 'MODEL'."),
         (["check", "--fast", "x"], "vllm-gateway: No such option: --fast"),
         (["keys", "new"], "vllm-gateway: Missing option '--id'."),
-        (["keys", "new", "--id", "a b"], "vllm-gateway: --id: must not hold spaces or control characters"),
+        (["keys", "new", "--id", "a b"], "vllm-gateway: --id: must not contain spaces or control characters"),
         (["keys", "new", "--id", "a", "--expires", "soon"], "vllm-gateway: --expires: expected a date such as 2027-01-01 or"),
         (["keys", "hash"], "vllm-gateway: expected one key, on one line, on stdin"),
     ],

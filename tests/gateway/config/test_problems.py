@@ -16,10 +16,10 @@ from upstream.balancing.policies import POLICIES
 
 HASH = "sha256:" + "9f" * 32
 CANARY = "canary-9f2c41"
-NO_KEYS = "no keys are configured, so nobody could use the gateway and it refuses to start; `vllm-gateway keys new --id NAME` makes one"
-NO_HASH = "is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key"
-NO_MOUNT = "expected a path such as /team/model: no slash at its end, letters, digits and . _ ~ - only"
-TWICE = "; ids, aliases and LoRA ids are one set of names"
+NO_KEYS = "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
+NO_HASH = "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
+NO_MOUNT = "expected a path such as /team/model, without a trailing slash, of letters, digits and . _ ~ -"
+TWICE = "; IDs, aliases and LoRA IDs share one namespace"
 
 
 def problems(folder: Path, text: str, **environ: str) -> list[str]:
@@ -98,22 +98,22 @@ g.yaml:13: models[0].launch.gpus: has GPUs for 1 replicas, but replicas is 2; wr
 g.yaml:14: models[0].launch.args.--max-model-len: write the option without its dashes
 g.yaml:14: models[0].launch.args.api_key: the gateway gives every launched server a key of its own
 g.yaml:15: models[0].task: expected `chat`, `completion`, `embedding`, `rerank`, `classify` or `transcription`; did you mean `embedding`?
-g.yaml:16: models[1].id: this name of a model is already on line 10; ids, aliases and LoRA ids are one set of names
+g.yaml:16: models[1].id: this model name is already on line 10; IDs, aliases and LoRA IDs share one namespace
 g.yaml:18: models[1].servers[0].url: a server's URL starts with http://, https:// or unix:; expected e.g. http://10.0.0.5:8000
-g.yaml:18: models[1].servers[0].api_key: a secret is not written into this file: write {env: NAME} or {file: PATH}
+g.yaml:18: models[1].servers[0].api_key: secrets must not be in this file: write {env: NAME} or {file: PATH}
 g.yaml:19: models[1].servers[1].api_key: the environment variable NOT_THERE is not set
 g.yaml:20: models[1].servers[2].url: a server's URL has no credentials, query or fragment; use api_key for its key; expected e.g. http://10.0.0.5:8000
-g.yaml:21: models[1].fallbacks[0]: names no model; did you mean `Qwen/Qwen3`?
+g.yaml:21: models[1].fallbacks[0]: there is no such model; did you mean `Qwen/Qwen3`?
 g.yaml:21: models[1].fallbacks[1]: a model cannot be its own fallback
 g.yaml:22: models[2]: has no servers: write one of launch ({} for the defaults), servers, discover
 g.yaml:25: keys[0].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself
 g.yaml:26: keys[0].models[0]: matches no model; did you mean `qwen`?
-g.yaml:27: keys[0].team: names no team; did you mean `blues`?
+g.yaml:27: keys[0].team: there is no such team; did you mean `blues`?
 g.yaml:28: keys[0].limits.request_per_minute: unknown key; did you mean `requests_per_minute`?
 g.yaml:29: keys[1].id: this key id is already on line 24
-g.yaml:31: keys[2].hash: is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key
-g.yaml:33: ledger: a password is not written into this file: write {env: NAME} or {file: PATH} for the whole URL
-g.yaml:34: default_model: names no model; did you mean `Qwen/Qwen3`?
+g.yaml:31: keys[2].hash: is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key
+g.yaml:33: ledger: passwords must not be in this file: write {env: NAME} or {file: PATH} for the whole URL
+g.yaml:34: default_model: there is no such model; did you mean `Qwen/Qwen3`?
 """.splitlines()
 
 
@@ -133,7 +133,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("a: [1\nb: 2", "g.yaml:2: this is not YAML: did not find expected ',' or ']'"),
-        ("models:\n\t- id: a", "g.yaml:2: a tab is used for indentation; YAML wants spaces"),
+        ("models:\n\t- id: a", "g.yaml:2: a tab is used for indentation; YAML requires spaces"),
         ("a: \x01", "g.yaml:1: the character '\\x01' is not allowed in YAML"),
         ("a: 1\n---\nb: 1", "g.yaml:2: a second YAML document begins here; a configuration is one document"),
         ("[" * 100_000, "g.yaml:1: more than 64 levels of nesting"),
@@ -152,7 +152,7 @@ def test_what_cannot_be_understood_is_one_problem(tmp_path: Path, text: str, sai
 
 def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
     layers = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]\n" for i in range(1, 30))
-    assert problems(tmp_path, f"x0: &x0 [{', '.join(['1'] * 10)}]\n{layers}") == ["g.yaml:5: aliases stand for more than 100000 values"]
+    assert problems(tmp_path, f"x0: &x0 [{', '.join(['1'] * 10)}]\n{layers}") == ["g.yaml:5: aliases expand to more than 100000 values"]
 
 
 def test_tags_run_nothing(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
     [
         (
             "launch: {}\nservers: [{url: 'http://a'}]",
-            ["4: servers: a model has one of launch, servers and discover; this one has launch already"],
+            ["4: servers: a model has only one of launch, servers and discover; this one already has launch"],
         ),
         ("servers: []", ["3: servers: expected at least 1 in the list, found a list"]),
         (
@@ -195,31 +195,31 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {}\nloras: [{id: l}]", ["4: loras[0]: path is missing: where the launched server loads the adapter from"]),
         (
             "launch: {}\naliases: [a]\nloras: [{id: m, path: /l}, {id: l, path: /l, aliases: [a, l]}]",
-            [f"5: loras[0].id: this name of a model is already on line 2{TWICE}"]
-            + [f"5: loras[1].aliases[{at}]: this name of a model is already on line {line}{TWICE}" for at, line in ((0, 4), (1, 5))],
+            [f"5: loras[0].id: this model name is already on line 2{TWICE}"]
+            + [f"5: loras[1].aliases[{at}]: this model name is already on line {line}{TWICE}" for at, line in ((0, 4), (1, 5))],
         ),
         ("launch: {args: {enable-lora: true}}\nloras: [{id: l, path: /l}]", ["3: launch.args.enable-lora: loras says it already"]),
         ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'"]),
-        ("launch: {}\naliases: [m]", [f"4: aliases[0]: this name of a model is already on line 2{TWICE}"]),
+        ("launch: {}\naliases: [m]", [f"4: aliases[0]: this model name is already on line 2{TWICE}"]),
         ("launch: {}\nmounts: [/a/]", [f"4: mounts[0]: {NO_MOUNT}"]),
-        ("launch: {}\nmounts: [/v1]", ["4: mounts[0]: the gateway's own routes are there; choose another first part"]),
+        ("launch: {}\nmounts: [/v1]", ["4: mounts[0]: the first part is reserved for the gateway's own routes; choose another"]),
         ("launch: {}\nmounts: [/a, /a]", ["4: mounts[1]: this mount is already on line 4"]),
         ("launch: {}\nmounts: [/a/../b]", [f"4: mounts[0]: {NO_MOUNT}"]),
         ("launch: {}\nfallbacks: [m]", ["4: fallbacks[0]: a model cannot be its own fallback"]),
-        ("launch: {}\noverrides: {model: x}", ["4: overrides: `model` is what the request asks for and cannot be set here"]),
+        ("launch: {}\noverrides: {model: x}", ["4: overrides: `model` is set by the request and cannot be set here"]),
         ("launch: {}\ndefaults: {a: [.inf]}", ["4: defaults: JSON has no infinite numbers and no NaN"]),
-        ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is in body.refuse too; a field is allowed or refused"]),
+        ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is also in body.refuse; write the field in only one of them"]),
         ("launch: {env: {A: 1}}", ["3: launch.env.A: expected text: write the value in quotes"]),
         ("launch: {env: {'1 A': b}}", ["3: launch.env.1 A: expected a name such as HF_HOME, found text"]),
         ("launch: {gpus: [[0, 0]]}", ["3: launch.gpus[0]: expected the numbers of this replica's GPUs, each once"]),
-        ("launch: {args: {x: }}", ["3: launch.args.x: has no value; write true for an option that takes none"]),
+        ("launch: {args: {x: }}", ["3: launch.args.x: has no value; write true for an option without a value"]),
         (
             "launch: {replicas: 2, args: {port: 8001}}",
-            ["3: launch.args.port: 2 replicas cannot share one port; leave it out, and each gets its own socket"],
+            ["3: launch.args.port: 2 replicas cannot share one port; omit it, and each gets its own socket"],
         ),
         (
             "launch: {replicas: 2, args: {uds: /x.sock}}",
-            ["3: launch.args.uds: 2 replicas cannot share one uds; leave it out, and each gets its own socket"],
+            ["3: launch.args.uds: 2 replicas cannot share one uds; omit it, and each gets its own socket"],
         ),
         ("launch: {replicas: 1, args: {port: 8001}}", []),
         ("launch: {replicas: true}", ["3: launch.replicas: expected a whole number, found true"]),
@@ -243,7 +243,7 @@ def _falling_back(**fallbacks: str) -> str:
 def test_fallbacks_that_go_round(tmp_path: Path) -> None:
     assert problems(tmp_path, _falling_back(a="b, d", b="c, d", c="also-d", d="")) == []
     (said,) = problems(tmp_path, _falling_back(x="a", a="also-b", b="c, d", c="also-a", d=""))
-    assert "fallbacks[0]: goes round in a loop: " in said and said.count("->") == 3
+    assert "fallbacks[0]: the fallbacks form a loop: " in said and said.count("->") == 3
 
 
 @pytest.mark.parametrize(
@@ -251,34 +251,37 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
     [
         (
             f"- {{id: a, hash: {HASH}}}\n- {{id: b, hash: [{HASH.upper().replace('SHA', 'sha')}]}}\n",
-            ["4: keys[1].hash[0]: this hash is already on line 3; a key belongs to one id"],
+            ["4: keys[1].hash[0]: this hash is already on line 3; a key belongs to one entry"],
         ),
         ("- {id: a, anonymous: true}\n- {id: b, anonymous: true}\n", ["4: keys[1].anonymous: only one entry can be anonymous; `a` is"]),
         (
             f"- {{id: a, anonymous: true, hash: {HASH}}}\n",
-            ["3: keys[0].hash: the anonymous entry has no hash: it is for requests with no key"],
+            ["3: keys[0].hash: the anonymous entry must not have a hash: it is for requests without a key"],
         ),
         ("- {id: a, anonymous: yes please}\n", ["3: keys[0].anonymous: expected true or false, found text", f"3: keys[0].hash: {NO_HASH}"]),
-        ("- {anonymous: true}\n", ["3: keys[0].id: is missing: name of the principal, as metrics and usage records show it"]),
+        ("- {anonymous: true}\n", ["3: keys[0].id: is missing: name of the principal in metrics and usage records"]),
         ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 in the list, found a list"]),
         ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
         ("- {id: a, anonymous: true, models: [qwen, 'Q*']}\n", []),
         (
             '- {id: a, anonymous: true, expires: "0001-01-01T00:00:00+14:00"}\n',
-            ["3: keys[0].expires: expected a time that is in the years 1 to 9999 in UTC, too"],
+            ["3: keys[0].expires: expected a time within the years 1 to 9999 in UTC"],
         ),
         (
             f"- {{id: a, hash: {{hash: sha256:{'a' * 64}, expires: 9999-12-31T23:59:59-12:00}}}}\n",
-            ["3: keys[0].hash: expected a time that is in the years 1 to 9999 in UTC, too"],
+            ["3: keys[0].hash: expected a time within the years 1 to 9999 in UTC"],
         ),
         (
             "- {id: a, anonymous: true, expires: soon}\n",
             ["3: keys[0].expires: expected a date such as 2027-01-01 or a time such as 2027-01-01T12:00:00Z"],
         ),
-        ("- {id: a, anonymous: true, expires: 2027-02-30}\n", ["3: keys[0].expires: this is no timestamp; for text, write it in quotes"]),
+        (
+            "- {id: a, anonymous: true, expires: 2027-02-30}\n",
+            ["3: keys[0].expires: this is not a valid timestamp; for text, write it in quotes"],
+        ),
         ("- {id: a, anonymous: true, limits: {concurrent: 0}}\n", ["3: keys[0].limits.concurrent: expected 1 or more, found 0"]),
-        ('- {id: a, anonymous: true, labels: {center: "1\\0"}}\n', ["3: keys[0].labels.center: must not hold a NUL"]),
-        ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not hold spaces or control characters"]),
+        ('- {id: a, anonymous: true, labels: {center: "1\\0"}}\n', ["3: keys[0].labels.center: must not contain a NUL"]),
+        ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not contain spaces or control characters"]),
         ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
     ],
 )
@@ -289,7 +292,7 @@ def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{port: 9090}", ["server.admin.port: the admin port and the data port are both 9090; they need one each"]),
+        ("{port: 9090}", ["server.admin.port: the admin port and the data port are both 9090; use different ports"]),
         ("{host: 127.0.0.2, port: 9090}", []),
         ("{port: 0, admin: {port: 0}}", []),
         ("{port: 70000}", ["server.port: expected 65535 or less, found 70000"]),
@@ -319,12 +322,12 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     assert about_server(tmp_path, f"{{tls: {{cert: {cert}, key: {key}}}}}") == []
     assert about_server(tmp_path, f"{{tls: {{cert: {cert}, key: {cert}}}}}") == [
-        "server.tls: cert and key cannot be used: one of the files is not PEM"
+        "server.tls: cert and key are unusable: one of the files is not PEM"
     ]
     (tmp_path / "other").mkdir()
     other, _ = certificate(tmp_path / "other")
     assert about_server(tmp_path, f"{{tls: {{cert: {other}, key: {key}}}}}") == [
-        "server.tls: cert and key cannot be used: key values mismatch"
+        "server.tls: cert and key are unusable: key values mismatch"
     ]
 
 
@@ -334,12 +337,12 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
         (
             "args: {port: 9001}",
             "args: {port: '9001'}",
-            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at the same time"],
         ),
         (
             "args: {port: 9001}, start: on_demand",
             "args: {port: 9001}, gpus: [[1]]",
-            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at once"],
+            ["4: models[1].launch.args.port: port 9001 is given to `a` too, and both may run at the same time"],
         ),
         ("args: {port: 9001, host: 127.0.0.2}", "args: {port: 9001}", []),
         ("args: {port: 9001}, group: g", "args: {port: 9001}, group: g, start: on_demand", []),
@@ -350,7 +353,7 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
         (
             "args: {uds: /run/s.sock}",
             "args: {uds: /run/s.sock}",
-            ["4: models[1].launch.args.uds: /run/s.sock is given to `a` too, and both may run at once"],
+            ["4: models[1].launch.args.uds: /run/s.sock is given to `a` too, and both may run at the same time"],
         ),
         ("args: {uds: /run/s.sock}", "args: {uds: /run/t.sock}", []),
         ("args: {uds: /run/s.sock}, group: g", "args: {uds: /run/s.sock}, group: g, start: on_demand", []),
@@ -372,10 +375,10 @@ def test_limits(tmp_path: Path) -> None:
     assert about_limits(tmp_path, "concurrent: 1", rest="server: {workers: 4}") == []
     assert about_limits(tmp_path, "models: [{models: [m], max_tokens: 5}]") == []
     assert about_limits(tmp_path, "models: [{models: [n], max_tokens: 5}]") == ["keys[0].limits.models[0].models[0]: matches no model"]
-    assert about_limits(tmp_path, "models: [{models: [m]}]") == ["keys[0].limits.models[0]: limits nothing; write e.g. requests_per_minute"]
+    assert about_limits(tmp_path, "models: [{models: [m]}]") == ["keys[0].limits.models[0]: contains no limit, e.g. requests_per_minute"]
     assert about_limits(tmp_path, "cost_per_day: 0") == [
         "keys[0].limits.cost_per_day: expected more than 0.0, found 0",
-        "keys[0].limits.cost_per_day: no model has a price, so nothing would cost anything; write models[].price",
+        "keys[0].limits.cost_per_day: no model has a price, so no request has a cost; set models[].price",
     ]
     assert about_limits(tmp_path, "cost_per_day: 0.5", price=", price: {prompt: 1}") == []
     assert about_limits(tmp_path, "cost_per_day: 1", price=", price: {prompt: 1000000001}") == [
@@ -395,7 +398,7 @@ def test_limits(tmp_path: Path) -> None:
         ("unix://", "the path of the socket is missing: unix:///run/redis.sock"),
         ("redis:///0", "the host is missing: redis://localhost:6379/0"),
         ("redis://h:0x/0", "the host or the port is not valid"),
-        ("redis://h/one", "what follows the host is the number of a database, as in redis://localhost:6379/0"),
+        ("redis://h/one", "the path must be the number of a database, as in redis://localhost:6379/0"),
         ("http://h", "expected a URL such as redis://localhost:6379/0"),
     ],
 )
@@ -410,7 +413,7 @@ def test_the_file_of_keys_speaks_for_itself(tmp_path: Path) -> None:
     (tmp_path / "k.yaml").write_text(f"keys:\n  - {{id: a, hash: {HASH}}}\n  - {{id: b, hahs: x}}\n")
     assert problems(tmp_path, text) == [
         "k.yaml:2: keys[0].id: this key id is already on g.yaml:2",
-        "k.yaml:2: keys[0].hash: this hash is already on g.yaml:2; a key belongs to one id",
+        "k.yaml:2: keys[0].hash: this hash is already on g.yaml:2; a key belongs to one entry",
         "k.yaml:3: keys[1].hahs: unknown key; did you mean `hash`?",
         f"k.yaml:3: keys[1].hash: {NO_HASH}",
     ]
@@ -425,7 +428,7 @@ def test_a_secret_that_is_no_line_of_text(tmp_path: Path) -> None:
     text = "models: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\nserver: {admin: {token: {file: t}}}\n"
     contents = {
         b"": "the file t is empty",
-        b"a\nb": "the secret holds line breaks or other control characters",
+        b"a\nb": "the secret contains line breaks or other control characters",
         b"\xff": "the file t is not UTF-8 text",
     }
     for content, said in contents.items():
@@ -531,7 +534,7 @@ def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
     keys = "keys: [{{id: k, anonymous: true}}]\n"
     text = "server: {{workers: 4, max_inflight: {}}}\nmodels: [{{id: m, launch: {{}}, max_inflight: {}}}]\n" + keys
     assert problems(tmp_path, text.format(4, 4)) == []
-    words = "4 workers cannot share 3 requests: each needs at least one, or server.workers is less"
+    words = "4 workers cannot share 3 requests: each needs at least one; raise this limit or lower server.workers"
     assert problems(tmp_path, text.format(3, 3)) == [
         f"g.yaml:1: server.max_inflight: {words}",
         f"g.yaml:2: models[0].max_inflight: {words}",
@@ -548,7 +551,7 @@ def test_groups(tmp_path: Path) -> None:
     two = "groups: [{id: a, max_running: 2}, {id: b}]"
     assert about_launches(tmp_path, two, "group: a", "group: a", "group: b", "group: b, start: on_demand") == []
     assert about_launches(tmp_path, "", "group: free", "group: free, start: on_demand") == []
-    assert about_launches(tmp_path, two, "group: aa") == ["models[0].launch.group: names no group; did you mean `a`?"]
+    assert about_launches(tmp_path, two, "group: aa") == ["models[0].launch.group: there is no such group; did you mean `a`?"]
     assert about_launches(tmp_path, "groups: [{id: a}, {id: a}]", "group: a") == ["groups[1].id: this group is already on line 4"]
     assert about_launches(tmp_path, two, "group: b", "group: b") == [
         "models[1].launch.start: the group `b` runs 1 at once, and more of its models are eager; write on_demand"
@@ -558,7 +561,7 @@ def test_groups(tmp_path: Path) -> None:
 def test_idleness(tmp_path: Path) -> None:
     assert about_launches(tmp_path, "", "idle_stop: 2m, idle_sleep: 1m") == []
     assert about_launches(tmp_path, "", "idle_stop: 1m, idle_sleep: 60s") == [
-        "models[0].launch.idle_sleep: the servers would be stopped before they could sleep: idle_stop is not longer"
+        "models[0].launch.idle_sleep: the servers would stop before they sleep: idle_stop must be longer"
     ]
     assert about_launches(tmp_path, "", "idle_sleep: 1m, args: {enable_sleep_mode: false}") == [
         "models[0].launch.args.enable_sleep_mode: idle_sleep needs it"

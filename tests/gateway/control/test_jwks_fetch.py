@@ -161,11 +161,11 @@ def test_what_check_says(tmp_path: Path) -> None:
     assert problems(tmp_path, provider("empty.json")) == [f"jwt[0].jwks: the file {tmp_path}/empty.json has no public key for signatures"]
     assert "cannot be read" in problems(tmp_path, provider("missing.json"))[0]
     assert problems(tmp_path, provider(url, keys="stuff")) == [
-        "jwt[0].keys: names no entry of keys; did you mean `staff`?",
-        "keys[1].hash: is missing: sha256:… of the key (`vllm-gateway keys new` makes both), or anonymous: true for requests with no key",
+        "jwt[0].keys: there is no such entry of keys; did you mean `staff`?",
+        "keys[1].hash: is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key",
     ]
     assert problems(tmp_path, provider(url, keys=["staff", "team-a"])) == [
-        "jwt[0].keys: which of them a token counts as is not said; write claims.key, or one entry alone"
+        "jwt[0].keys: set claims.key to select one of them for a token, or write a single entry"
     ]
     assert "this issuer is already on line" in problems(tmp_path, provider(url), provider(url, keys="team-a"))[0]
     assert "subjects of two issuers would be taken for each other" in problems(tmp_path, provider(url), provider(url) | {"issuer": "b"})[0]

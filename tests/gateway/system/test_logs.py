@@ -170,7 +170,7 @@ def test_a_part_that_is_none_is_a_problem(tmp_path: Path) -> None:
     text = "models: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\nlog: {levels: {fleets: debug, fleet: loud}}\n"
     first, second = sorted(problems(tmp_path, text))
     assert "log.levels.fleet: " in first and "`debug`" in first
-    assert "names no part of the gateway; did you mean `fleet`?" in second
+    assert "there is no such part of the gateway; did you mean `fleet`?" in second
 
 
 @pytest.fixture(scope="module")
