@@ -35,10 +35,10 @@ def main(wheel: Path) -> int:
     return 0
 
 
-def environment(place: Path, wheel: Path) -> Path:
-    """An environment with the gateway as it is released; returns its interpreter."""
-    venv.create(place)
-    python = place / "bin" / "python"
+def environment(folder: Path, wheel: Path) -> Path:
+    """Create an environment with the gateway as released; return its interpreter."""
+    venv.create(folder)
+    python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run(*pip, "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCK))
     run(*pip, str(wheel))

@@ -1,6 +1,6 @@
 """What is declared once is complete: a test for each kind names the place that was forgotten.
 
-The kinds are those of docs/development.md, "Changing something". The first place of each is the registry; it decides what exists.
+The kinds are those of docs/development.md, "Extension points". The first place of each is the registry; it decides what exists.
 """
 
 from __future__ import annotations
@@ -147,5 +147,5 @@ def test_no_place_is_forgotten(kind: str) -> None:
 
 
 def test_every_place_of_the_page_for_contributors_exists() -> None:
-    section = (DOCS / "development.md").read_text().partition("## Changing something")[2].partition("\n## ")[0]
+    section = (DOCS / "development.md").read_text().partition("## Extension points")[2].partition("\n## ")[0]
     assert [kind for kind in KINDS if kind.split()[0] not in section.lower()] == []

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the secrets that compose.yaml mounts, those that are missing, in the folder "secrets" beside this file, and prints the gateway's
-# first key. The folder is closed to others. The files in it are not: each container reads them as another user.
+# Create the missing secrets of compose.yaml in the folder "secrets" beside this file, and print the gateway's first key.
+# Other users cannot read the folder. The files in it are readable, because each container reads them as a different user.
 set -eu
 cd "$(dirname "$0")"
 umask 022
@@ -11,7 +11,7 @@ random() {
   head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n'
 }
 
-# made FILE: read what is to be in it, unless it is there
+# made FILE: write standard input to FILE, unless it exists
 made() {
   if [ -e "secrets/$1" ]; then cat > /dev/null; else cat > "secrets/$1.new" && mv "secrets/$1.new" "secrets/$1"; fi
 }

@@ -1,7 +1,7 @@
-"""Writes the Grafana dashboards beside it, from the tables below: ``python deploy/grafana/build.py``.
+"""Generate the Grafana dashboards in this folder from the tables below: ``python deploy/grafana/build.py``.
 
-The rule: a panel is a row of a table, with its queries in full, so that a query can be tried by itself. A test holds the
-files to what this makes.
+The rule: a panel is a row of a table with its complete queries, so that each query can be run alone. A test compares the files
+with the generated ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 Query = tuple[str, str]
-"""PromQL, and the legend of its lines."""
+"""PromQL, and the legend of its series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ _KEYS = ("key", "label_values(vllm_gateway_key_requests_total, key)")
 
 _REQUESTS = _rate("vllm_gateway_requests_total", _MODEL)
 _ERRORS = _rate("vllm_gateway_requests_total", '{model=~"$model", error!=""}')
-_BROKEN_OFF = _rate("vllm_gateway_incomplete_total", _MODEL)
+_INCOMPLETE = _rate("vllm_gateway_incomplete_total", _MODEL)
 _FAILURES = " or ".join(
     (
         _rate("vllm_gateway_requests_total", '{model=~"$model", code=~"5.."}'),
@@ -99,7 +99,7 @@ OVERVIEW = Dashboard(
             "Failed",
             "percentunit",
             ((f"{_sum('', _FAILURES)} / {_sum('', _REQUESTS)}", ""),),
-            "5xx, and responses truncated by a server or a stop.",
+            "5xx, and responses that a server or a stop truncated.",
             stat=True,
         ),
         Panel("Requests in flight", "short", ((f"sum(vllm_gateway_inflight_requests{_MODEL})", ""),), stat=True),
@@ -126,23 +126,23 @@ OVERVIEW = Dashboard(
                 (_sum("model", f"vllm_gateway_queued_requests{_MODEL}"), "{{model}} queued"),
             ),
         ),
-        Panel("Time in the gateway itself", "s", _quantiles("vllm_gateway_overhead_seconds", "", "", 0.5, 0.99)),
-        Panel("Broken off", "reqps", ((_sum("reason", _BROKEN_OFF), "by {{reason}}"),)),
-        Panel("Errors by code", "reqps", ((_sum("error", _ERRORS), "{{error}}"),), "The codes of docs/errors.md."),
+        Panel("Time in the gateway", "s", _quantiles("vllm_gateway_overhead_seconds", "", "", 0.5, 0.99)),
+        Panel("Incomplete requests", "reqps", ((_sum("reason", _INCOMPLETE), "by {{reason}}"),)),
+        Panel("Errors by code", "reqps", ((_sum("error", _ERRORS), "{{error}}"),), "The codes are in docs/errors.md."),
         Panel(
             "Dependencies",
             "short",
             (("min by (dependency) (vllm_gateway_dependency_up)", "{{dependency}}"),),
-            "1: it works. 0: it is down; /status shows the error.",
+            "1: works. 0: down; /status shows the error.",
         ),
         Panel(
-            "The gateway itself",
+            "Gateway",
             "short",
             (
-                ("vllm_gateway_config_last_reload_successful", "configuration taken"),
+                ("vllm_gateway_config_last_reload_successful", "configuration applied"),
                 ("increase(vllm_gateway_config_reloads_total[1h])", "reloads in an hour: {{outcome}}"),
                 ("increase(vllm_gateway_worker_restarts_total[1h])", "workers replaced in an hour"),
-                ("increase(vllm_gateway_log_lines_dropped_total[1h])", "lines of the access log dropped in an hour"),
+                ("increase(vllm_gateway_log_lines_dropped_total[1h])", "dropped access log lines in an hour"),
                 ("vllm_gateway_build_info", "version {{version}}"),
             ),
         ),
@@ -150,14 +150,14 @@ OVERVIEW = Dashboard(
             "Workers: CPU",
             "percentunit",
             ((_rate("vllm_gateway_worker_cpu_seconds_total", ""), "{{instance}} worker {{worker}}"),),
-            "100% is one core, and the most that a worker can use.",
+            "100% is one core, the maximum of a worker.",
         ),
         Panel("Workers: memory", "bytes", (("vllm_gateway_worker_resident_memory_bytes", "{{instance}} worker {{worker}}"),)),
         Panel(
             "Workers: event loop lag, p99",
             "s",
             _quantiles("vllm_gateway_worker_event_loop_lag_seconds", "worker", "", 0.99),
-            "By as much a worker delays every request that it serves.",
+            "The worker delays each of its requests by about as much.",
         ),
         Panel(
             "Workers: file descriptors in use",
@@ -174,22 +174,30 @@ MODELS = Dashboard(
     (
         Panel("Requests", "reqps", ((f"{_sum('model, endpoint', _REQUESTS)} > 0", "{{model}} {{endpoint}}"),)),
         Panel("Status", "reqps", ((_sum("model, code", _REQUESTS), "{{model}} {{code}}"),)),
-        Panel("Errors by code", "reqps", ((_sum("model, error", _ERRORS), "{{model}} {{error}}"),), "The codes of docs/errors.md."),
+        Panel("Errors by code", "reqps", ((_sum("model, error", _ERRORS), "{{model}} {{error}}"),), "The codes are in docs/errors.md."),
         Panel("In flight, by server", "short", ((f"vllm_gateway_server_inflight{_BOTH}", "{{server}}"),)),
         Panel(
             "Up",
             "short",
-            ((f"vllm_gateway_server_up{_BOTH}", "{{server}}"), (f"-vllm_gateway_server_out_of_rotation{_BOTH}", "{{server}} rests")),
-            "1: takes requests. -1: stopped, asleep or draining by the gateway's own will.",
+            (
+                (f"vllm_gateway_server_up{_BOTH}", "{{server}}"),
+                (f"-vllm_gateway_server_out_of_rotation{_BOTH}", "{{server}} out of rotation"),
+            ),
+            "1: accepts requests. -1: stopped, asleep or draining by the gateway itself.",
         ),
         Panel("Time to first token", "s", _quantiles("vllm_gateway_time_to_first_token_seconds", "model", _MODEL)),
         Panel(
             "Inter-chunk latency",
             "s",
             _quantiles("vllm_gateway_inter_chunk_latency_seconds", "model", _MODEL),
-            "Time between two reads of a stream's events. One event may hold several tokens.",
+            "Time between two reads of a stream; a read can contain several tokens.",
         ),
-        Panel("Queued", "short", ((f"vllm_gateway_queued_requests{_MODEL}", "{{model}}"),), "Requests that wait for a server to be up."),
+        Panel(
+            "Queued",
+            "short",
+            ((f"vllm_gateway_queued_requests{_MODEL}", "{{model}}"),),
+            "Requests in the queue: they wait for a server or for capacity.",
+        ),
         Panel(
             "Failed attempts",
             "reqps",
@@ -198,22 +206,22 @@ MODELS = Dashboard(
                 (_sum("model", _rate("vllm_gateway_retries_total", _MODEL)), "{{model}} sent again"),
             ),
         ),
-        Panel("Broken off", "reqps", ((_sum("model, reason", _BROKEN_OFF), "{{model}} by {{reason}}"),)),
+        Panel("Incomplete requests", "reqps", ((_sum("model, reason", _INCOMPLETE), "{{model}} by {{reason}}"),)),
         Panel(
-            "Passed over, and answered by another model",
+            "Ejected servers and fallbacks",
             "short",
             (
-                (f"vllm_gateway_server_ejected{_BOTH}", "{{server}} passed over"),
-                (_sum("model, fallback", _rate("vllm_gateway_fallbacks_total", _MODEL)), "{{model}} by {{fallback}}"),
+                (f"vllm_gateway_server_ejected{_BOTH}", "{{server}} ejected"),
+                (_sum("model, fallback", _rate("vllm_gateway_fallbacks_total", _MODEL)), "{{model}} served by {{fallback}}"),
             ),
-            "Workers that pass a server over because it keeps failing; requests a second that a fallback answered.",
+            "Number of workers that skip a server because it keeps failing; requests a second that a fallback served.",
         ),
         Panel(
             "Starts",
             "short",
             (
                 (f"increase(vllm_gateway_launches_total{_MODEL}[1h])", "{{model}} {{outcome}}"),
-                (f"increase(vllm_gateway_server_restarts_total{_BOTH}[1h])", "{{server}} again"),
+                (f"increase(vllm_gateway_server_restarts_total{_BOTH}[1h])", "{{server}} restarts"),
             ),
             "In an hour.",
         ),
@@ -229,7 +237,7 @@ KEYS = Dashboard(
         Panel("Tokens a second", "short", ((_sum("key, type", _rate(_TOKENS, _USED)), "{{key}} {{type}}"),)),
         Panel("Tokens in a day", "short", ((_sum("key", f"increase({_TOKENS}{_USED}[1d])"), "{{key}}"),)),
         Panel(
-            "Prompt tokens that were cached",
+            "Cached prompt tokens",
             "percentunit",
             (
                 (
@@ -237,33 +245,33 @@ KEYS = Dashboard(
                     "{{key}}",
                 ),
             ),
-            "vLLM tells it only when it is started with enable-prompt-tokens-details.",
+            "vLLM reports it only with enable-prompt-tokens-details.",
         ),
         Panel("Models used", "short", ((_sum("key, model", _rate(_TOKENS, _USED)), "{{key}} {{model}}"),), "Tokens a second."),
-        Panel("Refused by a limit", "reqps", ((_sum("key, reason", _rate("vllm_gateway_limited_total", _KEY)), "{{key}} {{reason}}"),)),
-        Panel("Refused for their key", "reqps", ((_sum("reason", _rate("vllm_gateway_auth_failures_total", "")), "{{reason}}"),)),
+        Panel("Rejected by a limit", "reqps", ((_sum("key, reason", _rate("vllm_gateway_limited_total", _KEY)), "{{key}} {{reason}}"),)),
+        Panel("Rejected for their key", "reqps", ((_sum("reason", _rate("vllm_gateway_auth_failures_total", "")), "{{reason}}"),)),
         Panel(
-            "Connections ended for what their client did",
+            "Connections closed because of the client",
             "ops",
             ((_sum("reason", _rate("vllm_gateway_client_faults_total", "")), "{{reason}}"),),
         ),
         Panel(
-            "The ledger",
+            "Ledger",
             "short",
             (
                 (_sum("outcome", _rate("vllm_gateway_ledger_rows_total", "")), "{{outcome}} a second"),
                 ("vllm_gateway_ledger_spool_rows", "rows on disk"),
                 ("vllm_gateway_ledger_memory_rows", "rows in memory"),
             ),
-            "Only where `ledger` is configured.",
+            "Only with `ledger`.",
         ),
-        Panel("Until keys expire", "s", (("vllm_gateway_key_expires_timestamp_seconds - time()", "{{key}}"),)),
+        Panel("Time until keys expire", "s", (("vllm_gateway_key_expires_timestamp_seconds - time()", "{{key}}"),)),
     ),
 )
 
 ENGINE = Dashboard(
     "vllm-gateway-engine",
-    "vllm-gateway / vLLM beside the gateway",
+    "vllm-gateway / vLLM and the gateway",
     (_MODELS, _SERVERS),
     (
         Panel(
@@ -274,14 +282,14 @@ ENGINE = Dashboard(
                 (_sum("server", f"vllm:num_requests_running{_ENGINE}"), "{{server}} running (vLLM)"),
                 (_sum("server", f"vllm:num_requests_waiting{_ENGINE}"), "{{server}} waiting (vLLM)"),
             ),
-            "What is in flight for the gateway and neither runs nor waits in vLLM is on its way.",
+            "Requests in flight that neither run nor wait in vLLM are in transit.",
         ),
-        Panel("KV cache in use", "percentunit", ((f"max by (server) (vllm:kv_cache_usage_perc{_ENGINE})", "{{server}}"),)),
+        Panel("KV cache use", "percentunit", ((f"max by (server) (vllm:kv_cache_usage_perc{_ENGINE})", "{{server}}"),)),
         Panel(
             "Time to first token, p95",
             "s",
             _beside("vllm_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-            "The same boundaries on both sides. vLLM counts every request, the gateway streams only.",
+            "Both have the same buckets. vLLM counts every request, the gateway only streams.",
         ),
         Panel("Inter-chunk latency, p95", "s", _beside("vllm_gateway_inter_chunk_latency_seconds", "vllm:inter_token_latency_seconds")),
         Panel(
@@ -291,7 +299,7 @@ ENGINE = Dashboard(
                 (_sum("model", _rate(_TOKENS, '{model=~"$model", type="completion"}')), "{{model}} (gateway)"),
                 (_sum("server", _rate("vllm:generation_tokens_total", _ENGINE)), "{{server}} (vLLM)"),
             ),
-            "The gateway counts when an answer ends, vLLM as it generates.",
+            "The gateway counts when a response finishes, vLLM during generation.",
         ),
         Panel(
             "Prefix cache hits",
@@ -309,13 +317,13 @@ ENGINE = Dashboard(
             tuple((query, "{{server}}") for query, _ in _quantiles("vllm:request_queue_time_seconds", "server", _ENGINE, 0.95)),
         ),
         Panel(
-            "Ended, and preempted",
+            "Finished and preempted requests",
             "short",
             (
                 (_sum("server, finished_reason", _rate("vllm:request_success_total", _ENGINE)), "{{server}} {{finished_reason}}"),
                 (_sum("server", _rate("vllm:num_preemptions_total", _ENGINE)), "{{server}} preempted"),
             ),
-            "A second.",
+            "Per second.",
         ),
     ),
 )
@@ -370,13 +378,13 @@ def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
             x, y = 0, y + height
 
 
-def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+def _panel(number: int, panel: Panel, position: dict[str, int]) -> dict[str, Any]:
     return {
         "id": number,
         "type": "stat" if panel.stat else "timeseries",
         "title": panel.title,
         "description": panel.says,
-        "gridPos": place,
+        "gridPos": position,
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": {"unit": panel.unit, **({} if panel.unit == "short" else {"min": 0})}, "overrides": []},
         "targets": [

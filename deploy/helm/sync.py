@@ -1,8 +1,8 @@
-"""Writes what the chart has from elsewhere: ``python deploy/helm/sync.py``.
+"""Generate the chart's derived files: ``python deploy/helm/sync.py``.
 
-Owns values.schema.json, README.md and files/ of the chart. The rule: nothing is said twice. What a value is for stands beside it in
-values.yaml, its type is that of its default unless TYPES says otherwise, `config` is the gateway's own schema, alerts and dashboards are
-those of deploy/. A test holds the files to what this makes.
+Owns values.schema.json, README.md and files/ of the chart. The rule: every fact has one source. A value's description is in values.yaml,
+its type is that of its default unless TYPES overrides it, `config` is the gateway's own schema, alerts and dashboards are those of deploy/.
+A test compares the files with the generated ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 _TEXT: Schema = {"type": "string"}
 _FREE: Schema = {"type": "object"}
-_WORDS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _FLAG: Schema = {"type": "boolean"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _DURATION: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(ms|s|m|h|d)$"}
@@ -79,7 +79,7 @@ _SPREAD = _object(
     minDomains=_COUNT,
     topologyKey=_TEXT,
     whenUnsatisfiable={"enum": ["DoNotSchedule", "ScheduleAnyway"]},
-    labelSelector=_object(matchLabels=_WORDS, matchExpressions=_list(_FREE)),
+    labelSelector=_object(matchLabels=_STRINGS, matchExpressions=_list(_FREE)),
     matchLabelKeys=_list(_TEXT),
     nodeAffinityPolicy=_TEXT,
     nodeTaintsPolicy=_TEXT,
@@ -94,13 +94,13 @@ _POD: dict[str, Schema] = {
     "tolerations": _TOLERATIONS,
     "affinity": _AFFINITY,
     "resources": _RESOURCES,
-    "nodeSelector": _WORDS,
-    "podLabels": _WORDS,
-    "podAnnotations": _WORDS,
+    "nodeSelector": _STRINGS,
+    "podLabels": _STRINGS,
+    "podAnnotations": _STRINGS,
     "podSecurityContext": _POD_CONTEXT,
     "securityContext": _CONTEXT,
-    "labels": _WORDS,
-    "annotations": _WORDS,
+    "labels": _STRINGS,
+    "annotations": _STRINGS,
     "pullPolicy": _PULL,
     "preStopSleep": _COUNT,
     "replicas": _COUNT,
@@ -112,7 +112,7 @@ _POD: dict[str, Schema] = {
 """By the last part of the name."""
 
 TYPES: dict[str, Schema] = {
-    "commonLabels": _WORDS,
+    "commonLabels": _STRINGS,
     "imagePullSecrets": _list(_object(name=_TEXT)),
     "config": {"$ref": "#/$defs/Config"},
     "engines": {
@@ -121,7 +121,7 @@ TYPES: dict[str, Schema] = {
         "additionalProperties": {"$ref": "#/$defs/Engine"},
     },
     "engineDefaults.args": {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "array", "object"]}},
-    "engineDefaults.env": _WORDS,
+    "engineDefaults.env": _STRINGS,
     "engineDefaults.gpus": _COUNT,
     "engineDefaults.command": _list(_TEXT) | {"minItems": 1},
     "engineDefaults.startupTimeout": _DURATION,
@@ -242,12 +242,12 @@ def _at(values: Any, path: list[str]) -> Any:
 _README = """\
 # vllm-gateway
 
-The chart of [vllm-gateway](../../../README.md): the gateway, and the vLLM servers behind it. To install, upgrade, scale and drain it, see
-[docs/kubernetes.md](../../../docs/kubernetes.md); [examples](examples) has values to start from.
+The chart of [vllm-gateway](../../../README.md): the gateway and its vLLM servers. [docs/kubernetes.md](../../../docs/kubernetes.md)
+describes how to install, upgrade, scale and drain it; [examples](examples) has values to start with.
 
-This page is made from values.yaml by `python deploy/helm/sync.py`.
+This page lists all values. It is generated from values.yaml by `python deploy/helm/sync.py`.
 
-| value | default | |
+| value | default | meaning |
 |---|---|---|
 """
 

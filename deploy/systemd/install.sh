@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the gateway as a service of systemd on this machine: a virtual environment, a user, a unit, and a first configuration with a key.
-# It can be run again at any time: what is there already stays, and a configuration is never overwritten.
+# Install the gateway as a systemd service: a virtual environment, a user, a unit, and a first configuration with a key.
+# It can be run again at any time. Existing files stay, and a configuration is never overwritten.
 set -euo pipefail
 
 usage() {
@@ -8,11 +8,11 @@ usage() {
 Usage: install.sh [--wheel FILE] [--prefix DIR] [--dry-run]
        install.sh --uninstall [--purge] [--prefix DIR] [--dry-run]
 
-  --wheel FILE   the gateway; default: the wheel that `make dist` has put into dist/
-  --prefix DIR   put everything below DIR, for inspection: no user is created, and systemd is not reloaded
-  --dry-run      print what would be done, and do nothing
-  --uninstall    remove the program and the service; the configuration and stored data stay
-  --purge        take these away too, and the user
+  --wheel FILE   the gateway's wheel; default: the wheel in dist/, from `make dist`
+  --prefix DIR   install everything below DIR, to inspect it: creates no user and does not use systemd
+  --dry-run      print the steps only
+  --uninstall    remove the program and the service; configuration and data stay
+  --purge        remove these too, and the user
 
 PYTHON names the interpreter, 3.11 or newer; default: python3.
 END
@@ -172,7 +172,7 @@ start() {
     run systemctl restart "$name" # it returns when the gateway is ready
     run echo "$name runs: systemctl status $name"
   else
-    run echo "$name is installed; systemd was not reloaded: $home/bin/$name serve $config"
+    run echo "$name is installed without systemd: $home/bin/$name serve $config"
   fi
 }
 

@@ -66,24 +66,24 @@ labels:
 {{- if and .Values.adminToken.enabled (not ((.Values.config.server).admin).token) }}true{{ end }}
 {{- end }}
 
-{{- /* The entry of the engines' Secret with the keys that they accept; empty if they accept a single key */ -}}
+{{- /* The entry of the engines' Secret with the keys that they accept; "" if they accept only one key */ -}}
 {{- define "vllm-gateway.acceptedKeys" -}}
 {{- if .Values.engineKey.enabled }}
 {{- default (empty .Values.engineKey.existingSecret | ternary "vllm.yaml" "") .Values.engineKey.accepted }}
 {{- end }}
 {{- end }}
 
-{{- /* What the gateway is: a Deployment, or a StatefulSet whose pods have volumes */ -}}
+{{- /* The kind of the gateway: Deployment, or StatefulSet with volumes */ -}}
 {{- define "vllm-gateway.kind" -}}
 {{- .Values.persistence.enabled | ternary "StatefulSet" "Deployment" }}
 {{- end }}
 
-{{- /* How pods are replaced. The default's rollingUpdate stays when another type is merged over it, and the API server refuses both. */ -}}
+{{- /* Update strategy. When another type is merged over the default, its rollingUpdate stays, and the API server rejects both. */ -}}
 {{- define "vllm-gateway.strategy" -}}
 {{- eq .type "RollingUpdate" | ternary . (omit . "rollingUpdate") | toYaml }}
 {{- end }}
 
-{{- /* Replicas of a workload that is scaled by an autoscaler: as many as run now, at least MINIMUM; without a cluster MINIMUM.
+{{- /* Replicas of an autoscaled workload: the current number, at least MINIMUM; without a cluster MINIMUM.
 Leaving the number out would set it to 1 where it was set before. (list ROOT KIND NAME MINIMUM) */ -}}
 {{- define "vllm-gateway.scaledReplicas" -}}
 {{- $live := lookup "apps/v1" (index . 1) (index . 0).Release.Namespace (index . 2) }}
@@ -101,7 +101,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- empty (.Values.config.server).tls | ternary "http" "https" }}
 {{- end }}
 
-{{- /* What of config.server is decided at the start of the gateway, as JSON; gateway/config/diff.py lists the same. */ -}}
+{{- /* The settings of config.server that need a restart, as JSON; gateway/config/diff.py lists the same. */ -}}
 {{- define "vllm-gateway.server" -}}
 {{- $server := .Values.config.server | default dict }}
 {{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "workers" "admin") | toJson }}
@@ -117,7 +117,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- $given }}
 {{- end }}
 
-{{- /* Variables of the chart, without those that the operator names too, since none may stand twice: (list OURS NAMES LIST) */ -}}
+{{- /* The chart's variables without those that the operator sets, because names must be unique: (list OURS NAMES LIST) */ -}}
 {{- define "vllm-gateway.variables" -}}
 {{- $named := index . 1 }}
 {{- range index . 2 }}
@@ -130,12 +130,12 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- end }}
 {{- end }}
 
-{{- /* kubernetes or dns: how engines are found */ -}}
+{{- /* The discovery of engines: kubernetes or dns */ -}}
 {{- define "vllm-gateway.discovery" -}}
 {{- eq .Values.discovery "auto" | ternary (.Values.rbac.create | ternary "kubernetes" "dns") .Values.discovery }}
 {{- end }}
 
-{{- /* The namespaces whose EndpointSlices the gateway reads, as JSON; empty if it reads none */ -}}
+{{- /* The namespaces whose EndpointSlices the gateway reads, as JSON; otherwise "" */ -}}
 {{- define "vllm-gateway.namespaces" -}}
 {{- $found := list }}
 {{- if and .Values.engines (eq (include "vllm-gateway.discovery" .) "kubernetes") }}
@@ -159,7 +159,7 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- $engine | toJson }}
 {{- end }}
 
-{{- /* The models of gateway.yaml: those of config, then the engines' with the way to find them, as JSON */ -}}
+{{- /* The models of gateway.yaml: those of config, then the engines' with their discovery, as JSON */ -}}
 {{- define "vllm-gateway.models" -}}
 {{- $models := .Values.config.models | default list }}
 {{- range $name := keys .Values.engines | sortAlpha }}
@@ -200,12 +200,12 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- toYaml $config }}
 {{- end }}
 
-{{- /* A value as a word of a command line */ -}}
+{{- /* A value as a command-line argument */ -}}
 {{- define "vllm-gateway.word" -}}
 {{- kindIs "string" . | ternary . (toRawJson .) }}
 {{- end }}
 
-{{- /* The words after the command of an engine, as a JSON list; upstream/vllm/command_line.py says the same of launch.args */ -}}
+{{- /* The arguments of an engine's command, as a JSON list; the same as upstream/vllm/command_line.py for launch.args */ -}}
 {{- define "vllm-gateway.engineArgs" -}}
 {{- $flags := dict "served-model-name" (list .model.id) "host" .host "port" .port "shutdown-timeout" (include "vllm-gateway.seconds" .drain | int64) }}
 {{- with .acceptedKeys }}
