@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from upstream.http.errors import (
-    BadAnswer,
+    BadResponse,
     ConnectFailed,
     Disconnected,
     FirstByteTimeout,
@@ -208,7 +208,7 @@ _FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
         LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
         StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it answered."),
         Disconnected: ("upstream_disconnected", "The model's server broke off its answer."),
-        BadAnswer: ("upstream_disconnected", "The model's server gave no valid answer."),
+        BadResponse: ("upstream_disconnected", "The model's server gave no valid answer."),
         FirstByteTimeout: ("upstream_timeout", "The model's server did not begin to answer in time."),
         IdleTimeout: ("upstream_timeout", "The model's server fell silent in its answer."),
         TotalTimeout: ("upstream_timeout", "The answer took longer than this model's limit."),

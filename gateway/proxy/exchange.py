@@ -31,7 +31,7 @@ from gateway.telemetry.body_shape import shape
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.policies.policy import NO_FACTS
 from upstream.balancing.pool import NoServerError
-from upstream.http.errors import BadAnswer, ConnectFailed
+from upstream.http.errors import BadResponse, ConnectFailed
 
 _ERROR_BODY_LIMIT = 64 * 1024
 _ERROR_BODY_TIMEOUT = 5.0  # seconds
@@ -285,14 +285,14 @@ async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest,
         retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
         raise from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
     if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":
-        raise BadAnswer(response.server.name, "its answer is encoded, and report_nothing asked for that")
+        raise BadResponse(response.server.name, "its answer is encoded, and report_nothing asked for that")
     response_relay: BodyRelay | EventRelay
     if is_stream(response):
         if isinstance(body, FormBody):
             context.stream = True  # a form says so somewhere behind its model
         response_relay = EventRelay(response, upstream)
     elif request.response_started:
-        raise BadAnswer(response.server.name, "its answer is no stream, and a stream has been begun")
+        raise BadResponse(response.server.name, "its answer is no stream, and a stream has been begun")
     elif body.translation is not None:
         response_relay = TranslatedRelay(response, upstream, body.translation)
     elif request.target.route.dialect is Dialect.PLAIN and is_binary(response):

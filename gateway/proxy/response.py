@@ -32,7 +32,7 @@ from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
 from gateway.telemetry.metrics import ReadGaps
 from upstream.balancing.attempt import UpstreamResponse
-from upstream.http.errors import Aborted, BadAnswer, Disconnected, UpstreamError
+from upstream.http.errors import Aborted, BadResponse, Disconnected, UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter, data_of, is_error, split
 
 T = TypeVar("T")
@@ -238,7 +238,7 @@ class TranslatedRelay(BodyRelay):
         body = await response.read_body(TRANSLATED_LIMIT)
         document = _json(body)
         if not document:
-            raise BadAnswer(response.server.name, "its answer is not the JSON that was expected")
+            raise BadResponse(response.server.name, "its answer is not the JSON that was expected")
         self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
@@ -292,12 +292,12 @@ class EventRelay(ResponseRelay):
             if events:
                 self._forward(events)
         except EventTooLongError as error:
-            self._response.fail(BadAnswer(self._response.server.name, str(error)))
-        except BadAnswer as error:
+            self._response.fail(BadResponse(self._response.server.name, str(error)))
+        except BadResponse as error:
             self._response.fail(error)
 
     def _forward(self, events: bytes) -> None:
-        """Send a run of complete events to the client. Raises BadAnswer for events that cannot be translated; none of them is sent."""
+        """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
         request, received = self._request, events
         # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/test_fast_path.py).
         now = self._response.last_byte_at
@@ -346,7 +346,7 @@ class EventRelay(ResponseRelay):
             return self._server_error(error, self.events - left)
         if data and is_error(event):
             # The data has no known shape: it may be long, and may contain internals of the server.
-            invalid = BadAnswer(self._response.server.name, "an error event without a JSON error")
+            invalid = BadResponse(self._response.server.name, "an error event without a JSON error")
             return self._error_event(from_failure(invalid), invalid, self.events - left)
         fields = of_event(document, self._dialect)
         if fields.usage is not None:
@@ -426,12 +426,12 @@ def content_type(response: UpstreamResponse) -> bytes:
 
 
 def is_stream(response: UpstreamResponse) -> bool:
-    """Return whether the body is a stream of events. Raises BadAnswer for a content type that is too long."""
+    """Return whether the body is a stream of events. Raises BadResponse for a content type that is too long."""
     kind = response.content_type
     if kind == _JSON:
         return False
     if len(kind) > _LONGEST_TYPE:
-        raise BadAnswer(response.server.name, f"a content type of {len(kind)} bytes")
+        raise BadResponse(response.server.name, f"a content type of {len(kind)} bytes")
     return kind.lower().startswith(EVENT_STREAM)
 
 
@@ -454,11 +454,11 @@ def _connect(request: ClientRequest, response: UpstreamResponse, sink: Callable[
 
 
 def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, Any], response: UpstreamResponse) -> T:
-    """Translate a document. Raises BadAnswer if it does not have the expected shape."""
+    """Translate a document. Raises BadResponse if it does not have the expected shape."""
     try:
         return translate(document)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise BadAnswer(response.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
+        raise BadResponse(response.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
 
 
 def _error_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:

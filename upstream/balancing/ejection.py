@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from upstream.http.errors import (
     Aborted,
-    BadAnswer,
+    BadResponse,
     ConnectFailed,
     Disconnected,
     EngineDead,
@@ -37,7 +37,7 @@ WEIGHTS: Mapping[type[UpstreamError], int] = MappingProxyType(
         Disconnected: 1,
         FirstByteTimeout: 1,
         IdleTimeout: 1,
-        BadAnswer: 1,
+        BadResponse: 1,
         EngineDead: 1,
         Aborted: 1,
         ServerError: 0,  # any 500 may be the doing of its request

@@ -1,7 +1,6 @@
-"""Where a server listens: one frozen value for tcp, TLS and unix sockets.
+"""The address of a server: one frozen value for TCP, TLS and unix sockets.
 
-Owns the reading of a server's URL. Addresses come from the configuration or from the launcher, never
-from a request.
+Owns the parsing of a server's URL. Addresses come from the configuration or from the launcher, never from a request.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A place to connect to. ``uds`` (a path) wins over ``host`` and ``port``; ``prefix`` goes before every path."""
+    """An address to connect to. ``uds`` (a path) takes precedence over ``host`` and ``port``. ``prefix`` precedes every path."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -23,10 +22,9 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Read ``http://host:port[/prefix]``, ``https://…`` or ``unix:/path/to.sock``.
+        """Parse ``http://host:port[/prefix]``, ``https://…`` or ``unix:/path/to.sock``.
 
-        Raises ValueError, with words for the operator, for anything else: another scheme, no host,
-        credentials, a query or a fragment.
+        Raises ValueError, with a message for the operator, for anything else: another scheme, no host, credentials, a query or a fragment.
         """
         if url.startswith("unix:"):
             path = "/" + url.removeprefix("unix:").lstrip("/")
@@ -57,7 +55,7 @@ class Address:
 
     @property
     def base_url(self) -> str:
-        """The URL that httpx2 takes; for a unix socket the transport is given separately."""
+        """The URL for httpx2; a unix socket also needs a transport."""
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
 
     def __str__(self) -> str:

@@ -1,11 +1,10 @@
-"""One HTTP/1.1 connection to a server, and the parked ones that wait to be used again.
+"""One HTTP/1.1 connection to a server, and the idle connections that wait for the next request.
 
-The rule that keeps it right: a connection carries one exchange at a time, and goes back to its place only
-after a whole answer, with nothing over, nothing paused and everything sent. In any other case it is closed,
-so no request can ever be answered with another's bytes.
+The rule: a connection carries one exchange at a time. It becomes idle only after a complete response, with no bytes left, reading not
+paused and the request sent completely. In any other case it is closed, so that no request can receive bytes of another response.
 
-The wire is parsed by llhttp (httptools), strict as it comes. Callbacks go straight from the parser to the
-receiver: no task and no queue stands between a chunk's arrival and its relay.
+llhttp (httptools) parses the bytes in its strict mode. Its callbacks call the receiver directly: there is no task and no queue between the
+arrival of a chunk and the client's connection.
 """
 
 from __future__ import annotations
@@ -22,65 +21,65 @@ from typing import Any, Protocol
 import httptools
 
 from upstream.http.address import Address
-from upstream.http.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
+from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
 from upstream.http.write_batching import BatchingTransport, WriteBatch
 
-MAX_HEAD = 384 * 1024
-"""Bytes that an answer's head may have; vLLM's are below 1 KiB, but for vectors in bytes: then it tells 120 bytes of each."""
+MAX_HEADER_BYTES = 384 * 1024
+"""Bytes of a status line and its headers. vLLM sends below 1 KiB, but 120 bytes for each of a response's binary embeddings."""
 
 STALE_WITHIN = 1.0
-"""Seconds after a request went out in which the close of a reused connection is taken for the server's idle
-limit. Later than that the server had the request, and may have acted upon it."""
+"""Seconds after a request was sent in which the close of a reused connection counts as the server's idle timeout. Later, the server has
+received the request and may have acted on it."""
 
-AHEAD = 32 * 1024
-"""Bytes that a stream's server may have sent and not been read, about: the kernel doubles it (socket(7)). Left to itself it grows to
-megabytes where a server is faster than its client, and each read brings a quarter of one into memory, for each slow client. It is
-for streams alone: a large answer in one piece takes longer so, most of all from far away."""
+READ_AHEAD = 32 * 1024
+"""Receive buffer of a streaming connection in bytes; the kernel doubles it (socket(7)). By default the buffer grows to megabytes if a
+server is faster than its client, and each read copies a quarter of a megabyte into memory, for each slow client. It is set for streams
+only: a large response in one piece would take longer, most of all over a long distance."""
 
-STOOD_STILL = 0.1
-"""Seconds in which this process, after it has been held up, sees the connections that were made meanwhile."""
+STALL = 0.1
+"""Seconds that a process needs after a stall to process the connections that were established meanwhile."""
 
 EVENT_END = b"\n\n\r\n"
-"""How a chunk ends that ends with an event. What the parser has read up to here ends behind a chunk, not behind the line with
-the size of the next one, which it tells of no sooner than with that chunk's first byte."""
+"""The last bytes of a chunk that ends with an event. If the parsed bytes end with them, they end after a chunk and not after the size line
+of the next chunk, which the parser reports only with the first byte of that chunk."""
 
 _VERSIONS = frozenset({"1.1", "1.0"})
 _OUR_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
 )
-"""What the system says when it is the gateway that can open no more connections."""
+"""Error numbers that mean that the gateway cannot open more connections."""
 
 Headers = dict[bytes, bytes]
-"""An answer's headers by name, in lower case; of several of one name the first."""
+"""The headers of a response by name, in lower case; the first one of each name."""
 
 
 class Receiver(Protocol):
-    """Whoever takes one answer. After ``on_end`` or ``on_failure`` nothing more is called."""
+    """The consumer of one response. After ``on_end`` or ``on_failure`` nothing more is called."""
 
     wants_read_events: bool
-    """It wants ``on_read``."""
+    """Whether ``on_read`` is called."""
 
     def on_headers(self, status: int, headers: Headers) -> None:
-        """The final status and headers; interim (1xx) answers are not told."""
+        """Receive the final status and headers. Interim (1xx) responses are not reported."""
 
     def on_body(self, data: bytes) -> None:
-        """The next bytes of the body, without their framing."""
+        """Receive the next bytes of the body, without their framing."""
 
     def on_read(self) -> None:
-        """What the last read brought has been told, and the answer is not whole yet."""
+        """Handle the end of one read: its bytes were reported, and the response is not complete yet."""
 
     def on_end(self) -> None:
-        """The answer is whole."""
+        """Handle the end of the complete response."""
 
     def on_failure(self, error: UpstreamError) -> None:
-        """There will be no whole answer."""
+        """Handle a response that will not be complete."""
 
     def on_writable(self) -> None:
-        """The request's bytes have gone out far enough for more."""
+        """Continue to send: enough bytes of the request have left the buffer."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection: idle, or busy with one exchange, or closed. ``on_idle`` takes it back when it is clean."""
+    """One connection: idle, busy with one exchange, or closed. ``on_idle`` receives it when it can carry another exchange."""
 
     def __init__(self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch) -> None:
         self._server = server
@@ -88,7 +87,7 @@ class Connection(asyncio.Protocol):
         self._write_batch = write_batch
         self._transport: BatchingTransport | None = None
         self._headers: Headers = {}
-        self.on_header = self._headers.setdefault  # called by the parser; a method of ours would take six times as long
+        self.on_header = self._headers.setdefault  # called by the parser; a method here would take six times as long
         self._parser: Any = httptools.HttpResponseParser(self)
         self._paused = False
         self.write_paused = False
@@ -97,14 +96,14 @@ class Connection(asyncio.Protocol):
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
-        self._head_size = 0  # of what is no body: a head, or a chunk's framing and trailers, since the last of the body
-        self._response_started = False  # a byte of an answer has come
+        self._header_bytes = 0  # bytes since the last body byte: status line and headers, or framing and trailers
+        self._response_started = False
         self._in_body = False
         self._framed = False
         self._keep_alive = False
         self._complete = False
         self.between_chunks = False
-        """The parser has read up to the end of a chunk that ended with an event."""
+        """The parser is at the end of a chunk that ended with an event."""
         self._request_open = False
         self._diverted = False
 
@@ -116,21 +115,21 @@ class Connection(asyncio.Protocol):
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    # What the exchange does
+    # Called by the exchange
 
     def send(self, data: bytes, receiver: Receiver, *, more: bool = False) -> None:
-        """Begin an exchange with these bytes; ``more`` says that ``send_more`` will follow."""
+        """Start an exchange with these bytes. ``more``: ``send_more`` will follow."""
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
         self._response_started = False
-        self._head_size = 0
+        self._header_bytes = 0
         self._request_open = more
         self._sent = monotonic()
         self.uses += 1
         self._transport.write(data)
 
     def send_more(self, data: bytes, *, more: bool) -> None:
-        """The next bytes of the request, or its end."""
+        """Send the next bytes of the request. ``more``: further calls will follow."""
         self._request_open = more
         if self._transport is not None:
             self._transport.write(data)
@@ -146,20 +145,20 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def limit_read_ahead(self) -> None:
-        """From now on the server may be only ``AHEAD`` of what has been read."""
+        """Limit the bytes that the server can send ahead of the reader to ``READ_AHEAD``."""
         if not self._read_ahead_limited and self._transport is not None:
             self._read_ahead_limited = True
-            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, AHEAD)
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_AHEAD)
 
     def divert_reads(self, reader: Callable[[bytes], None]) -> None:
-        """Until the exchange is over this gets what is read, in place of ``data_received``, to which it may hand on any of it.
+        """Send the read bytes to ``reader`` instead of ``data_received`` until the exchange ends. The reader may pass bytes on to it.
 
-        Only whole chunks may be kept from the parser, and only where ``between_chunks``: it is no wiser after them.
+        The reader may withhold only complete chunks from the parser, and only while ``between_chunks``: they do not change its state.
         """
         if self._transport is not None:
             self._diverted = True
             self.data_received = reader  # type: ignore[method-assign,assignment]
-            self._transport.set_protocol(self)  # the transport has looked the method up, once
+            self._transport.set_protocol(self)  # the transport caches the method
 
     def _stop_diverting(self) -> None:
         self._diverted = False
@@ -168,12 +167,12 @@ class Connection(asyncio.Protocol):
             self._transport.set_protocol(self)
 
     def close(self) -> None:
-        """Leave at once. Both directions close together: vLLM takes a half-close for a disconnect anyway."""
+        """Close both directions immediately: vLLM treats a half-close as a disconnect."""
         self._receiver = None
         if self._transport is not None:
             self._transport.abort()
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = BatchingTransport(transport, self._write_batch)  # type: ignore[arg-type]  # both loops give a full Transport here
@@ -181,27 +180,27 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
         if receiver is None:
-            self.close()  # bytes that nobody asked for: this connection can't be trusted
+            self.close()  # bytes without a request: this connection cannot be trusted
             return
         self._response_started = True
-        self._head_size += len(data)
+        self._header_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            found = error.__context__  # what a callback raised
-            self._fail(found if isinstance(found, BadAnswer) else BadAnswer(self._server, f"not HTTP/1.1: {error}"))
+            cause = error.__context__  # the exception that a callback raised
+            self._fail(cause if isinstance(cause, BadResponse) else BadResponse(self._server, f"not HTTP/1.1: {error}"))
             return
         if self.between_chunks and data[-4:] != EVENT_END:
             self.between_chunks = False
         if self._complete:
             self._finish()
-        elif self._head_size > MAX_HEAD:
-            self._fail(BadAnswer(self._server, f"a head of more than {MAX_HEAD} bytes"))
+        elif self._header_bytes > MAX_HEADER_BYTES:
+            self._fail(BadResponse(self._server, f"more than {MAX_HEADER_BYTES} bytes of headers"))
         elif receiver.wants_read_events and receiver is self._receiver:
             receiver.on_read()
 
     def eof_received(self) -> None:
-        return None  # closes the transport; connection_lost tells
+        return None  # closes the transport; connection_lost follows
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
@@ -209,17 +208,17 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._diverted:
             self._stop_diverting()
-        self._parser = None  # as what it was diverted to, it holds this, and would wait for the collector
+        self._parser = None  # it refers to this connection; the cycle would wait for the garbage collector
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
         if exc is None and self._in_body and not self._framed:
-            receiver.on_end()  # a body without a length ends with its connection (RFC 9112, section 6.3)
+            receiver.on_end()  # a body without a length ends with the connection (RFC 9112, section 6.3)
         elif self.uses > 1 and not self._response_started and monotonic() - self._sent < STALE_WITHIN:
-            receiver.on_failure(StaleConnection(self._server, "closed a kept connection as it was used again"))
+            receiver.on_failure(StaleConnection(self._server, "closed an idle connection as it was used again"))
         else:
             receiver.on_failure(
-                Disconnected(self._server, f"closed the connection {'in' if self._response_started else 'before'} its answer")
+                Disconnected(self._server, f"closed the connection {'in' if self._response_started else 'before'} its response")
             )
 
     def pause_writing(self) -> None:
@@ -230,39 +229,41 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.on_writable()
 
-    # What the parser calls
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         if self._complete:
-            raise _DesyncError  # more than one answer to one request
+            raise _DesyncError  # a second response to one request
         self._headers.clear()
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            return  # an interim answer (100, 103): the real one follows
+            return  # an interim response (100, 103): the final one follows
         if self._parser.get_http_version() not in _VERSIONS:
-            raise BadAnswer(self._server, "not HTTP/1.1: its version is another one")
+            raise BadResponse(self._server, "not HTTP/1.1: it has another version")
         self._in_body = True
-        self._keep_alive = self._parser.should_keep_alive()  # llhttp forgets it with the end of the message
+        self._keep_alive = self._parser.should_keep_alive()  # llhttp loses it at the end of the message
         headers = self._headers.copy()
         framed = b"content-length" in headers or self._is_chunked(headers)
-        if not framed or b"content-type" not in headers or status >= 400:  # else every name that matters is written small, as vLLM's are
-            headers = _in_small_letters(headers)
+        if (
+            not framed or b"content-type" not in headers or status >= 400
+        ):  # otherwise every relevant name is in lower case, as vLLM sends it
+            headers = _in_lower_case(headers)
             framed = b"content-length" in headers or self._is_chunked(headers)
         self._framed = framed or status in (204, 304)
         if self._receiver is not None:
             self._receiver.on_headers(status, headers)
 
     def _is_chunked(self, headers: Headers) -> bool:
-        """Whether the body is in chunks. Raises BadAnswer for any other encoding: the parser would leave it in the body."""
+        """Return whether the body is chunked. Raises BadResponse for any other encoding, which the parser would leave in the body."""
         encoding = headers.get(b"transfer-encoding")
         if encoding is not None and encoding.strip(b" ").lower() != b"chunked":
-            raise BadAnswer(self._server, "its transfer encoding is not 'chunked' alone")
+            raise BadResponse(self._server, "its transfer encoding is not 'chunked' alone")
         return encoding is not None
 
     def on_body(self, data: bytes) -> None:
-        self._head_size = 0
+        self._header_bytes = 0
         self.between_chunks = False
         if self._receiver is not None:
             self._receiver.on_body(data)
@@ -271,14 +272,14 @@ class Connection(asyncio.Protocol):
         self.between_chunks = True
 
     def on_message_complete(self) -> None:
-        if self._in_body:  # else an interim answer, of which a server may not send without end
-            self._head_size = 0
+        if self._in_body:  # interim responses do not reset the count, so a server cannot send them endlessly
+            self._header_bytes = 0
         self.between_chunks = False
         self._complete = self._in_body
         self._in_body = False
 
     def _finish(self) -> None:
-        """The whole answer is here and nothing behind it: keep the connection if it can carry another."""
+        """End the exchange after a complete response, and make the connection idle if it can carry another one."""
         receiver, self._receiver = self._receiver, None
         self._complete = False
         if self._diverted:
@@ -299,15 +300,15 @@ class Connection(asyncio.Protocol):
             receiver.on_failure(error)
 
 
-def _in_small_letters(headers: Headers) -> Headers:
-    small: Headers = {}
+def _in_lower_case(headers: Headers) -> Headers:
+    lower: Headers = {}
     for name, value in headers.items():
-        small.setdefault(name.lower(), value)
-    return small
+        lower.setdefault(name.lower(), value)
+    return lower
 
 
 class _DesyncError(Exception):
-    """The server began an answer that nobody asked for."""
+    """The server started a response without a request."""
 
 
 async def connect(
@@ -320,8 +321,8 @@ async def connect(
 ) -> Connection:
     """Open a connection.
 
-    Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit where the gateway can open no more, and ConnectFailed
-    for every other refusal.
+    Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit if the gateway cannot open more connections, and ConnectFailed
+    for every other failure.
     """
     loop = asyncio.get_running_loop()
 
@@ -336,7 +337,7 @@ async def connect(
                 _, connection = await loop.create_connection(make, address.host, address.port, ssl=tls)
     except TimeoutError:
         raise ConnectTimeout(server, f"did not accept a connection within {timeout:g} s") from None
-    except (OSError, UnicodeError) as error:  # refused, no such socket, name not known or none, TLS refused (ssl.SSLError)
+    except (OSError, UnicodeError) as error:  # refused, no such socket, unknown or invalid name, TLS refused (ssl.SSLError)
         kind = LocalLimit if isinstance(error, OSError) and error.errno in _OUR_LIMITS else ConnectFailed
         raise kind(server, f"{type(error).__name__}: {error}") from error
     return connection
@@ -344,11 +345,13 @@ async def connect(
 
 @asynccontextmanager
 async def _connect_timeout(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError some time after ``seconds``. What is late by then may have come in time while it was this process that
-    stood still, and is seen in the turns of the loop that follow."""
+    """Raise TimeoutError a moment after ``seconds``.
+
+    A connection may have been established in time while this process was stalled. It is then processed in the following iterations.
+    """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
-        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + STOOD_STILL))
+        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + STALL))
         try:
             yield
         finally:
@@ -356,28 +359,28 @@ async def _connect_timeout(seconds: float) -> AsyncIterator[None]:
 
 
 class IdleConnections:
-    """The idle connections to one server: the last one parked is the first one taken.
+    """The idle connections to one server, a stack.
 
-    ``max_idle`` is how long, in seconds, one may wait: below the server's own limit, so that the server's
-    close does not meet a request on its way.
+    ``max_idle``: seconds that a connection may be idle. It is below the server's idle timeout, so that the server's close does not coincide
+    with a request.
     """
 
-    def __init__(self, expiry: float) -> None:
-        self.max_idle = expiry
+    def __init__(self, max_idle: float) -> None:
+        self.max_idle = max_idle
         self._idle: list[tuple[float, Connection]] = []
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def add(self, connection: Connection) -> None:
-        """Keep it; where none may wait, close it."""
+        """Store a connection, or close it if none may be idle."""
         if self.max_idle:
             self._idle.append((monotonic(), connection))
         else:
             connection.close()
 
     def pop(self) -> Connection | None:
-        """A connection that is still good, or None."""
+        """Return the connection that was added last and is still usable, or None."""
         while self._idle:
             since, connection = self._idle.pop()
             if not connection.closed:
@@ -387,15 +390,15 @@ class IdleConnections:
         return None
 
     def close_expired(self) -> None:
-        """Close what has waited too long; called every second or so."""
+        """Close the connections that were idle for too long. Called about once a second."""
         limit = monotonic() - self.max_idle
-        keep = []
+        unexpired = []
         for since, connection in self._idle:
             if since > limit and not connection.closed:
-                keep.append((since, connection))
+                unexpired.append((since, connection))
             else:
                 connection.close()
-        self._idle = keep
+        self._idle = unexpired
 
     def close_all(self) -> None:
         """Close every idle connection."""

@@ -1,10 +1,9 @@
 """One coarse clock for all exchanges of a worker, instead of a timer for each.
 
-Setting and cancelling a timer for every request and chunk costs more than relaying it. Here an exchange
-only notes the time of its last byte; a single tick, a few times a second, looks at all of them. Deadlines are
-therefore late by up to ``TICK`` seconds, never early.
+Setting and cancelling a timer for every request and chunk costs more than relaying it. An exchange only stores the time of its last byte,
+and one tick checks all exchanges a few times a second. Deadlines are therefore up to ``TICK`` seconds late, never early.
 
-Times are ``time.monotonic``: uvloop's own clock counts whole milliseconds.
+Times are ``time.monotonic``, because uvloop's clock has a resolution of a millisecond.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ TICK = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds: to connect, to the first byte of the answer, between two of its bytes, and in all."""
+    """Seconds to connect, to the first byte of the response, between two of its bytes, and in all."""
 
     connect: float = 2.0
     first_byte: float = 120.0
@@ -27,14 +26,14 @@ class Timeouts:
 
 
 class Watched(Protocol):
-    """What can be overdue."""
+    """An object with a deadline."""
 
     def check(self, now: float) -> None:
-        """Act if a deadline has passed; ``now`` is ``time.monotonic``."""
+        """Act if the deadline has passed. ``now``: ``time.monotonic``."""
 
 
 class Deadlines:
-    """The set of what is watched, and its tick."""
+    """The watched objects, and their tick."""
 
     def __init__(self) -> None:
         self._watched: set[Watched] = set()
@@ -49,7 +48,7 @@ class Deadlines:
         self._watched.discard(item)
 
     def tick(self) -> None:
-        """Check everything once."""
+        """Check every watched object once."""
         now = monotonic()
         for item in tuple(self._watched):
             item.check(now)

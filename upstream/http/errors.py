@@ -1,18 +1,16 @@
-"""What can go wrong with a server, and the one fact a retry depends on: can the request have run?
+"""The failures of a server, and whether the request can have run, on which a retry depends.
 
-Every failure of the upstream side is one of these classes. ``untouched`` is True only where no byte of the
-request can have been acted upon, so that sending it again, elsewhere or here, cannot run it twice. A client
-that leaves is not in this list: its going is a cancellation, never a failure of a server.
+Every failure of the upstream side is one of these classes. ``untouched`` is True only if the server cannot have acted on any byte of the
+request, so that a second attempt cannot run it twice. A client that disconnects is a cancellation, not a failure of a server.
 """
 
 from __future__ import annotations
 
 
 class UpstreamError(Exception):
-    """A server did not give a whole answer. ``server`` is the name it has in the configuration.
+    """A server did not send a complete response. ``server``: its name in the configuration.
 
-    ``reason`` is a short constant for metric labels and logs; the text is for operators and never for
-    clients, since it may name addresses.
+    ``reason`` is a short constant for metric labels and logs. The text is for operators, not for clients, because it may contain addresses.
     """
 
     reason = "error"
@@ -24,7 +22,7 @@ class UpstreamError(Exception):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection could be made (refused, no route, TLS refused, no such socket): nothing was sent."""
+    """No connection could be opened (refused, no route, TLS refused, no such socket): nothing was sent."""
 
     reason = "connect"
     untouched = True
@@ -37,10 +35,10 @@ class ConnectTimeout(ConnectFailed):
 
 
 class StaleConnection(UpstreamError):
-    """A reused connection was closed before the first byte of an answer: the server's idle limit won the race.
+    """A reused connection was closed before the first byte of a response: the server's idle timeout came first.
 
-    The server closes idle connections without reading on, so the request was not acted upon (the same
-    judgment as RFC 9112, section 9.3.1, allows for connections that close between requests).
+    The server closes idle connections without reading further, so it did not act on the request (RFC 9112, section 9.3.1, allows the same
+    conclusion for connections that close between requests).
     """
 
     reason = "stale"
@@ -48,19 +46,19 @@ class StaleConnection(UpstreamError):
 
 
 class Disconnected(UpstreamError):
-    """The server closed or reset the connection before the end of its answer."""
+    """The server closed or reset the connection before the end of its response."""
 
     reason = "disconnected"
 
 
 class FirstByteTimeout(UpstreamError):
-    """The request was sent and no byte of an answer came within the first-byte deadline."""
+    """The request was sent, and no byte of a response arrived within the first-byte deadline."""
 
     reason = "first_byte_timeout"
 
 
 class IdleTimeout(UpstreamError):
-    """An answer began and then fell silent for longer than the idle deadline."""
+    """A response started and then paused for longer than the idle deadline."""
 
     reason = "idle_timeout"
 
@@ -71,34 +69,34 @@ class TotalTimeout(UpstreamError):
     reason = "total_timeout"
 
 
-class BadAnswer(UpstreamError):
-    """What the server sent is no HTTP/1.1 answer, or is larger than the bounds for heads and events."""
+class BadResponse(UpstreamError):
+    """The server sent an invalid HTTP/1.1 response, or one above the limits for headers and events."""
 
     reason = "bad_answer"
 
 
 class EngineDead(UpstreamError):
-    """The server answered that its engine is dead: whatever it is asked, it can only fail."""
+    """The server reported that its engine is dead: every request to it would fail."""
 
     reason = "engine_dead"
 
 
 class ServerError(UpstreamError):
-    """The server answered with a status of 500 or more, or with such an error in its stream."""
+    """The server responded with a status of 500 or more, or sent such an error in its stream."""
 
     reason = "server_error"
 
 
 class Aborted(UpstreamError):
-    """The server's engine stopped the request: its answer ends as if it were whole, with ``abort`` as the reason."""
+    """The server's engine aborted the request: the response is complete, with the finish reason ``abort``."""
 
     reason = "aborted"
 
 
 class LocalLimit(UpstreamError):
-    """No connection could be made because the gateway itself has no file descriptor, port or memory left for one.
+    """No connection could be opened because the gateway has no file descriptor, port or memory left.
 
-    Nothing was sent, and another server would not help. It is nothing that the server did.
+    Nothing was sent, and another server would not help. It does not count as a failure of the server.
     """
 
     reason = "local_limit"

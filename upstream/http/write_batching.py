@@ -1,10 +1,10 @@
-"""What is written in one turn of a busy loop goes out at the turn's end, all of it together.
+"""Batches the writes of a busy event loop: all bytes of one event-loop iteration are sent together at its end.
 
-A write to a process that sleeps wakes it, and under load the waking costs more than the writing: a worker that wrote at once
-woke its clients and its servers anew for each event and each request, and they were asleep again before the next. Written in
-one go, what the turn has for them costs one waking (docs/performance.md). Where turns have one thing to send there is nothing
-to gather, and a reader woken at once reads while the worker does its books: such a loop writes at once. Owns what waits.
-The rule: the order stays, and nothing waits for longer than the turn; who closes or aborts sends first what was written before.
+A write to a sleeping process wakes it, and under load the wake-up costs more than the write. A worker that wrote immediately would wake its
+clients and servers for every event and request. With batching they wake once for each iteration (docs/performance.md). If an iteration has
+bytes for one connection only, there is nothing to batch, and the reader works while the worker does its accounting: such a loop writes
+immediately. Owns the buffered bytes. The rules: the order stays, and bytes wait at most until the end of the iteration. Close and abort
+send the buffered bytes first.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _SMALL = 64 * 1024
-"""Bytes that are put behind what waits already; more is sent without being copied."""
+"""Bytes that are appended to the buffered ones. Larger writes are sent without a copy."""
 _SAMPLED = 8
-"""Writes at once until the next turn in which it is seen whether more are written."""
+"""Immediate writes until the next iteration whose writes are counted."""
 
 
 class WriteBatch:
-    """The outlets that have something to send when the present turn of the running loop ends.
+    """The transports with buffered bytes, which are sent at the end of the running loop's current iteration.
 
-    ``batching``: whether writes wait for that. It follows from what the turns before had to send; ``patience``: after so many in a
-    row that had one outlet to flush the loop is not busy any more.
+    ``batching``: whether writes are buffered, which depends on the previous iterations. After ``max_single_flushes`` flushes in a row that
+    had one transport each, the loop is not busy any more.
     """
 
     __slots__ = ("_max_single_flushes", "_single_flushes", "batching", "immediate_writes", "pending")
 
-    def __init__(self, patience: float = 8) -> None:
+    def __init__(self, max_single_flushes: float = 8) -> None:
         self.pending: list[BatchingTransport] = []
-        self._max_single_flushes = patience
+        self._max_single_flushes = max_single_flushes
         self.batching = False
         self.immediate_writes = 0
         self._single_flushes = 0
 
     def schedule_flush(self) -> None:
-        """Have ``flush`` called when what came in this turn has been handled."""
+        """Schedule ``flush`` for the end of this event-loop iteration."""
         asyncio.get_running_loop().call_soon(self.flush)
 
     def start_sample(self) -> None:
-        """See whether more is written in this turn than what has just been."""
-        self.immediate_writes = _SAMPLED + 1  # so that what follows is counted, and starts no sample
+        """Count whether more is written in this event-loop iteration than the last write."""
+        self.immediate_writes = _SAMPLED + 1  # later writes are counted and do not start another sample
         asyncio.get_running_loop().call_soon(self._finish_sample)
 
     def _finish_sample(self) -> None:
@@ -50,19 +50,19 @@ class WriteBatch:
         self.immediate_writes = 0
 
     def flush(self) -> None:
-        """Send everything."""
-        outlets, self.pending = self.pending, []
-        self._single_flushes = self._single_flushes + 1 if len(outlets) == 1 else 0
+        """Send all buffered bytes."""
+        transports, self.pending = self.pending, []
+        self._single_flushes = self._single_flushes + 1 if len(transports) == 1 else 0
         self.batching = self._single_flushes < self._max_single_flushes
-        for outlet in outlets:
-            data = outlet.buffered
+        for transport in transports:
+            data = transport.buffered
             if data is not None:
-                outlet.buffered = None
-                outlet.send(data)
+                transport.buffered = None
+                transport.send(data)
 
 
 class BatchingTransport(asyncio.Transport):
-    """A transport whose writes wait for the end of the turn. Its protocol has to tell it of the connection's loss."""
+    """A transport that buffers its writes until the end of the event-loop iteration. Its protocol must call ``mark_closed``."""
 
     __slots__ = ("_transport", "_write_batch", "buffered", "send")
 
@@ -97,7 +97,7 @@ class BatchingTransport(asyncio.Transport):
             self.write(data)
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the buffered bytes."""
         data, self.buffered = self.buffered, None
         if data is not None:
             self.send(data)
@@ -111,13 +111,13 @@ class BatchingTransport(asyncio.Transport):
         self._transport.abort()
 
     def mark_closed(self) -> None:
-        """The connection is gone, and the transport takes nothing any more."""
+        """Drop the buffered and all later bytes: the connection is closed."""
         self.buffered, self.send = None, _drop
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self.buffered or b"")
 
-    # As the transport has it
+    # Passed to the transport unchanged
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
@@ -136,4 +136,4 @@ class BatchingTransport(asyncio.Transport):
 
 
 def _drop(data: bytes) -> None:
-    """Nobody is there to get it."""
+    """Do nothing with bytes for a closed connection."""

@@ -14,7 +14,7 @@ FAILURES = {
     upstream.ConnectTimeout: "upstream_unreachable",
     upstream.StaleConnection: "upstream_disconnected",
     upstream.Disconnected: "upstream_disconnected",
-    upstream.BadAnswer: "upstream_disconnected",
+    upstream.BadResponse: "upstream_disconnected",
     upstream.FirstByteTimeout: "upstream_timeout",
     upstream.IdleTimeout: "upstream_timeout",
     upstream.TotalTimeout: "upstream_timeout",

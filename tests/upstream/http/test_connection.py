@@ -22,8 +22,8 @@ from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
 from upstream.http.address import Address
-from upstream.http.connection import MAX_HEAD, Connection, Headers, IdleConnections, connect
-from upstream.http.errors import BadAnswer, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
+from upstream.http.connection import MAX_HEADER_BYTES, Connection, Headers, IdleConnections, connect
+from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
 from upstream.http.write_batching import WriteBatch
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
@@ -156,20 +156,20 @@ async def test_a_body_without_length_that_is_reset_is_not_whole() -> None:
 
 
 BROKEN = {
-    "no HTTP": (b"SSH-2.0-OpenSSH\r\n", BadAnswer),
-    "a bad chunk": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", BadAnswer),
-    "two framings": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n", BadAnswer),
-    "two lengths": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok", BadAnswer),
-    "a switch of protocols": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", BadAnswer),
-    "more than its length": (OK + b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil", BadAnswer),
-    "garbage behind it": (OK + b"garbage", BadAnswer),
-    "a long head": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEAD + 1), BadAnswer),
-    "a long head that ends": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEAD + 1) + b"\r\n\r\n", BadAnswer),
-    "many headers": (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000, BadAnswer),
-    "a long trailer": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: " + b"a" * 1_000_000, BadAnswer),
-    "many trailers": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n" + b"x: y\r\n" * 200_000, BadAnswer),
-    "a long chunk extension": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;" + b"a" * 1_000_000, BadAnswer),
-    "a line feed in a header": (b"HTTP/1.1 200 OK\r\ncontent-type: a\r\n b\r\n", BadAnswer),
+    "no HTTP": (b"SSH-2.0-OpenSSH\r\n", BadResponse),
+    "a bad chunk": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", BadResponse),
+    "two framings": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n", BadResponse),
+    "two lengths": (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok", BadResponse),
+    "a switch of protocols": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", BadResponse),
+    "more than its length": (OK + b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil", BadResponse),
+    "garbage behind it": (OK + b"garbage", BadResponse),
+    "a long head": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEADER_BYTES + 1), BadResponse),
+    "a long head that ends": (b"HTTP/1.1 200 OK\r\nx: " + b"a" * (MAX_HEADER_BYTES + 1) + b"\r\n\r\n", BadResponse),
+    "many headers": (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000, BadResponse),
+    "a long trailer": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: " + b"a" * 1_000_000, BadResponse),
+    "many trailers": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n" + b"x: y\r\n" * 200_000, BadResponse),
+    "a long chunk extension": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;" + b"a" * 1_000_000, BadResponse),
+    "a line feed in a header": (b"HTTP/1.1 200 OK\r\ncontent-type: a\r\n b\r\n", BadResponse),
 }
 
 

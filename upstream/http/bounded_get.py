@@ -1,7 +1,7 @@
-"""A question to a server beside the traffic: one GET on a connection of its own.
+"""Sends one GET to a server, on a separate connection, and reads a bounded response.
 
-For probes, of which there may be hundreds a second: it stands on the same client as the data path, which takes a quarter of
-what a general one does. The rule: whatever the server does, the answer is bounded and the connection is gone in the end.
+It serves probes, of which there may be hundreds a second, so it uses the HTTP client of the data path: that takes a quarter of the time of
+a general client. The rule: whatever the server does, the response is bounded and the connection is closed in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from upstream.http.write_batching import WriteBatch
 
 
 class _Response:
-    """The answer as it comes: a ``Receiver``. A body is cut at ``limit`` bytes."""
+    """A response as it arrives: a ``Receiver``. The body is cut at ``limit`` bytes."""
 
     wants_read_events = False
 
@@ -35,7 +35,7 @@ class _Response:
             self.on_end()
 
     def on_read(self) -> None:
-        """The body is read to its end."""
+        """Do nothing: the body is read to its end."""
 
     def on_end(self) -> None:
         if not self.done.done():
@@ -46,24 +46,24 @@ class _Response:
             self.done.set_exception(error)
 
     def on_writable(self) -> None:
-        """The question was sent as a whole."""
+        """Do nothing: the request was sent in one piece."""
 
 
 async def get(
     address: Address, path: str, *, api_key: str | None, timeout: float, tls: ssl.SSLContext | None, limit: int
 ) -> tuple[int, bytes]:
-    """Status and body of a GET; at most ``limit`` bytes of the body. ``timeout``: seconds for the connection; the caller bounds the rest.
+    """Return the status and at most ``limit`` bytes of the body.
 
-    Raises UpstreamError.
+    ``timeout``: seconds for the connection; the caller bounds the rest. Raises UpstreamError.
     """
     connection = await connect(str(address), address, timeout, tls, lambda connection: connection.close(), WriteBatch())
     try:
-        inquiry = _Response(limit)
-        connection.send(_request(address, path, api_key), inquiry)
-        await inquiry.done
+        response = _Response(limit)
+        connection.send(_request(address, path, api_key), response)
+        await response.done
     finally:
         connection.close()
-    return inquiry.status, bytes(inquiry.body)
+    return response.status, bytes(response.body)
 
 
 def _request(address: Address, path: str, api_key: str | None) -> bytes:
