@@ -28,7 +28,7 @@ from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus
-from upstream.launcher.schedule import PARKED, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast
+from upstream.launcher.schedule import NOT_RUNNING, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast
 
 _PASS_INTERVAL = 0.25  # seconds between two passes without a reason
 _GATHER = 0.01  # seconds in which further reasons join the same pass
@@ -173,7 +173,7 @@ class Fleet:
         had = {gpu for spec in running for gpu in spec.settings.gpus}
         more = frozenset(gpu for spec in (*diff.replaced, *diff.added) for gpu in spec.settings.gpus if gpu not in had)
         wanting = replace(self._view(model), needs=more, group=None)
-        others = (self._view(other) for other in self._launched.values() if other.phase not in PARKED)
+        others = (self._view(other) for other in self._launched.values() if other.phase not in NOT_RUNNING)
         return any(compete(wanting, other) for other in others)
 
     # Passes

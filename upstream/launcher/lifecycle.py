@@ -1,6 +1,6 @@
-"""The states of a launched server, the values that describe it, and how long to pause before it is started again.
+"""The states of a launched server, the values that describe it, and the pause before its restart.
 
-Pure. The rule: a state follows another only where ``TRANSITIONS`` says so.
+Pure. The rule: only the transitions in ``TRANSITIONS`` happen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from upstream.vllm.failures import Cause, ProcessExit
 
 
 class LaunchState(StrEnum):
-    """Where a launched server is in its life."""
+    """The state of a launched server."""
 
     STARTING = "starting"
     READY = "ready"
@@ -28,18 +28,18 @@ class LaunchState(StrEnum):
 
 
 TRANSITIONS: dict[LaunchState, frozenset[LaunchState]] = {
-    # Its process is being started and does not answer /health yet.
+    # The process has started and does not respond to /health yet.
     LaunchState.STARTING: frozenset({LaunchState.READY, LaunchState.FAILED, LaunchState.STOPPING}),
-    # /health has answered 200 once; from here on the prober says whether it is well.
+    # /health has returned 200 once. From here on the prober decides whether the server works.
     LaunchState.READY: frozenset({LaunchState.CRASHED, LaunchState.FAILED, LaunchState.STOPPING}),
-    # A ready one's process has died or is renewed: what is left of it is being ended.
+    # The process of a ready server has exited or is being restarted: its remaining processes are being killed.
     LaunchState.CRASHED: frozenset({LaunchState.BACKING_OFF, LaunchState.STOPPING}),
-    # A starting one's process died or was too slow, or a ready one's died once too often. If it was given up, it stays here
-    # until it is allowed another time for its start.
+    # The process of a starting server exited or was too slow, or a ready server failed too often. A server that was given up stays here
+    # until its startup timeout changes.
     LaunchState.FAILED: frozenset({LaunchState.BACKING_OFF, LaunchState.STOPPING}),
-    # Nothing of it is left; after a pause it is started again.
+    # No process is left. The server starts again after a pause.
     LaunchState.BACKING_OFF: frozenset({LaunchState.STARTING, LaunchState.STOPPING}),
-    # It was asked to end.
+    # A stop was requested.
     LaunchState.STOPPING: frozenset({LaunchState.STOPPED}),
     LaunchState.STOPPED: frozenset(),
 }
@@ -47,7 +47,7 @@ TRANSITIONS: dict[LaunchState, frozenset[LaunchState]] = {
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """One replica to launch. ``name``: unique and for people, e.g. ``MODEL#0``. ``startup_timeout``: seconds until /health answers."""
+    """One replica to launch. ``name``: unique, e.g. ``MODEL#0``. ``startup_timeout``: seconds until /health returns 200."""
 
     name: str
     settings: LaunchSettings
@@ -56,14 +56,13 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class LaunchStatus:
-    """What is known of a launched server at a moment.
+    """The status of a launched server at a moment. For operators, never for clients.
 
-    ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, None while there is none.
-    ``address``: where that process listens, or last did; a restart may change it. ``restarts``: starts after the
-    first one. ``first_start_finished``: the first start has ended, well or badly. ``given_up``: it has failed too often and is not
-    started again. ``reason``: why it crashed or failed, in one line, until it is ready again; ``cause``: the same from the table of
-    known causes, and ``tail``: the last lines of its log at that time. ``progress``: while it starts, the last line of its log that says
-    something. All of them are for operators, never for clients.
+    ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, or None. ``address``: the address of its current
+    or last process; a restart may change it. ``restarts``: starts after the first one. ``first_start_finished``: the first start has
+    succeeded or failed. ``given_up``: it has failed too often and is not started again. ``reason``: why it crashed or failed, in one line,
+    until it is ready again. ``cause``: the same from the table of known causes. ``tail``: the last lines of its log at that time.
+    ``progress``: while it starts, the last line of its log that shows progress.
     """
 
     name: str
@@ -83,9 +82,9 @@ class LaunchStatus:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses, in seconds, that double from ``first`` to ``cap``; a server that was ready for ``reset_after`` begins anew.
+    """Pauses in seconds that double from ``first`` to ``cap``. A server that was ready for ``reset_after`` starts with ``first`` again.
 
-    After ``limit`` failures in a row it is given up.
+    After ``limit`` failures in a row the server is given up.
     """
 
     first: float = 1.0
@@ -94,35 +93,35 @@ class Backoff:
     limit: int = 10
 
     def count_failures(self, before: int, ready_for: float) -> int:
-        """The failures in a row, with the one that ended ``ready_for`` seconds of readiness."""
+        """Return the failures in a row, including a new failure after ``ready_for`` seconds of readiness."""
         return 1 if ready_for >= self.reset_after else before + 1
 
     def pause(self, failures: int) -> float:
-        """The pause after so many failures in a row (1 or more)."""
+        """Return the pause after this number of failures in a row (1 or more)."""
         # The exponent is bounded: a server may fail for years.
         return min(self.cap, self.first * 2.0 ** min(failures - 1, 32))
 
 
-SHIM_LOST = "its keeper was killed"
+SHIM_LOST = "its shim was killed"
 
 
 def describe_exit(status: int | None, memory_kills: int | None) -> ProcessExit:
-    """How a process ended, of a status as ``subprocess`` has it; None: its keeper was killed.
+    """Return how a process ended. ``status``: as in ``subprocess``; None if its shim was killed.
 
-    ``memory_kills``: how many processes the kernel has killed for lack of memory meanwhile; None where that can't be known.
+    ``memory_kills``: the processes that the kernel has killed for lack of memory meanwhile; None if their number is unknown.
     """
-    return ProcessExit(_words(status, memory_kills), status, memory_kills)
+    return ProcessExit(_exit_text(status, memory_kills), status, memory_kills)
 
 
-def _words(status: int | None, memory_kills: int | None) -> str:
+def _exit_text(status: int | None, memory_kills: int | None) -> str:
     if status == -signal.SIGKILL and memory_kills:
         return "killed by the kernel for lack of memory (SIGKILL)"
     if status == -signal.SIGKILL and memory_kills is None:
         return "killed by SIGKILL, perhaps by the kernel for lack of memory"
-    return _plainly(status) + (", and the kernel has killed a process for lack of memory meanwhile" if memory_kills else "")
+    return _status_text(status) + (", and the kernel has killed a process for lack of memory meanwhile" if memory_kills else "")
 
 
-def _plainly(status: int | None) -> str:
+def _status_text(status: int | None) -> str:
     if status is None:
         return SHIM_LOST
     if status >= 0:

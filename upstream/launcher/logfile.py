@@ -1,7 +1,7 @@
-"""A launched server's log: everything it writes, appended to one file.
+"""The log of a launched server: everything that it writes, appended to one file.
 
-Owns the file, its bound, its tail and what it tells of progress. The server writes to the file itself (no pipe that could fill up or die
-with control). The rule: every reader takes a bounded piece, and what goes on to people's terminals is printable.
+Owns the file, its limit, its tail and the progress that it shows. The server writes to the file itself: there is no pipe that could fill up
+or close with control. The rule: every reader takes a bounded part, and text for terminals is printable.
 """
 
 from __future__ import annotations
@@ -16,67 +16,70 @@ from urllib.parse import quote
 from upstream.launcher.progress import progress
 
 LIMIT = 64 << 20
-"""Bytes at which the log is cut; the end of it is kept beside it, as ``….log.1``."""
-KEPT = 4 << 20
+"""Bytes at which the log is truncated. Its end is stored beside it, as ``….log.1``."""
+ROTATED = 4 << 20
 TAIL_BYTES = 8192
 TAIL_LINES = 20
 SEARCHED_BYTES = 512 << 10
-"""How much of the log's end is searched for the cause of a failure: tracebacks of a dozen processes are a tenth of that."""
-LATELY = 60
-"""Checks of the log that count as lately."""
-_OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # somebody else's link is not followed, be the folder as open as it may
+"""Bytes at the end of the log that are searched for the cause of a failure. The tracebacks of a dozen processes take a tenth of that."""
+RECENT = 60
+"""Calls of ``rotate`` for which output counts as recent."""
+_OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # never follow the link of another user
 
 
 class LogFile:
-    """The log of the server ``name`` in ``folder`` (which exists and is private)."""
+    """The log of the server ``name`` in ``folder``, which exists and is private."""
 
     def __init__(self, folder: Path, name: str, limit: int = LIMIT) -> None:
-        # Quoting, unlike replacing, gives each name a file of its own.
+        # Quoting, unlike replacing characters, gives each name a separate file.
         self.path = folder / f"{quote(name, safe='#@+=,')}.log"
         self._limit = limit
-        self._begin = 0
-        self._sizes: deque[int] = deque(maxlen=LATELY)
+        self._start = 0
+        self._sizes: deque[int] = deque(maxlen=RECENT)
 
     @contextmanager
     def appending(self) -> Iterator[int]:
-        """A file descriptor to append to, for a new process; ``tail`` speaks of what comes from now on. Raises OSError."""
+        """Yield a file descriptor to append to, for a new process.
+
+        The other methods then read the output of this process. Raises OSError.
+        """
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OWN, 0o600)
         try:
-            self._begin = os.fstat(fd).st_size
+            self._start = os.fstat(fd).st_size
             self._sizes.clear()
             yield fd
         finally:
             os.close(fd)
 
     def tail(self) -> str:
-        """The last lines of the present process, at most TAIL_LINES and TAIL_BYTES, joined by newlines; empty if there are none."""
+        """Return the last lines of the current process, at most TAIL_LINES and TAIL_BYTES, joined by newlines."""
         return "\n".join(_printable(self._text()).splitlines()[-TAIL_LINES:])
 
     def progress(self) -> str:
-        """The last line of the present process that says something; empty if there is none."""
+        """Return the last line of the current process that shows progress, or an empty text."""
         return _printable(progress(self._text()))
 
     def text(self) -> str:
-        """What the present process has written, at most the last SEARCHED_BYTES; empty if there is nothing."""
+        """Return the output of the current process, at most the last SEARCHED_BYTES."""
         return self._text(SEARCHED_BYTES)
 
     def recent_text(self) -> str:
-        """What the present process has written since LATELY calls of ``rotate``, at most the last SEARCHED_BYTES."""
+        """Return the output of the current process since RECENT calls of ``rotate``, at most the last SEARCHED_BYTES."""
         return self._text(SEARCHED_BYTES, since=self._sizes[0] if self._sizes else 0)
 
     def rotate(self) -> None:
-        """Cut the log if it has outgrown its limit, keeping the end; to be called regularly. Raises OSError.
+        """Truncate the log if it exceeds its limit, and store its end. Called regularly. Raises OSError.
 
-        Truncating in place works because the server appends: its next line goes to the new end.
+        Truncation in place works because the server appends: its next line is written at the new end.
         """
         self._sizes.append(size := self.path.lstat().st_size)
         if size > self._limit:
-            end = self._end(min(KEPT, self._limit))
+            end = self._end(min(ROTATED, self._limit))
             with open(self.path.with_suffix(".log.1"), "wb", opener=_own) as older:
                 older.write(end)
             with open(self.path, "r+b", opener=_own) as present:
                 present.truncate(0)
-            self._begin = 0
+            self._start = 0
             self._sizes.clear()
 
     def _text(self, most: int = TAIL_BYTES, since: int = 0) -> str:
@@ -88,12 +91,12 @@ class LogFile:
     def _end(self, most: int, since: int = 0) -> bytes:
         with open(self.path, "rb", opener=_own) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._begin, since, size - most))
+            file.seek(max(self._start, since, size - most))
             return file.read(most)
 
 
 def _own(path: str, flags: int) -> int:
-    """Opens our own file. As an opener, because ``open`` closes what it got from one even where it is a folder."""
+    """Open the gateway's own file. It is an opener because ``open`` closes the descriptor even if it is a folder."""
     return os.open(path, flags | _OWN, 0o600)
 
 

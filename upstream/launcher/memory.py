@@ -1,6 +1,6 @@
-"""How many processes the kernel has killed for lack of memory, as far as it tells us.
+"""Counts the processes that the kernel has killed for lack of memory, as far as it reports them.
 
-Owns the places where that number stands. The rule: what cannot be known is None, never 0.
+Owns the files with that number. The rule: an unknown number is reported as None, never as 0.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def kills(root: Path = Path("/")) -> int | None:
-    """Kills for lack of memory so far: in this process's control group, which launched servers share, or else on the whole machine.
+    """Return the kills for lack of memory so far, in this process's control group, which launched servers share, or on the whole machine.
 
-    ``root``: where ``proc`` and ``sys`` are. Sources: cgroup v2's memory.events, v1's memory.oom_control (Linux's
+    ``root``: the folder with ``proc`` and ``sys``. Sources: cgroup v2's memory.events, v1's memory.oom_control (Linux's
     admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst), /proc/vmstat. All of them count since Linux 4.13.
     """
-    return next((int(found[1]) for place in _places(root) if (found := _COUNT.search(_read(place)))), None)
+    return next((int(found[1]) for path in _paths(root) if (found := _COUNT.search(_read(path)))), None)
 
 
-def _places(root: Path) -> Iterator[Path]:
-    """The root of a hierarchy has no count of its own: then the machine's is asked."""
+def _paths(root: Path) -> Iterator[Path]:
+    # The root of a hierarchy has no count. The machine's count is used then.
     for row in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = row.split(":", 2)
         if controllers == "":

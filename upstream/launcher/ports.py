@@ -1,7 +1,7 @@
-"""Ports of this machine: one that is free, and who has one that is not.
+"""Ports of this machine: a free port, and the process that listens on another one.
 
-The rule: nothing is held here. A port that is free now may be taken the next moment; then the server that wanted it
-fails and says so itself.
+The rule: nothing is reserved. Another process may take a free port at any moment; the server that wanted the port then fails and reports
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LISTENING = b"0A"
 
 
 class PortTaken(OSError):
-    """Somebody listens there already; the text names the port, and the process if it can be seen."""
+    """Another process listens on the port. The text names the port, and the process if it is visible."""
 
 
 def free_port() -> int:
-    """A loopback port that is free now. Another process may take it first: the server then fails and its next start gets a new one."""
+    """Return a loopback port that is free now. If another process takes it first, the server fails and its next start gets another port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -28,14 +28,14 @@ def free_port() -> int:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises PortTaken where another process listens. Any other obstacle is left for the server to meet.
+    """Check that no other process listens on a port. Raises PortTaken. The server itself meets any other obstacle.
 
-    Asked before every start: vLLM shares its port (SO_REUSEPORT), so a second one would start without an error, and
-    who answers would be left to chance.
+    Called before every start: vLLM shares its port (SO_REUSEPORT), so a second server would start without an error, and the kernel would
+    choose which of them gets a connection.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers of old connections is no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: old connections in TIME_WAIT are not an obstacle
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -49,7 +49,7 @@ def _by(port: int) -> str:
 
 
 def _holder(port: int) -> int | None:
-    """The process that listens on the port, on whatever address; None where it is not ours to see (proc(5): net/tcp, fd)."""
+    """Return the process that listens on the port, on any address, or None if it is not visible (proc(5): net/tcp, fd)."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         if sockets & _descriptors(int(pid)):
@@ -68,5 +68,5 @@ def _descriptors(pid: int) -> set[str]:
         for number in os.listdir(f"/proc/{pid}/fd"):
             found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
     except OSError:
-        pass  # it has ended, or is another user's
+        pass  # it has exited, or belongs to another user
     return found

@@ -1,6 +1,6 @@
-"""Whether a program can be executed, asked before a server is started or replaced by it.
+"""Checks whether a program can be executed, before a server is started with it.
 
-The rule: nothing is run, so the answer costs a few system calls; a program that is found may still fail.
+The rule: nothing is run, so the check costs a few system calls. A program that is found may still fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FIRST_LINE = 256  # bytes; the kernel reads as many (linux/binfmts.h, BINPRM_BU
 
 
 def why_not_executable(program: str, search: str) -> str:
-    """Why ``program`` cannot be executed, in words that follow a setting's name; empty when it can. ``search``: as in PATH."""
+    """Return why ``program`` cannot be executed, as text that follows a setting's name; empty if it can. ``search``: as in PATH."""
     found = shutil.which(program, path=search)
     if found is None:
         return _why_not_found(program)
@@ -33,7 +33,7 @@ def _why_not_found(program: str) -> str:
 
 
 def _interpreter(script: str) -> str:
-    """The program that the first line of a script names; empty for what is no script, or cannot be read."""
+    """Return the program in the first line of a script; empty if the file is not a script or cannot be read."""
     try:
         with open(script, "rb") as file:
             line = file.readline(_FIRST_LINE)

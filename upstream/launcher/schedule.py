@@ -1,18 +1,19 @@
-"""Which launched models run: what to start, to drain, to put to sleep and to stop next. Pure.
+"""Decides which launched models run: the next ones to start, drain, put to sleep and stop. Pure.
 
-Models that need the same GPUs, or are of a group that runs only so many at once, take turns. ``decide`` is given the
-whole picture and says what to begin now; ``forecast`` says when each model that is not up may be. The rules:
+Models that need the same GPUs, or belong to a group with a limit on running models, share them over time. ``decide`` gets all models at a
+moment and returns the actions to start now. ``forecast`` estimates when each model that is not up will be. The rules:
 
-- A place is taken from the moment a model is started until nothing of it is left. One that sleeps takes none.
-- Who has waited longest is served first, and nobody younger takes a place that it needs.
-- A model leaves for another one when it has been unused for a moment (``linger``), or when its turn is over, however
-  busy it is: it then takes no new requests, and is stopped when its last one has ended. None is cut. So a model that is
-  wanted waits, for each of those before it, no longer than a turn, their last requests, and a stop and a start.
-- A turn is twice the time that the model takes to start, within bounds: where everybody wants to run, two thirds
-  of the time or more go into answers.
-- Two eager models on one GPU have been put there by the operator, so they fit. Within a group only its number counts.
+- A running model holds its GPUs and its share of the group from its start until its last process has exited. A sleeping model holds
+  nothing.
+- The model that has waited longest is served first. No later model takes GPUs that it needs.
+- A model makes room for another one when it has been unused for a moment (``linger``), or when its time slice has expired, even if it is
+  busy. It then gets no new requests, and stops after its last request has finished. No request is cut. So a requested model waits, for each
+  model before it, at most for a time slice, the last requests, and a stop and a start.
+- A time slice is twice the time that the model takes to start, within limits. If all models want to run, at least two thirds of the time
+  are used for requests.
+- The operator has put two eager models on one GPU, so they fit. Within a group only the number of models counts.
 
-Times are in seconds of one monotonic clock.
+Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 
 class ModelPhase(StrEnum):
-    """Where a model is in its life."""
+    """The phase of a launched model."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -36,7 +37,7 @@ class ModelPhase(StrEnum):
 
 
 class ActionKind(StrEnum):
-    """What can be begun. ``RESUME`` puts a draining model back to work."""
+    """The kinds of action. ``RESUME`` lets a draining model take requests again."""
 
     START = "start"
     WAKE = "wake"
@@ -48,7 +49,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to begin now; ``why`` is for the operator."""
+    """One action to start now. ``why`` is for the operator."""
 
     kind: ActionKind
     model: str
@@ -59,12 +60,11 @@ class Action:
 class ModelView:
     """One model at a moment.
 
-    ``since``: when it entered its phase. ``needs``: what no other can have meanwhile, GPUs and the place where it listens.
-    ``capacity``: how many of its group may run. ``wanted_since``: since when requests wait for it, None when none does.
-    ``drain_acknowledged``: while it drains, everybody knows that it takes no new ones. ``start_seconds`` and
-    ``stop_seconds``: how long it takes to start (asleep: to wake) and to stop. ``eager``: it is to run whenever there is room.
-    ``held``: the operator wants it down, and waits ``drain_timeout`` for its requests. ``in_transition``: something is being done
-    with it already, so it is left alone.
+    ``since``: when it entered its phase. ``needs``: what it cannot share, its GPUs and its address. ``capacity``: the models of its group
+    that may run. ``wanted_since``: since when requests are queued for it, or None. ``drain_acknowledged``: it drains, and all workers send
+    it no new requests. ``start_seconds`` and ``stop_seconds``: how long it takes to start (from sleep: to wake) and to stop. ``eager``: it
+    runs whenever its GPUs are free. ``held``: the operator has stopped it, with ``drain_timeout`` for its requests. ``in_transition``: an
+    action is under way, so no other one is started.
     """
 
     model: str
@@ -90,55 +90,55 @@ class ModelView:
     in_transition: bool = False
 
 
-PARKED = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING})
-"""The phases in which a model takes no place."""
-SHORTEST_TURN, LONGEST_TURN = 1.0, 300.0
+NOT_RUNNING = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING})
+"""The phases in which a model holds no GPUs."""
+SHORTEST_SLICE, LONGEST_SLICE = 1.0, 300.0
 LONGEST_LINGER = 5.0
-_OVERDUE = 0.25  # a start that takes longer than it did is expected to take so much longer again
+_OVERDUE = 0.25  # a start that takes longer than the last one is expected to take this share longer again
 
 
 def time_slice(view: ModelView) -> float:
-    """Seconds for which a model may serve while others wait for its place."""
-    return min(max(2 * view.start_seconds, SHORTEST_TURN), LONGEST_TURN)
+    """Return the seconds for which a model may run while others wait for its GPUs."""
+    return min(max(2 * view.start_seconds, SHORTEST_SLICE), LONGEST_SLICE)
 
 
 def linger(view: ModelView) -> float:
-    """Seconds without use after which it leaves before its turn is over."""
+    """Return the seconds without use after which a model makes room before its time slice expires."""
     return min(time_slice(view) / 4, LONGEST_LINGER)
 
 
 def compete(one: ModelView, other: ModelView) -> bool:
-    """Whether the two can never run together because of their GPUs, or of the place where both are to listen."""
+    """Return whether two models can never run together because of their GPUs or their address."""
     if one.model == other.model or (one.group is not None and one.group == other.group):
         return False
     return bool(one.needs & other.needs) and (one.on_demand or other.on_demand)
 
 
 def decide(views: Sequence[ModelView], now: float) -> tuple[Action, ...]:
-    """What to begin now. Each model is in at most one action; ``START`` and ``WAKE`` come last."""
-    begun: list[Action] = []
-    leaving: dict[str, str] = {}
-    holding = [view for view in views if view.phase not in PARKED]
+    """Return the actions to start now. Each model is in at most one action; ``START`` and ``WAKE`` come last."""
+    starts: list[Action] = []
+    displaced: dict[str, str] = {}
+    holding = [view for view in views if view.phase not in NOT_RUNNING]
     for view in _queue(views):
-        blockers = _blockers(view, holding, lambda other: _last_to_leave(other, now))
+        blockers = _blockers(view, holding, lambda other: _stop_order(other, now))
         if not blockers:
-            begun.append(Action(ActionKind.WAKE if view.phase is ModelPhase.SLEEPING else ActionKind.START, view.model, _why(view)))
+            starts.append(Action(ActionKind.WAKE if view.phase is ModelPhase.SLEEPING else ActionKind.START, view.model, _why(view)))
         elif view.wanted_since is None:
-            continue  # it is to run where there is room, and there is none
-        elif not any(blocker.phase in PARKED for blocker in blockers):
-            leaving |= {blocker.model: f"makes room for {view.model}" for blocker in blockers}
+            continue  # an eager model does not displace another one
+        elif not any(blocker.phase in NOT_RUNNING for blocker in blockers):
+            displaced |= {blocker.model: f"makes room for {view.model}" for blocker in blockers}
         holding.append(view)
-    begins = {action.model for action in begun}
-    ends = (_next(view, leaving.get(view.model), now) for view in views if view.model not in begins and not view.in_transition)
-    return (*(action for action in ends if action is not None), *begun)
+    started = {action.model for action in starts}
+    others = (_next(view, displaced.get(view.model), now) for view in views if view.model not in started and not view.in_transition)
+    return (*(action for action in others if action is not None), *starts)
 
 
 def forecast(views: Sequence[ModelView], now: float) -> dict[str, float]:
-    """When each model that is not up may be, at the earliest that one can say; none that has failed or is held down."""
+    """Estimate when each model that is not up will be, without those that have failed or are held."""
     expected = {view.model: _started(view, now) for view in views if view.phase is ModelPhase.STARTING and not view.held}
-    free = {view.model: _free_at(view, now) for view in views if view.phase not in PARKED}
-    holding = [view for view in views if view.phase not in PARKED]
-    for view in sorted((view for view in views if _may_come(view)), key=_waiting_since):
+    free = {view.model: _free_at(view, now) for view in views if view.phase not in NOT_RUNNING}
+    holding = [view for view in views if view.phase not in NOT_RUNNING]
+    for view in sorted((view for view in views if _may_start(view)), key=_waiting_since):
         others = [other for other in holding if other.model != view.model]
         blockers = _blockers(view, others, lambda other: free[other.model])
         begins = max([now, *(free[blocker.model] for blocker in blockers)])
@@ -149,18 +149,18 @@ def forecast(views: Sequence[ModelView], now: float) -> dict[str, float]:
     return expected
 
 
-# Who is served next
+# The model to start next
 
 
 def _queue(views: Sequence[ModelView]) -> Iterator[ModelView]:
-    """Those that could be started: the wanted ones by their waiting, then those that are to run where there is room."""
-    parked = [view for view in views if view.phase in PARKED and not view.held and not view.in_transition]
-    yield from sorted((view for view in parked if view.wanted_since is not None), key=attrgetter("wanted_since"))
-    yield from (view for view in parked if view.wanted_since is None and view.eager and view.phase is ModelPhase.STOPPED)
+    """Yield the models that could start: the requested ones by their waiting time, then the eager ones."""
+    stopped = [view for view in views if view.phase in NOT_RUNNING and not view.held and not view.in_transition]
+    yield from sorted((view for view in stopped if view.wanted_since is not None), key=attrgetter("wanted_since"))
+    yield from (view for view in stopped if view.wanted_since is None and view.eager and view.phase is ModelPhase.STOPPED)
 
 
-def _may_come(view: ModelView) -> bool:
-    return not view.held and (view.phase in PARKED or view.phase is ModelPhase.DRAINING)
+def _may_start(view: ModelView) -> bool:
+    return not view.held and (view.phase in NOT_RUNNING or view.phase is ModelPhase.DRAINING)
 
 
 def _waiting_since(view: ModelView) -> float:
@@ -168,36 +168,36 @@ def _waiting_since(view: ModelView) -> float:
 
 
 def _why(view: ModelView) -> str:
-    return "eager, and there is room" if view.wanted_since is None else "asked for"
+    return "eager, and its GPUs are free" if view.wanted_since is None else "requested"
 
 
 def _blockers(view: ModelView, holding: Sequence[ModelView], by: Callable[[ModelView], Any]) -> list[ModelView]:
-    """Those that have to leave, or have to have had their turn, before this one can run; where there is a choice, the first ``by``."""
+    """Return the models that have to stop before this one can run. If there is a choice, they are the first in the order ``by``."""
     rivals = [other for other in holding if compete(view, other)]
-    fellows = [other for other in holding if other.group is not None and other.group == view.group]
-    surplus = max(len(fellows) + 1 - view.capacity, 0)
-    return [*rivals, *sorted(fellows, key=by)[:surplus]]
+    same_group = [other for other in holding if other.group is not None and other.group == view.group]
+    surplus = max(len(same_group) + 1 - view.capacity, 0)
+    return [*rivals, *sorted(same_group, key=by)[:surplus]]
 
 
-def _last_to_leave(view: ModelView, now: float) -> tuple[bool, bool, bool, bool, float]:
-    """Orders the members of a group: who leaves already, then who may, the unused before the busy, the least recently used first."""
-    return view.phase in PARKED, view.phase is not ModelPhase.DRAINING, not _may_leave(view, now), view.in_flight > 0, view.last_used
+def _stop_order(view: ModelView, now: float) -> tuple[bool, bool, bool, bool, float]:
+    """Order the models of a group: draining ones first, then those that may stop, unused before busy, the least recently used first."""
+    return view.phase in NOT_RUNNING, view.phase is not ModelPhase.DRAINING, not _may_stop(view, now), view.in_flight > 0, view.last_used
 
 
-# What becomes of the one that runs
+# The next action of a running model
 
 
-def _next(view: ModelView, makes_room: str | None, now: float) -> Action | None:
-    """What to begin with a model that is not to be started. ``makes_room``: for whom it is to leave, in words."""
-    do, why = None, "the operator's word" if view.held else makes_room or _unused(view, now)
+def _next(view: ModelView, displaced_by: str | None, now: float) -> Action | None:
+    """Return the action for a model that is not started, or None. ``displaced_by``: why it has to stop for another model, or None."""
+    do, why = None, "requested by the operator" if view.held else displaced_by or _unused(view, now)
     match view.phase:
         case ModelPhase.READY | ModelPhase.FAILED:
-            if view.held or (makes_room and _may_leave(view, now)) or (why and not makes_room):
+            if view.held or (displaced_by and _may_stop(view, now)) or (why and not displaced_by):
                 do = ActionKind.DRAIN
         case ModelPhase.DRAINING:
             do = _after_draining(view, now) if why else ActionKind.RESUME
         case ModelPhase.STARTING if view.held:
-            do = ActionKind.DRAIN if view.in_flight else ActionKind.STOP  # a server of it that is to go may have requests still
+            do = ActionKind.DRAIN if view.in_flight else ActionKind.STOP  # one of its servers may still have requests
         case ModelPhase.SLEEPING if view.held or _unused_for(view, view.idle_stop, now):
             do = ActionKind.STOP
     return None if do is None else Action(do, view.model, why or "it is used again")
@@ -211,7 +211,7 @@ def _after_draining(view: ModelView, now: float) -> ActionKind | None:
     return ActionKind.STOP if stops else ActionKind.SLEEP
 
 
-def _may_leave(view: ModelView, now: float) -> bool:
+def _may_stop(view: ModelView, now: float) -> bool:
     if view.phase is ModelPhase.FAILED:
         return True
     unused = not view.in_flight and view.wanted_since is None and now >= max(view.last_used, view.ready_since) + linger(view)
@@ -219,7 +219,7 @@ def _may_leave(view: ModelView, now: float) -> bool:
 
 
 def _unused(view: ModelView, now: float) -> str | None:
-    """Why it need not run any more, in words."""
+    """Return why a model is no longer needed, or None."""
     due = [limit for limit in (view.idle_stop, view.idle_sleep) if limit is not None and _unused_for(view, limit, now)]
     return f"unused for {max(due):g} s" if due else None
 
@@ -228,7 +228,7 @@ def _unused_for(view: ModelView, limit: float | None, now: float) -> bool:
     return limit is not None and view.wanted_since is None and not view.in_flight and now >= max(view.last_used, view.ready_since) + limit
 
 
-# When
+# Estimates
 
 
 def _started(view: ModelView, now: float) -> float:
@@ -236,7 +236,7 @@ def _started(view: ModelView, now: float) -> float:
 
 
 def _free_at(view: ModelView, now: float) -> float:
-    """When the place of one that runs may be another's."""
+    """Return when another model may have the GPUs of a running one."""
     match view.phase:
         case ModelPhase.STARTING:
             return _started(view, now) + time_slice(view) + view.stop_seconds

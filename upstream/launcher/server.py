@@ -1,7 +1,7 @@
-"""One launched server over all the processes that it has in its life.
+"""One launched server, over all of its processes.
 
-Owns its state, its key and the one task that starts it, watches it and starts it again. The rule: every change of
-state is told at once, and a state is left only by the way that ``TRANSITIONS`` shows.
+Owns its state, its key and the task that starts it, watches it and starts it again. The rule: every change of state is reported
+immediately, and follows ``TRANSITIONS``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 from upstream.http.address import Address
 from upstream.launcher import memory
-from upstream.launcher.kept import ServerCommand, ShimProcess, shim_process
 from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.launcher.shim import unlink_socket
+from upstream.launcher.shim_process import ServerCommand, ShimProcess, shim_process
 from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, knows_no_uds
 from upstream.vllm.failures import Cause, ProcessExit, find_cause
 from upstream.vllm.health import HealthCheck, Target
@@ -31,17 +31,17 @@ from upstream.vllm.health import HealthCheck, Target
 log = logging.getLogger(__name__)
 
 POLL = 0.25
-"""Seconds between two looks at /health of a server that is starting."""
-LOOK_DEADLINE = 5.0
+"""Seconds between two probes of /health while a server starts."""
+PROBE_DEADLINE = 5.0
 LOG_CHECK = 1.0
-"""Seconds between two looks at the log: at its size, and at what it tells of progress."""
+"""Seconds between two checks of the log, for its size and for progress."""
 
 
 class LaunchedServer:
-    """A replica that is to be up. ``api_key`` is the internal key of all its processes.
+    """A replica that should be up. ``api_key``: the internal key of all its processes.
 
-    ``place``: a path in the private ``folder`` that is this server's own: with ``.sock`` it is its socket, as a folder it
-    is for what the server puts there (vLLM's sockets between its processes, which it leaves behind).
+    ``scratch``: a path in the private ``folder`` for this server alone. With ``.sock`` it is the server's socket. As a folder it is for the
+    server's own files (vLLM's sockets between its processes, which vLLM does not remove).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LaunchedServer:
         *,
         logfile: LogFile,
         folder: str,
-        place: str,
+        scratch: str,
         environ: Mapping[str, str],
         backoff: Backoff,
         on_change: Callable[[LaunchStatus], None],
@@ -60,7 +60,7 @@ class LaunchedServer:
         self.api_key = secrets.token_urlsafe(32)
         self.log = logfile
         self._folder = folder
-        self._scratch = place
+        self._scratch = scratch
         self._environ = environ
         self._backoff = backoff
         self._on_change = on_change
@@ -73,31 +73,31 @@ class LaunchedServer:
         self.status = LaunchStatus(spec.name, LaunchState.STARTING, time.time(), self._address(), logfile.path)
 
     def start(self) -> None:
-        """Start it. To be called once, before ``stop`` or ``kill``."""
+        """Start the server. Called once, before ``stop`` or ``kill``."""
         self._on_change(self.status)
         self._task = asyncio.create_task(self._run(), name=f"launch {self.spec.name}")
         self._task.add_done_callback(self._task_done)
 
     def restart(self, why: str, grace: float) -> None:
-        """End the present process as ``stop`` does, and start another; nothing is done where it is not ready, or is ending already."""
+        """Stop the current process as ``stop`` does, and start another one. Has no effect unless the server is ready."""
         if self.status.state is LaunchState.READY and self._restart_request is not None and not self._restart_request.done():
             self._restart_request.set_result((why, grace))
 
     def set_startup_timeout(self, startup_timeout: float) -> None:
-        """Have each start last so long, the one under way too. One that was given up, perhaps since it had less, is started again."""
+        """Change the seconds that a start may take, the current one included. A server that was given up starts again."""
         if startup_timeout != self.spec.startup_timeout:
             self.spec = replace(self.spec, startup_timeout=startup_timeout)
             if self.status.given_up:
                 self._resume_starts.set()
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL to all that is left after ``grace`` seconds. A second call waits for the first one's end."""
+        """Send SIGTERM, and after ``grace`` seconds SIGKILL to the remaining processes. A second call waits for the first one."""
         if self.status.state not in (LaunchState.STOPPING, LaunchState.STOPPED):
             self._start_stopping(grace)
         await asyncio.wait([self._task])
 
     async def kill(self) -> None:
-        """SIGKILL to all of it, now, even where ``stop`` has begun."""
+        """Send SIGKILL to all processes immediately, even while ``stop`` waits."""
         if self.status.state is LaunchState.STOPPING:
             self._task.cancel()
         else:
@@ -110,7 +110,7 @@ class LaunchedServer:
         self._task.cancel()
 
     async def _run(self) -> None:
-        """Until it is cancelled: one process after the other, unless they fail once too often."""
+        """Run one process after the other until cancelled, unless they fail too often."""
         while True:
             await self._run_process()
             if self.status.given_up:
@@ -123,16 +123,16 @@ class LaunchedServer:
             self._change_state(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
 
     async def _run_process(self) -> None:
-        """From its start until nothing is left of it."""
+        """Run one process, until none of its descendants is left."""
         self._ready_since = None
         self._memory_kills = memory.kills()
         try:
             with self.log.appending() as output:
-                async with _beside(self._watch_log()), shim_process(self._server_command(), output) as process:
+                async with _running(self._watch_log()), shim_process(self._server_command(), output) as process:
                     await self._supervise(process)
         except OSError as error:
             self._report_failure(ProcessExit(str(error)))
-        except Exception as error:  # the outer edge: the next process may fare better, and the other servers go on
+        except Exception as error:  # the outer edge: the next process may succeed, and the other servers continue
             log.exception("launch of %s", self.spec.name)
             self._report_failure(ProcessExit(repr(error)))
 
@@ -140,7 +140,7 @@ class LaunchedServer:
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
     def _server_command(self) -> ServerCommand:
-        """What to start next, with nothing of a former process in its way. Raises OSError."""
+        """Prepare the next process: remove the files of the last one, and check its port. Raises OSError."""
         address = self.status.address
         if address.uds:
             unlink_socket(address.uds)
@@ -170,33 +170,33 @@ class LaunchedServer:
             ended.cancel()
 
     async def _wait_until_ready(self, ended: asyncio.Task[int | None]) -> ProcessExit | None:
-        """None: it answers. Otherwise why it does not."""
+        """Wait until the server is healthy, and return None, or why it will not be."""
         began = asyncio.get_running_loop().time()
-        by = HealthCheck(Target(self.spec.name, self.status.address, self.api_key), LOOK_DEADLINE)
+        check = HealthCheck(Target(self.spec.name, self.status.address, self.api_key), PROBE_DEADLINE)
         try:
             while not ended.done():
-                async with asyncio.timeout_at(began + self.spec.startup_timeout):  # asked for anew, since it may change meanwhile
-                    if (seen := await by.run()) is not None and seen.up:
+                async with asyncio.timeout_at(began + self.spec.startup_timeout):  # read again, because it may change meanwhile
+                    if (result := await check.run()) is not None and result.up:
                         return None
                     await asyncio.wait([ended], timeout=POLL)
         except TimeoutError:
             return ProcessExit(f"no answer to GET /health within {self.spec.startup_timeout:g} s")
-        return self._ended_by(ended)
+        return self._exit_of(ended)
 
     async def _wait_for_end(
-        self, process: ShimProcess, ended: asyncio.Task[int | None], renewal: asyncio.Future[tuple[str, float]]
+        self, process: ShimProcess, ended: asyncio.Task[int | None], request: asyncio.Future[tuple[str, float]]
     ) -> ProcessExit:
-        """Why its readiness is over. If it is to be renewed, that is told before its process is asked to end."""
-        either: tuple[asyncio.Future[Any], ...] = (ended, renewal)
+        """Wait for the end of readiness, and return its reason. A restart is reported before its process is stopped."""
+        either: tuple[asyncio.Future[Any], ...] = (ended, request)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            return self._ended_by(ended)
-        why, grace = renewal.result()
-        self._report_failure(renewed := ProcessExit(f"it is renewed: {why}"))
+            return self._exit_of(ended)
+        why, grace = request.result()
+        self._report_failure(restarted := ProcessExit(f"it is restarted: {why}"))
         await process.terminate(grace)
-        return renewed
+        return restarted
 
-    def _ended_by(self, ended: asyncio.Task[int | None]) -> ProcessExit:
+    def _exit_of(self, ended: asyncio.Task[int | None]) -> ProcessExit:
         before, after = self._memory_kills, memory.kills()
         return describe_exit(ended.result(), None if before is None or after is None else after - before)
 
@@ -206,12 +206,12 @@ class LaunchedServer:
             try:
                 self.log.rotate()
             except OSError as error:
-                log.warning("log of %s: %s", self.spec.name, error)  # no reason to end the server
-            if self.status.state is LaunchState.STARTING and (said := self.log.progress()) != self.status.progress:
-                self._update(progress=said)
+                log.warning("log of %s: %s", self.spec.name, error)  # not a reason to stop the server
+            if self.status.state is LaunchState.STARTING and (line := self.log.progress()) != self.status.progress:
+                self._update(progress=line)
 
     def _report_failure(self, ended: ProcessExit) -> None:
-        """The first failure of a process is the one that is reported."""
+        """Report the first failure of a process, and ignore the later ones."""
         what = {LaunchState.STARTING: "could not start", LaunchState.READY: "ended"}.get(self.status.state)
         if what is None:
             return
@@ -223,7 +223,7 @@ class LaunchedServer:
         if starting and self.status.address.uds and knows_no_uds(tail):
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
-        # A server that was ready has lived for long: what it logged an hour ago does not explain its end.
+        # A server that was ready may have run for long: an old log line does not explain its exit.
         cause = find_cause(self.log.text() if starting else self.log.recent_text(), ended)
         reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
@@ -247,15 +247,15 @@ class LaunchedServer:
 
 
 def _explained(cause: Cause, ended: ProcessExit) -> str:
-    """The root cause first, then how the process ended."""
+    """Return the root cause and how the process ended, as text."""
     if not cause.headline:
         return ended.text
     return cause.headline if ended.text in cause.headline else f"{cause.headline} ({ended.text})"
 
 
 @asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Have this done as well for as long as the block lasts."""
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run ``work`` in a task during the block."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -1,22 +1,21 @@
-"""The keeper of one launched server: a small program between control and the server, so that nothing is ever orphaned.
+"""The shim of one launched server: a small program between control and the server, so that no process of the server is ever orphaned.
 
 ``python -P -m upstream.launcher.shim --name MODEL#0 --control FD [--socket PATH] [--scratch PATH] [--folder PATH] -- COMMAND…``
 
-It leads a session of its own, starts the server as its child and adopts every descendant that loses its parent
-(it is a subreaper). The rule: the keeper ends only when no descendant is left, and it kills them all as soon as
-the server's main process is gone, control says so, or control itself is gone.
+The shim leads a separate session, starts the server as its child, and adopts every descendant that loses its parent (it is a subreaper).
+The rule: the shim exits only when no descendant is left. It kills all of them as soon as the server's main process has exited, control
+requests it, or control itself has exited.
 
-``FD`` is one end of a stream socketpair that control holds the other end of.
+``FD`` is one end of a stream socket pair. Control has the other end.
 
-* control -> keeper: one line of JSON, ``{"env": {name: value}}``, the server's whole environment; then nothing, or any
-  byte for "kill everything now". The end of the stream means that control is gone, by whatever death.
-* keeper -> control: ``{"pid": N}`` when the server's process exists, ``{"exit": N}`` at once when it has ended (N as in
-  ``subprocess``: negative is the signal). The end of the stream means that the keeper has ended.
+* control to shim: one line of JSON, ``{"env": {name: value}}``, the server's whole environment. After it, any byte means "kill everything
+  now". The end of the stream means that control has exited.
+* shim to control: ``{"pid": N}`` when the server's process exists, and ``{"exit": N}`` as soon as it has exited (N as in ``subprocess``: a
+  negative number is a signal). The end of the stream means that the shim has exited.
 
-SIGTERM is passed on to the server's main process. The environment comes over the socket, so that the server's
-Python variables do not reach the keeper and the key is on no command line. At the end ``--socket`` is unlinked and
-``--scratch`` removed with all that is in it; ``--folder`` is removed if it is empty and control is gone. Standard
-library only, one thread: PR_SET_PDEATHSIG is bound to it.
+The shim passes SIGTERM on to the server's main process. The environment comes over the socket, so that the server's Python variables do not
+affect the shim, and no command line contains the key. At its end the shim unlinks ``--socket``, removes ``--scratch`` with its content, and
+removes ``--folder`` if it is empty and control has exited. Standard library only, one thread: PR_SET_PDEATHSIG is bound to the thread.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-"""By the keeper alone: ignored signals stay ignored across exec, so the server gets every one of them back at its default."""
+"""Signals that only the shim ignores. Ignored signals stay ignored across exec, so the server gets each of them back at its default."""
 
 TRACKER_GRACE = 5.0
-"""Seconds, at most, that multiprocessing's resource trackers may outlive the rest: they unlink its segments, then end by themselves."""
+"""Seconds that multiprocessing's resource trackers may outlive the other processes: they unlink its segments and exit by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShimOptions:
-    """The keeper's command line."""
+    """The shim's command line."""
 
     name: str
     control: int
@@ -65,7 +64,7 @@ class ShimOptions:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A row of /proc/PID/stat (proc(5)): who it is, its parent, group and session."""
+    """A process by /proc/PID/stat (proc(5))."""
 
     pid: int
     state: str
@@ -75,16 +74,16 @@ class Process:
 
 
 def processes() -> Iterator[Process]:
-    """Every process that /proc shows."""
+    """Yield every process in /proc."""
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and (line := read(f"/proc/{entry}/stat")):
-            # The name in parentheses may hold anything, parentheses too: the fields begin after the last one.
+            # The name in parentheses may contain parentheses itself: the fields start after the last one.
             state, parent, group, session = line.rpartition(b")")[2].split()[:4]
             yield Process(int(entry), state.decode(), int(parent), int(group), int(session))
 
 
 def descendants(root: int) -> tuple[Process, ...]:
-    """Every process below ``root``, parents before their children."""
+    """Return every descendant of ``root``, parents before their children."""
     children: dict[int, list[Process]] = {}
     for process in processes():
         children.setdefault(process.parent, []).append(process)
@@ -95,7 +94,7 @@ def descendants(root: int) -> tuple[Process, ...]:
 
 
 def read(path: str) -> bytes:
-    """A file below /proc; empty where its process has ended, or is not ours to look at."""
+    """Read a file below /proc; empty if its process has exited or belongs to another user."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -104,12 +103,12 @@ def read(path: str) -> bytes:
 
 
 class Shim:
-    """One server's life: start, wait for the first reason to end it, end all of it."""
+    """Starts one server, waits for the first reason to end it, and ends all of its processes."""
 
-    def __init__(self, orders: ShimOptions) -> None:
-        self._orders = orders
-        self._control = socket.socket(fileno=orders.control)
-        self._control.set_inheritable(False)  # in the server's hands it would hide the keeper's death from control
+    def __init__(self, options: ShimOptions) -> None:
+        self._options = options
+        self._control = socket.socket(fileno=options.control)
+        self._control.set_inheritable(False)  # an inherited copy would hide the shim's exit from control
         self._woken, self._waker = socket.socketpair()
         self._server = 0
         self._control_gone = False
@@ -135,7 +134,7 @@ class Shim:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def _receive_environment(self) -> dict[str, str] | None:
-        """None: control was gone before it had said everything."""
+        """Read the environment; None if control exited before it had sent all of it."""
         line = b""
         while not line.endswith(b"\n"):
             if not (part := self._control.recv(65536)):
@@ -146,14 +145,14 @@ class Shim:
         return env
 
     def _start_server(self, env: Mapping[str, str]) -> None:
-        keeper = os.getpid()
+        shim = os.getpid()
         self._server = os.fork()
         if self._server == 0:
-            _become(self._orders.command, env, keeper)
+            _exec_server(self._options.command, env, shim)
         self._report(pid=self._server)
 
     def _wait_for_end(self) -> None:
-        """Until the server's main process has ended, or control wants it dead, or control is gone."""
+        """Wait until the server's main process has exited, control requests a kill, or control has exited."""
         while self._server:
             readable, _, _ = select.select([self._control, self._woken], [], [])
             if self._control in readable:
@@ -170,7 +169,7 @@ class Shim:
             return False
 
     def _reap(self) -> bool:
-        """Take the status of every child that has ended; False when there is no child any more."""
+        """Reap every child that has exited. Return False when no child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._server:
@@ -181,10 +180,9 @@ class Shim:
         return True
 
     def _kill_all(self) -> None:
-        """SIGKILL to every descendant until there is none.
+        """Send SIGKILL to every descendant until none is left.
 
-        A process that cannot die yet (in the kernel, on a stuck device) keeps the keeper waiting: a server
-        started beside it would find the device taken.
+        The shim waits for a process that cannot exit yet (in the kernel, on a stuck device): another server would find the device in use.
         """
         trackers_until = time.monotonic() + TRACKER_GRACE
         pause = 0.005
@@ -199,21 +197,21 @@ class Shim:
         try:
             self._control.sendall(json.dumps(report).encode() + b"\n")
         except OSError:
-            pass  # control is gone; the next recv says so
+            pass  # control has exited; the next recv shows it
 
     def _clean_up(self) -> None:
-        if self._orders.socket:
-            unlink_socket(self._orders.socket)
-        if self._orders.scratch:
-            shutil.rmtree(self._orders.scratch, ignore_errors=True)
-        if self._orders.folder and self._is_orphan():
+        if self._options.socket:
+            unlink_socket(self._options.socket)
+        if self._options.scratch:
+            shutil.rmtree(self._options.scratch, ignore_errors=True)
+        if self._options.folder and self._is_orphan():
             try:
-                os.rmdir(self._orders.folder)
+                os.rmdir(self._options.folder)
             except OSError:
-                pass  # another keeper's files are still in it: the last one takes it away
+                pass  # another shim's files are still in it; the last shim removes it
 
     def _is_orphan(self) -> bool:
-        """Control may have died after the server did, so it is asked once more."""
+        """Return whether control has exited. It may have exited after the server, so its socket is read again."""
         self._control.setblocking(False)
         try:
             return self._control_gone or not self._kill_requested()
@@ -233,12 +231,12 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def _become(command: tuple[str, ...], env: Mapping[str, str], keeper: int) -> None:
-    """In the forked child: turn into the server. Never returns."""
+def _exec_server(command: tuple[str, ...], env: Mapping[str, str], shim: int) -> None:
+    """Execute the server, in the forked child. Never returns."""
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
-            os._exit(1)  # the keeper died before the death signal was set
+        if os.getppid() != shim:
+            os._exit(1)  # the shim exited before the death signal was set
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if signal.getsignal(number) is signal.SIG_IGN:
@@ -251,12 +249,12 @@ def _become(command: tuple[str, ...], env: Mapping[str, str], keeper: int) -> No
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Is it the process by which multiprocessing unlinks its shared memory when all who used it are gone?"""
+    """Return whether a process is a resource tracker, by which multiprocessing unlinks its shared memory after its users have exited."""
     return b"multiprocessing.resource_tracker" in read(f"/proc/{pid}/cmdline")
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; a process that is gone already, or is not ours to kill, is passed over."""
+    """Send SIGKILL to a process. Ignores a process that has exited, or that belongs to another user."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -264,12 +262,12 @@ def kill(pid: int) -> None:
 
 
 def unlink_socket(path: str) -> None:
-    """Take a unix socket's file away, if there is one; any other kind of file is left alone. Raises OSError."""
+    """Remove the file of a unix socket, if it exists. Leaves any other kind of file. Raises OSError."""
     try:
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
     except FileNotFoundError:
-        pass  # never made, or taken away by its server
+        pass  # never created, or removed by its server
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_a_dead_engine_behind_a_living_server(stage: Stage) -> None:
     before = stage.server("sim/ill")["pid"]
     stage.illness.touch()
     wait_for(lambda: stage.server("sim/ill")["state"] != "ready")
-    assert "it is renewed: GET /health: status 503" in stage.server("sim/ill")["reason"]
+    assert "it is restarted: GET /health: status 503" in stage.server("sim/ill")["reason"]
     assert stage.server("sim/ill")["cause"] == "engine_died"
     stage.illness.unlink()
     assert '"finish_reason":"abort"' in streaming.whole(), "as vLLM says it when it is ended"
@@ -150,5 +150,5 @@ def test_a_hung_server(stage: Stage) -> None:
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
     wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the workers have heard
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
-    wait_for(lambda: "it is renewed: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
+    wait_for(lambda: "it is restarted: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)

@@ -16,7 +16,7 @@ from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.attempt import Attempt, Upload, UpstreamResponse
 from upstream.balancing.pool import NoServerError, Pool
-from upstream.balancing.retry_budget import FLOOR, SHARE
+from upstream.balancing.retry_budget import MINIMUM, SHARE
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
 from upstream.http.deadlines import Deadlines, Timeouts
@@ -199,7 +199,7 @@ async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
             failed = [each for each in done if isinstance(each, BaseException)]
             assert {type(error) for error in failed} == {ConnectFailed}
             refused = 30  # half of them take their turn with the closed one, all at the same moment
-            assert len(failed) >= refused - FLOOR - (60 + refused) * SHARE and len(server.requests) == 60 - len(failed)
+            assert len(failed) >= refused - MINIMUM - (60 + refused) * SHARE and len(server.requests) == 60 - len(failed)
             assert (await one.ask())[0] == b"ok", "it is passed over by now"
 
 

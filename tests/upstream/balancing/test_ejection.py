@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upstream.balancing.ejection import ENOUGH, FIRST_PAUSE, LONGEST_PAUSE, WEIGHTS, EjectionState, weight
-from upstream.balancing.retry_budget import FLOOR, MOST, SHARE, RetryBudget
+from upstream.balancing.ejection import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, WEIGHTS, EjectionState, weight
+from upstream.balancing.retry_budget import LARGEST, MINIMUM, SHARE, RetryBudget
 from upstream.http import errors
 from upstream.http.errors import (
     ConnectFailed,
@@ -48,10 +48,10 @@ def test_nobody_there_is_enough_at_once(kind: type[UpstreamError]) -> None:
 def test_others_must_come_together_with_no_success_between() -> None:
     standing = EjectionState()
     for _ in range(3):
-        assert [standing.record_failure(an(Disconnected), 1.0) for _ in range(ENOUGH - 1)] == [False] * (ENOUGH - 1)
+        assert [standing.record_failure(an(Disconnected), 1.0) for _ in range(THRESHOLD - 1)] == [False] * (THRESHOLD - 1)
         assert standing.has_failures
         standing.reset()
-    assert [standing.record_failure(an(EngineDead), 1.0) for _ in range(ENOUGH)] == [False] * (ENOUGH - 1) + [True]
+    assert [standing.record_failure(an(EngineDead), 1.0) for _ in range(THRESHOLD)] == [False] * (THRESHOLD - 1) + [True]
 
 
 def test_each_pause_is_twice_the_one_before_until_a_success() -> None:
@@ -100,10 +100,10 @@ def test_a_single_failure_without_traffic_may_be_tried_again() -> None:
 
 def test_without_traffic_only_the_floor_is_there_and_it_comes_back() -> None:
     budget = RetryBudget()
-    assert sum(budget.try_spend(0, 1000.0) for _ in range(100)) == FLOOR
+    assert sum(budget.try_spend(0, 1000.0) for _ in range(100)) == MINIMUM
     assert not budget.try_spend(0, 1000.5)
     assert budget.try_spend(0, 1001.5) and not budget.try_spend(0, 1001.6)
-    assert sum(budget.try_spend(0, 2000.0) for _ in range(100)) == FLOOR
+    assert sum(budget.try_spend(0, 2000.0) for _ in range(100)) == MINIMUM
 
 
 @given(st.integers(100, 5000), st.integers(1, 50))
@@ -111,7 +111,7 @@ def test_no_more_than_a_share_of_the_traffic(requests: int, per_retry: int) -> N
     """All of it within one moment, each ``per_retry``-th request wanting a retry."""
     budget = RetryBudget()
     granted = sum(budget.try_spend(asked, 1000.0) for asked in range(1, requests + 1) if asked % per_retry == 0)
-    assert granted <= FLOOR + SHARE * requests
+    assert granted <= MINIMUM + SHARE * requests
     if per_retry >= 1 / SHARE:
         assert granted == requests // per_retry, "within the share all are granted"
 
@@ -119,4 +119,4 @@ def test_no_more_than_a_share_of_the_traffic(requests: int, per_retry: int) -> N
 def test_what_is_saved_up_is_bounded() -> None:
     budget = RetryBudget()
     assert budget.try_spend(1_000_000, 1000.0)
-    assert sum(budget.try_spend(1_000_000, 1000.0) for _ in range(10_000)) == MOST - 1
+    assert sum(budget.try_spend(1_000_000, 1000.0) for _ in range(10_000)) == LARGEST - 1

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from tests.upstream.launcher.launching import QUICK, SERVER, Case, alive, until
-from upstream.launcher.kept import ServerCommand, shim_process
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import SHIM_LOST, LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.shim import read
+from upstream.launcher.shim_process import ServerCommand, shim_process
 from upstream.vllm.command_line import LaunchSettings
 from upstream.vllm.health import HealthCheck, Target
 
@@ -232,7 +232,7 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
     argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
     with (case.folder / "out").open("wb") as output:
         async with shim_process(
-            ServerCommand("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), patience=0.2
+            ServerCommand("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), timeout=0.2
         ) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
             keeper = keeper_of(process.pid)
@@ -262,7 +262,7 @@ import asyncio, json, os, sys
 from pathlib import Path
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec
-from upstream.vllm import LaunchSettings
+from upstream.vllm.command_line import LaunchSettings
 
 async def main(folder, command, args):
     settings = LaunchSettings("m", ("m",), command=tuple(command), args=args)

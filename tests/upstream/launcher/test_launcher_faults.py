@@ -17,7 +17,7 @@ from tests.upstream.launcher.launching import QUICK, Case, alive, until
 from upstream.launcher import memory
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import Backoff, LaunchState
-from upstream.launcher.logfile import KEPT, LIMIT
+from upstream.launcher.logfile import LIMIT, ROTATED
 from upstream.vllm.health import Prober, ServerHealth, Target
 
 THRICE = Backoff(first=0.01, cap=0.02, limit=3)
@@ -48,7 +48,7 @@ async def test_a_dead_engine_behind_a_living_server_is_renewed(case: Case) -> No
             crashed = await case.reached(LaunchState.CRASHED)
             engine_is_dead.unlink()
         assert crashed.cause is not None and crashed.cause.code == "engine_died"
-        assert crashed.reason.startswith("org/m#0 ended: ") and "it is renewed: GET /health: status 503" in crashed.reason
+        assert crashed.reason.startswith("org/m#0 ended: ") and "it is restarted: GET /health: status 503" in crashed.reason
         await case.reached(LaunchState.READY, restarts=1)
         assert not any(map(alive, pids.values()))
     assert case.states()[:6] == [
@@ -68,7 +68,7 @@ async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(ca
         pids = case.pids()
         os.kill(pids["main"], signal.SIGSTOP)
         async with probed(launcher, grace=0.1, deadline=0.5):
-            assert "it is renewed: no answer within 0.5 s" in (await case.reached(LaunchState.CRASHED)).reason
+            assert "it is restarted: no answer within 0.5 s" in (await case.reached(LaunchState.CRASHED)).reason
             await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
         await case.reached(LaunchState.READY, restarts=1)
@@ -83,7 +83,7 @@ async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
         await case.reached(LaunchState.READY)
         launcher.restart("org/m#0", "first", 5)
         launcher.restart("org/m#0", "second", 5)
-        assert "it is renewed: first" in (await case.reached(LaunchState.CRASHED)).reason
+        assert "it is restarted: first" in (await case.reached(LaunchState.CRASHED)).reason
         launcher.restart("org/m#0", "too late", 0)
         await case.reached(LaunchState.READY, restarts=1)
     assert case.states().count(LaunchState.CRASHED) == 1
@@ -167,12 +167,12 @@ async def test_a_flood_of_words_is_cut_while_it_starts(case: Case, measured: Cal
         launcher.start(case.spec(flood=LIMIT + (1 << 20), never_ready=True))
         log = (await case.reached(LaunchState.STARTING)).log
         older = log.with_suffix(".log.1")
-        await until(lambda: older.exists() and older.stat().st_size == KEPT)
+        await until(lambda: older.exists() and older.stat().st_size == ROTATED)
         await until(lambda: log.stat().st_size < LIMIT)
         assert case.states() == [LaunchState.STARTING]
         for file in (log, older):
             file.unlink()
-    measured(f"a log of {LIMIT >> 20} MiB and more: cut to its last {KEPT >> 20} MiB")
+    measured(f"a log of {LIMIT >> 20} MiB and more: cut to its last {ROTATED >> 20} MiB")
 
 
 async def test_a_killed_server_tells_of_memory_what_is_known(case: Case) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchState, describe_exit
-from upstream.launcher.logfile import LATELY, TAIL_BYTES, TAIL_LINES, LogFile
+from upstream.launcher.logfile import RECENT, TAIL_BYTES, TAIL_LINES, LogFile
 
 
 def test_pauses_double_up_to_the_cap() -> None:
@@ -44,11 +44,11 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
         (2, None, "exit code 2"),
         (-9, 0, "signal SIGKILL"),
         (-63, 0, "signal 63"),
-        (None, 0, "its keeper was killed"),
+        (None, 0, "its shim was killed"),
         (-9, 1, "killed by the kernel for lack of memory (SIGKILL)"),
         (-9, None, "killed by SIGKILL, perhaps by the kernel for lack of memory"),
         (0, 1, "exit code 0, and the kernel has killed a process for lack of memory meanwhile"),
-        (None, 2, "its keeper was killed, and the kernel has killed a process for lack of memory meanwhile"),
+        (None, 2, "its shim was killed, and the kernel has killed a process for lack of memory meanwhile"),
     ],
 )
 def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: str) -> None:
@@ -81,7 +81,7 @@ def test_what_was_written_lately_leaves_out_what_is_older(tmp_path: Path) -> Non
     write(log, b"before\n")
     write(log, b"old\n")
     assert log.text() == log.recent_text() == "old\n"
-    for _ in range(LATELY):
+    for _ in range(RECENT):
         log.rotate()
     with open(log.path, "ab") as file:
         file.write(b"new\n")

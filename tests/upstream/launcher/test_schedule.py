@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from upstream.launcher.schedule import PARKED, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast, linger, time_slice
+from upstream.launcher.schedule import NOT_RUNNING, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast, linger, time_slice
 
 STEP = 0.25
 
@@ -196,7 +196,7 @@ class World:
                 self.models[name] = replace(each, drain_acknowledged=self.now > each.since)
 
     def _check_places(self, views: Sequence[ModelView]) -> None:
-        running = [each for each in views if each.phase not in PARKED]
+        running = [each for each in views if each.phase not in NOT_RUNNING]
         for one, other in combinations(running, 2):
             assert not compete(one, other), f"{one.model} and {other.model} run together at {self.now}: {self.log}"
         groups: dict[str, int] = defaultdict(int)
@@ -208,7 +208,7 @@ class World:
         self.log.append((self.now, action))
         match action.kind:
             case ActionKind.START | ActionKind.WAKE:
-                assert seen.phase in PARKED
+                assert seen.phase in NOT_RUNNING
                 self._enter(action.model, ModelPhase.STARTING)
                 self.until[action.model] = self.now + seen.start_seconds, ModelPhase.READY
             case ActionKind.DRAIN:

@@ -159,7 +159,7 @@ def test_a_log_without_an_error_has_no_cause_to_show() -> None:
         (ProcessExit("exit code 0", 0, 0), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "worker_died"),
         (ProcessExit("exit code 1", 1, 1), in_a_log("Worker proc VllmWorker-0 died unexpectedly (exit code: None)"), "killed_for_memory"),
         (ProcessExit("signal SIGSEGV", -11, 0), in_a_log("KeyError: 'of an earlier request'"), "killed"),
-        (ProcessExit("it is renewed: GET /health: status 503"), "", "engine_died"),
+        (ProcessExit("it is restarted: GET /health: status 503"), "", "engine_died"),
         (ProcessExit("signal SIGKILL", -9, 0), "", "killed"),
         (ProcessExit("signal SIGSEGV", -11, None), "", "killed"),
         (ProcessExit("exit code 127", 127), "no-such-vllm: No such file or directory", "command_not_found"),

@@ -1,7 +1,7 @@
-"""One process of a launched server, seen from control: it and its keeper.
+"""One process of a launched server as control sees it: the server's process and its shim.
 
-Owns the keeper's process and control's end of the socket to it. The rule: leaving ``shim_process`` leaves no
-process of the server behind, however it is left; where the keeper was killed, control does the keeper's work.
+Owns the shim's process and control's end of the socket to it. The rule: after ``shim_process`` has exited, on any path, no process of the
+server is left. If the shim was killed, control does the shim's work.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from upstream.launcher.lifecycle import SHIM_LOST
 log = logging.getLogger(__name__)
 
 MARK = "VLLM_GATEWAY_LAUNCH"
-"""A variable with a random value in the server's environment: finds the descendants of a keeper that was killed, wherever they went."""
+"""A variable with a random value in the server's environment. It identifies the descendants of a killed shim in any session."""
 
-KILL_PATIENCE = 5.0
+KILL_TIMEOUT = 5.0
 PASSES = 100
 PASS_PAUSE = 0.02
-"""How often, and after how many seconds, control looks again for what a lost keeper has left."""
+"""How often, and after how many seconds, control scans again for the processes of a killed shim."""
 TRACKER_PASSES = round(shim.TRACKER_GRACE / PASS_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What a keeper is told; ``env`` is the server's whole environment. For the paths see upstream/launcher/shim.py."""
+    """A server's process to start. ``env``: its whole environment. The paths are those of upstream/launcher/shim.py."""
 
     name: str
     argv: tuple[str, ...]
@@ -46,50 +46,39 @@ class ServerCommand:
 
 
 @asynccontextmanager
-async def shim_process(order: ServerCommand, output: int, patience: float = KILL_PATIENCE) -> AsyncIterator[ShimProcess]:
-    """The server's process, its words written to the descriptor ``output``; on leaving all of it is killed and gone.
+async def shim_process(command: ServerCommand, output: int, timeout: float = KILL_TIMEOUT) -> AsyncIterator[ShimProcess]:
+    """Start a server that writes to the descriptor ``output``, and kill all of its processes on exit.
 
-    ``patience``: seconds that the keeper has for that, after which control does it and ends the keeper too.
-    Raises OSError where the process could not be made. A command that cannot be executed is no error here: it ends
-    with exit code 127 and says why in its output.
+    ``timeout``: seconds that the shim has for the kill. Control then does it, and kills the shim too. Raises OSError if the process could
+    not be created. A command that cannot be executed is not an error here: it ends with exit code 127 and a message in its output.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            keeper_process = await _start_keeper(order, theirs.fileno(), output)
+            shim_of_server = await _start_shim(command, theirs.fileno(), output)
         except BaseException:
             writer.transport.abort()
             raise
-        process = ShimProcess(keeper_process, reader, writer, mark := secrets.token_hex(16))  # from its start to here nothing waits
-        theirs.close()  # so that the keeper's end is the end of the stream
+        process = ShimProcess(shim_of_server, reader, writer, mark := secrets.token_hex(16))  # no await since its start
+        theirs.close()  # so that the shim's exit ends the stream
         try:
-            await process.send_environment({**order.env, MARK: mark})
+            await process.send_environment({**command.env, MARK: mark})
             yield process
         finally:
-            await process.kill(patience)
+            await process.kill(timeout)
 
 
-async def _start_keeper(order: ServerCommand, control: int, output: int) -> Process:
-    paths = ("--socket", order.socket, "--scratch", order.scratch, "--folder", order.folder)
-    command = (
-        sys.executable,
-        "-P",
-        "-m",
-        "upstream.launcher.shim",
-        "--name",
-        order.name,
-        "--control",
-        str(control),
-        *paths,
-        "--",
-        *order.argv,
+async def _start_shim(command: ServerCommand, control: int, output: int) -> Process:
+    paths = ("--socket", command.socket, "--scratch", command.scratch, "--folder", command.folder)
+    shim = (sys.executable, "-P", "-m", "upstream.launcher.shim", "--name", command.name, "--control", str(control), *paths)
+    return await create_subprocess_exec(
+        *shim, "--", *command.argv, stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(control,), start_new_session=True
     )
-    return await create_subprocess_exec(*command, stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(control,), start_new_session=True)
 
 
 class ShimProcess:
-    """A server's process under its keeper. ``pid``: the server's main process."""
+    """A server's process under its shim. ``pid``: the server's main process."""
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str) -> None:
         self._shim = process
@@ -105,15 +94,15 @@ class ShimProcess:
         self.pid = report["pid"]
 
     async def wait_exit(self) -> int | None:
-        """The status of the server's main process, once it has ended, as ``subprocess`` has it; None: the keeper was killed.
+        """Wait for the exit of the server's main process, and return its status as in ``subprocess``; None if the shim was killed.
 
-        To be asked once.
+        Called once.
         """
         report = await self._read_report()
         return report["exit"] if report else None
 
     async def terminate(self, grace: float) -> None:
-        """SIGTERM to the server's main process, and up to ``grace`` seconds for it to end. What is left is for ``kill``."""
+        """Send SIGTERM to the server's main process, and wait up to ``grace`` seconds for the shim's exit. ``kill`` ends the rest."""
         try:
             self._shim.send_signal(signal.SIGTERM)
             async with asyncio.timeout(grace):
@@ -121,11 +110,11 @@ class ShimProcess:
         except (ProcessLookupError, TimeoutError):
             pass
 
-    async def kill(self, patience: float) -> None:
-        """End the server and everything that came of it, at once, and wait until it is gone."""
+    async def kill(self, timeout: float) -> None:
+        """Kill the server and all its descendants, and wait until they have exited."""
         try:
             self._writer.write(b"kill\n")
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await self._shim.wait()
         except TimeoutError:
             pass
@@ -135,20 +124,20 @@ class ShimProcess:
                 await self._kill_strays()
 
     async def _kill_strays(self) -> None:
-        """The first pass comes before any await: it is made even where this task is being cancelled again."""
+        # The first pass precedes any await, so it runs even if this task is cancelled again.
         for number in range(PASSES):
-            if not (strays := _strays(self._shim.pid, self._mark)):
+            if not (strays := _find_strays(self._shim.pid, self._mark)):
                 break
             for pid in strays:
                 if number >= TRACKER_PASSES or not shim.is_resource_tracker(pid):
                     shim.kill(pid)
             await asyncio.sleep(PASS_PAUSE)
         else:
-            log.error("these processes do not die: %s", strays)
+            log.error("these processes do not exit: %s", strays)
         await self._shim.wait()
 
     async def _read_report(self) -> dict[str, int] | None:
-        """The keeper's next line; None: there will be none."""
+        """Return the shim's next line; None if the shim has exited."""
         try:
             line = await self._reader.readline()
         except ConnectionError:
@@ -157,8 +146,8 @@ class ShimProcess:
         return report
 
 
-def _strays(session: int, mark: str) -> list[int]:
-    """The living processes of the keeper's session, the keeper among them, and those that left it but carry the mark."""
+def _find_strays(session: int, mark: str) -> list[int]:
+    """Return the processes of the shim's session, the shim among them, and those of other sessions with the mark."""
     needle = f"{MARK}={mark}".encode()
     alive = [process for process in shim.processes() if process.state not in "ZX"]
     return [process.pid for process in alive if process.session == session or needle in shim.read(f"/proc/{process.pid}/environ")]
