@@ -237,6 +237,8 @@ def test_in_steps_it_is_the_same(document: dict[str, Any], route: Route) -> None
         assert replace(at_once, translation=None) == replace(in_steps, translation=None)
         assert type(at_once.translation) is type(in_steps.translation)
         serialized = in_steps.serialized("inside")
+        assert serialized.document == {}, "only the bytes are stored"
+        assert serialized.sent_document() == orjson.loads(in_steps.encode("inside"))
         for name in ("inside", 'an"other', "x"):
             assert orjson.loads(serialized.encode(name)) == orjson.loads(in_steps.encode(name))
 

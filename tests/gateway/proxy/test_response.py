@@ -360,3 +360,22 @@ async def test_what_is_said_in_a_recording_is_no_usage() -> None:
     async with scripted(speaks) as server, serving([model(server.port)]) as served:
         assert (await ask(served.port, request())).body == text
         assert served.total("tokens_total") == served.total("server_failures_total") == 0
+
+
+@pytest.mark.parametrize("size", [0, 20_000, 200_000], ids=["small", "serialized early", "processed in steps"])
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_an_error_is_explained_by_the_body_of_its_request(size: int, in_stream: bool) -> None:
+    error = b'{"error":{"message":"Unexpected message role.","type":"BadRequestError","param":null,"code":400}}'
+
+    async def script(talk: Conversation) -> None:
+        if in_stream:
+            await talk.begin_stream()
+            await talk.chunk(b"data: " + error + b"\n\n")
+            await talk.end_stream()
+        else:
+            await talk.respond(error, "400 Bad Request")
+
+    async with scripted(script) as server, serving([model(server.port)]) as served:
+        messages = [{"role": "user", "content": "x" * size}, {"role": "nobody", "content": "x"}]
+        reply = await ask(served.port, request(chat(stream=in_stream, messages=messages)))
+        assert (reply.status, reply.error["param"]) == (400, "messages.1.role")
