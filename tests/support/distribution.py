@@ -160,6 +160,7 @@ class Distribution:
         return next((group for group in self._queue if may_be_real or not is_real(group.name)), None)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config) -> Distribution | None:
     """Distribute by groups (a hook of pytest-xdist)."""
     if config.getvalue("dist") == "each":
