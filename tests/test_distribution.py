@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tests.support.distribution import DURATIONS, Stopwatch, group_of, grouped, is_real
+from tests.support.distribution import Stopwatch, group_of, grouped, is_real
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -69,12 +69,6 @@ def test_each_group_runs_in_one_process(tmp_path: Path) -> None:
     assert len(set.union(*processes.values())) == 3
     built = [name for what, name, _ in notes if what == "built"]
     assert [built.count(f"test_plain_{name}.py") for name in "abc"] == [1, 1, 1]
-
-
-def test_durations_are_of_files_that_exist() -> None:
-    """``make durations`` writes them again."""
-    seconds = json.loads(DURATIONS.read_text())
-    assert [name for name in seconds if not name.startswith("@") and not (ROOT / name).exists()] == []
 
 
 def test_what_was_not_run_keeps_its_duration(tmp_path: Path) -> None:
