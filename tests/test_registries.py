@@ -97,7 +97,7 @@ KINDS = {
         "gateway/api/routes.py, ROUTES",
         ROUTES,
         (
-            Place("gateway/reference/*.yaml", lambda: read().routes, "add an entry with the shapes of its bodies"),
+            Place("gateway/api/reference", lambda: read().routes, "add an entry with the shapes of its bodies"),
             Place("docs/routes.md", described("docs/routes.md"), "add a row"),
             Place(
                 "docs/api.md", lambda: re.findall(r"POST (/\S+?)`?$", (DOCS / "api.md").read_text(), re.MULTILINE), "run docs/reference.py"
@@ -146,6 +146,11 @@ def test_no_place_is_forgotten(kind: str) -> None:
     assert not missing, "\n".join(sorted(missing))
 
 
-def test_every_place_of_the_page_for_contributors_exists() -> None:
+def test_the_named_files_exist() -> None:
+    named = [name.partition(",")[0] for kind in KINDS.values() for name in (kind.registry, *(place.file for place in kind.places))]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_page_for_contributors_shows_every_kind() -> None:
     section = (DOCS / "development.md").read_text().partition("## Extension points")[2].partition("\n## ")[0]
     assert [kind for kind in KINDS if kind.split()[0] not in section.lower()] == []

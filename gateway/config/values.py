@@ -106,7 +106,7 @@ def _one_text_or_many(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _OneOf:
+class OneOf:
     """Accept one of these texts, like a ``Literal`` whose values are those of a table."""
 
     names: tuple[str, ...]
@@ -115,7 +115,7 @@ class _OneOf:
         return literal_schema(list(self.names))
 
 
-Balance = Annotated[str, _OneOf(tuple(POLICIES))]
+Balance = Annotated[str, OneOf(tuple(POLICIES))]
 """The name of a balance policy."""
 
 
