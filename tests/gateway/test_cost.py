@@ -71,9 +71,9 @@ class Count(NamedTuple):
 
 
 BOUNDS = {
-    "request": Count(134, 103, 3890),
-    "request with a ledger": Count(144, 122, 4320),
-    "request of a limited key": Count(177, 127, 5390),
+    "request": Count(123, 96, 3765),
+    "request with a ledger": Count(133, 115, 4200),
+    "request of a limited key": Count(166, 118, 5230),
     "chunk": Count(3.3, 11, 211),
 }
 """10% above the counts with CPython 3.11. Only there the steps are compared, because each version has its own byte code."""

@@ -1,4 +1,4 @@
-"""Who a client is, as far as that is known."""
+"""The addresses of clients, and the number of their connections."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_rightmost_address_that_is_not_trusted_counts(forwarded: str, client
     assert PROXIES.client("10.0.0.1", forwarded.encode("latin-1")) == client_address
 
 
-def test_who_is_trusted() -> None:
+def test_trusted_proxies() -> None:
     assert PROXIES.trusts("10.255.0.1") and PROXIES.trusts("::1") and PROXIES.trusts("::ffff:10.0.0.1")
     assert not PROXIES.trusts("11.0.0.1") and not PROXIES.trusts("") and not PROXIES.trusts("::2")
     assert not Proxies(()).trusts("10.0.0.1")
@@ -62,16 +62,16 @@ def test_counting_leaves_nothing_behind() -> None:
     assert len(connections) == 0 and connections.add("a", 1)
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
 @pytest.mark.parametrize(
     ("trusted", "client_address"), [((), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7"), (("192.0.2.0/24",), "127.0.0.1")]
 )
-async def test_the_client_is_in_the_record_and_not_told_to_servers(trusted: tuple[str, ...], client_address: str) -> None:
+async def test_the_client_is_in_the_record_and_not_sent_to_servers(trusted: tuple[str, ...], client_address: str) -> None:
     extra = ("x-forwarded-for: 1.1.1.1", "x-forwarded-for: 192.0.2.7, 127.0.0.1")
-    async with scripted(answers) as server, serving([model(server.port)], clients=Clients(trusted_proxies=trusted)) as served:
+    async with scripted(respond) as server, serving([model(server.port)], clients=Clients(trusted_proxies=trusted)) as served:
         assert (await ask(served.port, request(extra=extra))).status == 200
         assert (await ask(served.port, request(b"", "/v1/models", method="GET", extra=extra))).status == 200
         await until(lambda: len(served.context.records) == 2)
@@ -80,14 +80,14 @@ async def test_the_client_is_in_the_record_and_not_told_to_servers(trusted: tupl
 
 
 async def test_connections_of_one_address_are_bounded() -> None:
-    async with scripted(answers) as server, serving([model(server.port)], clients=Clients(max_per_address=3)) as served:
+    async with scripted(respond) as server, serving([model(server.port)], clients=Clients(max_per_address=3)) as served:
         async with AsyncExitStack() as stack:
             held = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
             for one in held:
                 assert (await one.ask(request())).status == 200
-            for asks in (False, True):
+            for sends in (False, True):
                 async with client(served.port) as fourth, asyncio.timeout(30):
-                    if asks:
+                    if sends:
                         fourth.send(request())
                     reply = await fourth.reply()
                     assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
@@ -102,7 +102,7 @@ async def test_connections_of_one_address_are_bounded() -> None:
 
 async def test_a_trusted_proxy_may_have_any_number() -> None:
     clients = Clients(max_per_address=1, trusted_proxies=("127.0.0.1",))
-    async with scripted(answers) as server, serving([model(server.port)], clients=clients) as served, AsyncExitStack() as stack:
+    async with scripted(respond) as server, serving([model(server.port)], clients=clients) as served, AsyncExitStack() as stack:
         for _ in range(5):
             one = await stack.enter_async_context(client(served.port))
             assert (await one.ask(request())).status == 200

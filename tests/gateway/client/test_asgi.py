@@ -203,7 +203,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("run", FAILING.values(), ids=FAILING.keys())
-async def test_an_application_that_fails_before_its_response_is_answered_with_500(run: Any) -> None:
+async def test_an_application_that_fails_before_its_response_gets_500(run: Any) -> None:
     async with application(run) as (served, one):
         reply = await one.ask(GET)
         assert (reply.status, reply.error["code"], reply.headers["connection"]) == (500, "internal_error", "close")
@@ -258,7 +258,7 @@ async def test_an_error_behind_the_response_changes_nothing() -> None:
             assert (await one.ask(GET)).body == b"ok"
 
 
-async def test_an_application_that_is_cancelled_is_answered_with_503() -> None:
+async def test_an_application_that_is_cancelled_gets_503() -> None:
     async def run(_: Message, receive: Receive, __: Send) -> None:
         while True:
             await receive()

@@ -1,4 +1,4 @@
-"""Clients as they come: every way to send a request, and to be slow or rude about it."""
+"""Client connections: keep-alive, pipelining, the forms of a request, refusals and slow clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, ask, chat, cli
 HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     """Echoes the request's ``user`` field in its answer, plain or as a stream."""
     if talk.request.json.get("stream"):
         await talk.begin_stream()
@@ -51,7 +51,7 @@ async def user(one: Client) -> object:
 
 
 async def test_requests_one_after_the_other() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         for n in range(5):
             one.send(request(chat(user=str(n))))
             assert await user(one) == str(n)
@@ -63,10 +63,10 @@ async def test_requests_one_after_the_other() -> None:
         assert len(served.connections) == 1
 
 
-async def test_requests_sent_ahead_are_answered_in_order() -> None:
+async def test_pipelined_requests_get_their_responses_in_order() -> None:
     async def slow_first(talk: Conversation) -> None:
         await asyncio.sleep(0.05 if talk.number == 1 else 0)
-        await answers(talk)
+        await respond(talk)
 
     async with scripted(slow_first) as server, serving([model(server.port)]) as served, client(served.port) as one:
         wire = b"".join(request(chat(user=str(n))) + HEALTH + request(path="/nowhere", body=b"x" * 70_000) for n in range(4))
@@ -81,32 +81,32 @@ async def test_requests_sent_ahead_are_answered_in_order() -> None:
 
 
 @pytest.mark.parametrize("ahead", [HEALTH, request(), request(path="/nowhere", body=b"x" * 200_000)])
-async def test_leaving_is_seen_in_front_of_anything(ahead: bytes) -> None:
-    asked, left = asyncio.Event(), asyncio.Event()
+async def test_a_disconnect_is_noticed_behind_pipelined_requests(ahead: bytes) -> None:
+    received, disconnected = asyncio.Event(), asyncio.Event()
 
     async def script(talk: Conversation) -> None:
-        asked.set()
+        received.set()
         await talk.closed_by_peer()
-        left.set()
+        disconnected.set()
 
     async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + ahead)
-        await asked.wait()
+        await received.wait()
         await asyncio.sleep(0.05)
         one.leave()
         async with asyncio.timeout(30):
-            await left.wait()
+            await disconnected.wait()
         await until(lambda: served.in_flight == 0)
 
 
 @pytest.mark.parametrize("ahead", [HEALTH, request()])
 @pytest.mark.parametrize("more", [0, 1, 10])
-async def test_too_many_sent_ahead(ahead: bytes, more: int) -> None:
+async def test_too_many_pipelined_requests(ahead: bytes, more: int) -> None:
     release = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         await release.wait()
-        await answers(talk)
+        await respond(talk)
 
     async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + ahead * (MAX_PIPELINED + more))
@@ -141,7 +141,7 @@ async def lazy(served: Served) -> AsyncIterator[tuple[Client, ClientConnection]]
         one.leave()
 
 
-async def test_a_client_that_reads_no_answers_is_not_asked_for_more() -> None:
+async def test_a_client_that_reads_no_responses_cannot_send_more_requests() -> None:
     async with serving([model(1)]) as served, lazy(served) as (one, connection):
         sent = 0
         while not connection.flow.read_paused:
@@ -161,7 +161,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
 
     async def script(talk: Conversation) -> None:
         await release.wait()
-        await answers(talk)
+        await respond(talk)
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         for ahead in (b"", HEALTH, request(token=None)):
@@ -190,7 +190,7 @@ async def test_idle_connections_end_and_busy_ones_do_not() -> None:
 
 
 async def test_a_body_in_tiny_pieces() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         for byte in request(chat(user="tiny")):
             one.send(bytes([byte]))
             await asyncio.sleep(0)
@@ -202,7 +202,7 @@ async def test_a_chunked_body() -> None:
     body = orjson.dumps(chat(user="c" * 1000))
     head = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     chunks = b"".join(b"%x;ext=1\r\n%b\r\n" % (len(body[at : at + 7]), body[at : at + 7]) for at in range(0, len(body), 7))
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         for end in (b"0\r\n\r\n", b"0\r\nx-trailer: y\r\ncontent-type: text/plain\r\n\r\n"):
             one.send(head + chunks + end)
             assert await user(one) == "c" * 1000
@@ -213,7 +213,7 @@ async def test_a_chunked_body() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 async def test_an_old_client(stream: bool, keep: bool) -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         extra = ("connection: keep-alive",) if keep else ()
         reply = await one.ask(request(chat(stream=stream), extra=extra).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         assert reply.status == 200
@@ -227,7 +227,7 @@ async def test_an_old_client(stream: bool, keep: bool) -> None:
 
 
 async def test_a_client_that_asks_to_close() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
         for stream in (False, True):
             async with client(served.port) as one:
                 reply = await one.ask(request(chat(stream=stream), extra=("connection: close",)) + request())
@@ -239,40 +239,40 @@ async def test_a_client_that_asks_to_close() -> None:
 async def test_expect_continue() -> None:
     whole = request(chat(user="e"), extra=("expect: 100-continue",))
     head, _, body = whole.partition(b"\r\n\r\n")
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(head + b"\r\n\r\n")
         assert await one.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         one.send(body)
         assert await user(one) == "e"
         one.send(head.replace(KEY.encode(), b"sk-wrong") + b"\r\n\r\n")
         reply = await one.reply()
-        assert reply.status == 401 and reply.headers["connection"] == "close", "the body is not asked for"
+        assert reply.status == 401 and reply.headers["connection"] == "close", "the body is not received for"
 
 
-async def test_an_older_client_gets_no_continue() -> None:
+async def test_an_http_10_client_gets_no_continue() -> None:
     """HTTP/1.0 does not know it (RFC 9110, section 10.1.1)."""
     whole = request(chat(user="e"), extra=("expect: 100-continue",)).replace(b"HTTP/1.1", b"HTTP/1.0")
     head, _, body = whole.partition(b"\r\n\r\n")
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(head + b"\r\n\r\n")
         await until(lambda: served.context.started == 1)
         one.send(body)
         assert await user(one) == "e"
 
 
-async def test_a_key_that_is_new_when_the_turn_of_a_waiting_request_comes() -> None:
-    """Its body was not kept; it is not told that it was too large."""
-    turn = asyncio.Event()
+async def test_a_key_that_becomes_valid_while_its_pipelined_request_waits() -> None:
+    """The body was not stored. The error says so, not that it was too large."""
+    release = asyncio.Event()
 
     async def slow(talk: Conversation) -> None:
-        await turn.wait()
+        await release.wait()
         await talk.respond(COMPLETION)
 
     async with scripted(slow) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + request(token="sk-new"))
         await until(lambda: bool(only(served).pipeline))
         served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, keys=(key(), key("b", "sk-new"))))
-        turn.set()
+        release.set()
         assert (await one.reply()).status == 200
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
@@ -285,7 +285,7 @@ async def test_an_offer_of_another_protocol_is_ignored(pieces: int) -> None:
     body = orjson.dumps(chat(user="chunked"))
     chunked = request(b"", extra=extra).replace(b"content-length: 0", b"transfer-encoding: chunked")
     wire = sized + chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + request(b"", extra=extra) + request(chat(user="last"))
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         for at in range(0, len(wire), len(wire) // pieces + 1):
             one.send(wire[at : at + len(wire) // pieces + 1])
             await asyncio.sleep(0)
@@ -299,7 +299,7 @@ async def test_an_offer_of_another_protocol_is_ignored(pieces: int) -> None:
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 405), ("OPTIONS", 405), ("GET", 405), ("DELETE", 405), ("PUT", 405)])
 async def test_other_methods(method: str, status: int) -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request(b"", method=method))
         head = await one.reader.readuntil(b"\r\n\r\n")
         assert int(head.split()[1]) == status and b"allow: POST" in head
@@ -312,8 +312,8 @@ async def test_other_methods(method: str, status: int) -> None:
 # Refusals while bytes still come
 
 
-async def test_a_refused_body_that_is_still_coming_can_read_its_answer() -> None:
-    async with scripted(answers) as server, serving([model(server.port)], body_limit=1 << 24) as served:
+async def test_a_client_that_still_sends_a_refused_body_can_read_the_response() -> None:
+    async with scripted(respond) as server, serving([model(server.port)], body_limit=1 << 24) as served:
         for token, size in (("sk-wrong", 8 << 20), (KEY, (1 << 24) + 1)):
             async with client(served.port) as one:
                 one.send(request(b"x" * size, token=token))
@@ -324,10 +324,10 @@ async def test_a_refused_body_that_is_still_coming_can_read_its_answer() -> None
         assert server.requests == []
 
 
-async def test_a_refused_request_has_one_answer_and_its_end_however_it_goes_on() -> None:
+async def test_a_refused_request_has_one_response_whatever_follows() -> None:
     head = request(b"", token="sk-wrong").replace(b"content-length: 0", b"transfer-encoding: chunked")
 
-    async def goes_on(port: int, rubbish: bytes) -> None:
+    async def continues(port: int, rubbish: bytes) -> None:
         async with client(port) as one:
             one.send(head + b"2\r\nab\r\n")
             assert (await one.reply()).status == 401
@@ -335,17 +335,17 @@ async def test_a_refused_request_has_one_answer_and_its_end_however_it_goes_on()
             async with asyncio.timeout(30):
                 assert await one.reader.read() == b"", "a second answer"
 
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
         rubbish = (b"", b"zz\r\nrubbish", b"1\r\nxxxx", b"0\r\n bad\r\n\r\nGARBAGE\r\n\r\n", b"0\r\n\r\n" + request())
-        await asyncio.gather(*(goes_on(served.port, each) for each in rubbish))
+        await asyncio.gather(*(continues(served.port, each) for each in rubbish))
         assert server.requests == []
 
 
 @pytest.mark.parametrize("size", [MAX_HEAD + 1, 200_000])
 @pytest.mark.parametrize("pieces", [1, 5])
-async def test_a_head_that_is_too_large(size: int, pieces: int) -> None:
+async def test_headers_that_are_too_large(size: int, pieces: int) -> None:
     wire = request(extra=("x-long: " + "a" * size,))
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         step = len(wire) // pieces + 1
         for at in range(0, len(wire), step):
             one.send(wire[at : at + step])
@@ -357,7 +357,7 @@ async def test_a_head_that_is_too_large(size: int, pieces: int) -> None:
 
 async def test_trailers_are_bounded() -> None:
     head = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(head + b"2\r\n{}\r\n0\r\nx: ")
         for _ in range(20):
             one.send(b"a" * 10_000)
@@ -367,10 +367,10 @@ async def test_trailers_are_bounded() -> None:
 
 @pytest.mark.parametrize("whole", [request(b""), request(b"", "/v1/models", method="GET", token=None)])
 async def test_trailers_are_no_headers(whole: bytes) -> None:
-    """Who stands in front has looked at the headers alone."""
+    """A proxy in front of the gateway has checked the headers only."""
     key = f"authorization: Bearer {KEY}\r\n".encode()
     head = whole.replace(b"content-length: 0", b"transfer-encoding: chunked").replace(key, b"")
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         reply = await one.ask(head + b"0\r\n" + key + b"\r\n")
         assert (reply.status, reply.error["code"]) == (401, "missing_api_key")
         assert (await one.ask(request())).status == 200, "and behind them begins another request"
@@ -378,7 +378,7 @@ async def test_trailers_are_no_headers(whole: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["authorization", "content-type", "host", "content-encoding"])
 async def test_a_header_that_decides_comes_once(name: str) -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
         line = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "host": "test"}.get(name, "identity")
         extra = (f"{name.upper()}: {line}",) * (2 if name == "content-encoding" else 1)
         reply = await ask(served.port, request(extra=extra))
@@ -403,7 +403,7 @@ ROUTES = [request(), HEALTH, request(path="/nowhere"), request(b"", "/v1/models"
 async def test_a_request_names_one_host(whole: bytes) -> None:
     """With HTTP/1.1 it must, on every route; an older client need not (RFC 9112, section 3.2)."""
     line = b"host: test\r\n"
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
 
         async def status(data: bytes) -> int:
             async with client(served.port) as one:
@@ -423,7 +423,7 @@ async def test_a_request_names_one_host(whole: bytes) -> None:
 
 
 async def test_every_request_of_a_connection_names_its_host() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
         for bad in (b"", b"host: a b\r\n"):
             async with client(served.port) as one:
                 assert (await one.ask(request())).status == 200
@@ -434,7 +434,7 @@ async def test_every_request_of_a_connection_names_its_host() -> None:
         assert len(server.requests) == 6
 
 
-# Answers and slow clients
+# Slow clients
 
 
 async def test_a_slow_reader_slows_its_server_down() -> None:
@@ -469,7 +469,7 @@ async def test_a_slow_reader_slows_its_server_down() -> None:
         await until(lambda: served.in_flight == 0 and server.open == 0)
 
 
-async def test_a_client_that_leaves_while_its_answer_is_written() -> None:
+async def test_a_client_that_disconnects_while_its_response_is_written() -> None:
     async def big(talk: Conversation) -> None:
         await talk.respond(b'{"big":"' + b"x" * (16 << 20) + b'"}')
 
@@ -479,3 +479,74 @@ async def test_a_client_that_leaves_while_its_answer_is_written() -> None:
         one.leave()
         await until(lambda: served.in_flight == 0)
         await until(lambda: server.open == 0)
+
+
+# Closing
+
+
+async def test_shutdown_closes_an_idle_connection_and_completes_a_request() -> None:
+    release = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await release.wait()
+        await respond(talk)
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as idle:
+        await until(lambda: len(served.connections) == 1)
+        async with client(served.port) as busy:
+            busy.send(request() + request())
+            await until(lambda: len(server.requests) == 1)
+            for connection in tuple(served.connections):
+                connection.shutdown()
+            assert await idle.closed()
+            release.set()
+            reply = await busy.reply()
+            assert (reply.status, reply.headers["connection"]) == (200, "close")
+            assert await busy.closed()
+        assert len(server.requests) == 1, "the pipelined request is not served"
+        await until(lambda: not served.connections and not served.inline_tasks)
+
+
+@pytest.mark.parametrize("ahead", [request(), HEALTH])
+async def test_a_connection_that_closes_drops_pipelined_requests(ahead: bytes) -> None:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(ahead.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1) + request() + HEALTH)
+        reply = await one.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert await one.closed()
+        await until(lambda: not served.connections and served.in_flight == 0)
+        assert len(server.requests) == (ahead == request())
+
+
+async def test_writes_after_a_disconnect_are_dropped() -> None:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        assert (await one.ask(request())).status == 200
+        connection = only(served)
+        transport = connection.transport
+        one.leave()
+        await until(lambda: not served.connections)
+        transport.write(b"nothing is written any more")
+        connection.pause_writing()
+        connection.resume_writing()
+        assert connection.current is None
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+async def test_an_offer_of_another_protocol_behind_a_request(version: bytes) -> None:
+    offer = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n".replace(b"HTTP/1.1", version)
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request() + offer + b"\x81\x05hello")
+        assert (await one.reply()).status == 200
+        reply = await one.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close"), "and not 101"
+        assert await one.closed()
+        assert served.value("client_faults_total", "malformed") == 0
+
+
+async def test_repeated_requests_of_different_lengths() -> None:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        for size in (1, 5, 5, 1000, 1, 30_000, 2):
+            one.send(request(chat(user="u" * size)))
+            assert await user(one) == "u" * size
+        assert (await one.ask(request(b"{"))).status == 400
+        assert len(server.requests) == 7

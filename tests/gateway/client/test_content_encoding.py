@@ -32,7 +32,7 @@ NOISE = os.urandom(1000)
 """Bytes that no encoder makes shorter."""
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
@@ -77,9 +77,9 @@ BROKEN: dict[str, tuple[bytes, str, str]] = {
 
 
 @each_row("name", BROKEN)
-def test_what_is_not_valid(name: str) -> None:
-    data, encoding, words = BROKEN[name]
-    with pytest.raises(Refusal, match=words) as caught:
+def test_invalid_data(name: str) -> None:
+    data, encoding, message = BROKEN[name]
+    with pytest.raises(Refusal, match=message) as caught:
         finished(decoded(data, encoding, LIMIT))
     assert (caught.value.code, caught.value.spec.status) == ("invalid_request", 400)
 
@@ -109,7 +109,7 @@ def test_what_little_becomes_is_never_refused_for_its_ratio() -> None:
 @pytest.mark.parametrize("size", [1, 40_000, 300_000, 3_000_000])
 async def test_a_body_arrives_as_its_client_meant_it(encoding: str, size: int) -> None:
     body = chat(user=os.urandom(size // 2 + 1).hex()[:size], stream=False)
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         assert (await one.ask(encoded(body, encoding))).status == 200
         assert (await one.ask(request(body, extra=("content-encoding: Identity",)))).status == 200
         assert [seen.json for seen in server.requests] == [{**body, "model": MODEL}] * 2
@@ -132,7 +132,7 @@ async def test_other_encodings_are_refused_with_those_that_are_accepted() -> Non
 async def test_what_a_body_becomes_counts_as_memory() -> None:
     body = chat(user=NOISE.hex() * 500)
     data = encoded(body, "gzip")
-    async with scripted(answers) as server, serving([model(server.port)], clients=Clients(body_memory=500_000)) as served:
+    async with scripted(respond) as server, serving([model(server.port)], clients=Clients(body_memory=500_000)) as served:
         reply = await ask(served.port, data)
         assert len(data) < FREE and (reply.status, reply.error["code"]) == (503, "overloaded")
         await until(lambda: served.context.memory.held == 0)

@@ -17,13 +17,13 @@ from tests.support.wire import COMPLETION, ask, chat, request
 PAGE = "https://app.example.com"
 
 
-async def answering(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async with scripted(answering) as server, serving([model(server.port)], cors_origins=(PAGE,)) as one:
+    async with scripted(respond) as server, serving([model(server.port)], cors_origins=(PAGE,)) as one:
         yield one
 
 
@@ -41,7 +41,7 @@ async def test_a_preflight_of_a_known_page_needs_no_key(served: Served) -> None:
     assert "access-control-allow-credentials" not in reply.headers
 
 
-async def test_answers_and_errors_carry_the_header(served: Served) -> None:
+async def test_responses_and_errors_have_the_header(served: Served) -> None:
     for data in (
         request(extra=(f"origin: {PAGE}",)),
         request(token=None, extra=(f"origin: {PAGE}",)),
@@ -52,22 +52,22 @@ async def test_answers_and_errors_carry_the_header(served: Served) -> None:
         assert "x-request-id" in reply.headers["access-control-expose-headers"]
 
 
-async def test_a_page_may_read_whatever_an_answer_tells_its_client() -> None:
-    """How its limits stand, who answered, and whether to try again, which OpenAI's SDK asks for in a browser, too."""
+async def test_a_page_may_read_all_response_headers() -> None:
+    """Its limits, the fallback model, and whether to retry, which OpenAI's SDK reads in browsers, too."""
     reserved = len(orjson.dumps(chat())) // BYTES_PER_TOKEN + DEFAULT_COMPLETION
     limits = Limits(requests_per_minute=600, tokens_per_minute=100_000, tokens_per_day=reserved)
     keys = [key(allowances=(Allowance("key team-a", limits),))]
-    asked = request(chat(), "/v1/messages", extra=(f"origin: {PAGE}",))
-    async with scripted(answering) as server:
+    message = request(chat(), "/v1/messages", extra=(f"origin: {PAGE}",))
+    async with scripted(respond) as server:
         with refusing() as port:
             models = [model(port, fallbacks=("other",)), model(server.port, identity="other")]
             async with serving(models, keys, cors_origins=(PAGE,)) as one:
-                replies = [await ask(one.port, asked) for _ in range(2)]
+                replies = [await ask(one.port, message) for _ in range(2)]
     assert [reply.status for reply in replies] == [200, 429]
-    told = {name for reply in replies for name in reply.headers if name.startswith("x-") or name in ("request-id", "retry-after")}
-    assert {"x-vllm-gateway-fallback", "x-should-retry", "retry-after", "request-id", "x-ratelimit-remaining-tokens"} <= told
+    expected = {name for reply in replies for name in reply.headers if name.startswith("x-") or name in ("request-id", "retry-after")}
+    assert {"x-vllm-gateway-fallback", "x-should-retry", "retry-after", "request-id", "x-ratelimit-remaining-tokens"} <= expected
     for reply in replies:
-        assert told <= set(reply.headers["access-control-expose-headers"].split(", "))
+        assert expected <= set(reply.headers["access-control-expose-headers"].split(", "))
 
 
 async def test_another_page_gets_nothing(served: Served) -> None:
@@ -77,11 +77,11 @@ async def test_another_page_gets_nothing(served: Served) -> None:
 
 
 async def test_it_is_off_by_default() -> None:
-    async with scripted(answering) as server, serving([model(server.port)]) as one:
+    async with scripted(respond) as server, serving([model(server.port)]) as one:
         assert (await ask(one.port, preflight(PAGE))).status == 405
         assert not any(name.startswith("access-control") for name in (await ask(one.port, request(extra=(f"origin: {PAGE}",)))).headers)
 
 
 async def test_a_star_allows_every_page() -> None:
-    async with scripted(answering) as server, serving([model(server.port)], cors_origins=("*",)) as one:
+    async with scripted(respond) as server, serving([model(server.port)], cors_origins=("*",)) as one:
         assert (await ask(one.port, request(extra=("origin: null",)))).headers["access-control-allow-origin"] == "*"

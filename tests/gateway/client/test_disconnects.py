@@ -1,4 +1,4 @@
-"""A client that leaves, in whatever state: the server's connection closes at once, and nothing stays taken."""
+"""A client that disconnects, in any state: the server's connection closes at once, and everything is released."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ CLOSED_WITHIN = 2.0
 
 
 class Silent:
-    """A server that says a little, or nothing, and then watches for the end of its connection."""
+    """A server that sends a little, or nothing, and then waits for the end of its connection."""
 
-    def __init__(self, says: bytes) -> None:
-        self.says = says
-        self.asked = asyncio.Event()
-        self.left = asyncio.Event()
+    def __init__(self, sends: bytes) -> None:
+        self.sends = sends
+        self.received = asyncio.Event()
+        self.disconnected = asyncio.Event()
 
     async def __call__(self, talk: Conversation) -> None:
-        self.asked.set()
-        if self.says:
-            await talk.write(self.says)
+        self.received.set()
+        if self.sends:
+            await talk.write(self.sends)
         await talk.closed_by_peer()
-        self.left.set()
+        self.disconnected.set()
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -54,35 +54,35 @@ async def gone(served: Served, status: str = "499") -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "stream"),
+    ("sends", "stream"),
     [
         pytest.param(b"", True, id="before the headers"),
         pytest.param(HEAD, True, id="before the first token"),
         pytest.param(HEAD + chunk(ROLE) + chunk(HELLO), True, id="mid-stream"),
-        pytest.param(b"", False, id="waiting for a plain answer"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{", False, id="in a plain answer"),
+        pytest.param(b"", False, id="waiting for a plain response"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{", False, id="in a plain response"),
     ],
 )
 @pytest.mark.parametrize("way", ["reset", "close", "half-close"])
-async def test_leaving_closes_the_servers_connection(says: bytes, stream: bool, way: str) -> None:
-    silent = Silent(says)
+async def test_a_disconnect_closes_the_servers_connection(sends: bytes, stream: bool, way: str) -> None:
+    silent = Silent(sends)
     async with scripted(silent) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request(chat(stream=stream)))
-        await silent.asked.wait()
-        if b"chunked" in says and says != HEAD:
+        await silent.received.wait()
+        if b"chunked" in sends and sends != HEAD:
             await one.reader.readuntil(HELLO)
         else:
             await asyncio.sleep(0.05)
-        _leave(one, way)
+        _disconnect(one, way)
         since = time.perf_counter()
-        await soon(silent.left.is_set, CLOSED_WITHIN)
+        await soon(silent.disconnected.is_set, CLOSED_WITHIN)
         print(f"closed after {(time.perf_counter() - since) * 1000:.1f} ms")
         await gone(served)
         assert served.value("incomplete_total", "tiny", "client") == 1
         await until(lambda: server.open == 0)
 
 
-def _leave(one: Client, way: str) -> None:
+def _disconnect(one: Client, way: str) -> None:
     if way == "reset":
         one.leave()
     elif way == "close":
@@ -111,37 +111,37 @@ async def full_backlog() -> AsyncIterator[int]:
             each.close()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_nothing_of_a_stream_waits_for_the_collector(leaves: bool) -> None:
+@pytest.mark.parametrize("disconnects", [False, True])
+async def test_nothing_of_a_stream_waits_for_the_collector(disconnects: bool) -> None:
     """Bodies and buffers would wait with it, for as long as the collector finds nothing to do."""
 
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         for event in (ROLE, HELLO, HELLO):
             await talk.chunk(event)
-        if leaves:
+        if disconnects:
             await talk.closed_by_peer()
         else:
             await talk.chunk(DONE)
             await talk.end_stream()
 
-    kinds = (ClientRequest, UpstreamResponse, EventRelay, ClientConnection, *((Connection,) if leaves else ()))
+    kinds = (ClientRequest, UpstreamResponse, EventRelay, ClientConnection, *((Connection,) if disconnects else ()))
     async with scripted(script) as server, serving([model(server.port)]) as served:
         gc.collect()
         gc.disable()
         try:
             async with client(served.port) as one:
                 one.send(request(chat(stream=True)))
-                await one.events(3 if leaves else 4)
+                await one.events(3 if disconnects else 4)
             await until(lambda: served.in_flight == 0 and not served.connections)
             await until(lambda: not [kind for each in gc.get_objects() if (kind := type(each)) in kinds])
         finally:
             gc.enable()
 
 
-async def test_leaving_while_the_server_is_being_connected() -> None:
-    patient = Timeouts(connect=600.0)
-    async with full_backlog() as port, serving([model(port, timeouts=patient)]) as served, client(served.port) as one:
+async def test_a_disconnect_while_the_server_is_being_connected() -> None:
+    timeouts = Timeouts(connect=600.0)
+    async with full_backlog() as port, serving([model(port, timeouts=timeouts)]) as served, client(served.port) as one:
         one.send(request())
         await until(lambda: served.total("server_inflight") == 1)
         one.leave()
@@ -159,31 +159,31 @@ async def test_a_connection_in_use_by_another_is_not_touched() -> None:
     async with (
         scripted(script) as server,
         serving([model(server.port)]) as served,
-        client(served.port) as stays,
-        client(served.port) as leaves,
+        client(served.port) as one,
+        client(served.port) as other,
     ):
-        stays.send(request())
-        leaves.send(request())
+        one.send(request())
+        other.send(request())
         await until(lambda: len(server.requests) == 2)
-        leaves.leave()
+        other.leave()
         await until(lambda: served.total("server_inflight") == 1)
         release.set()
-        assert (await stays.reply()).body == COMPLETION
+        assert (await one.reply()).body == COMPLETION
         await gone(served)
 
 
-async def test_leaving_is_seen_behind_requests_sent_ahead() -> None:
+async def test_a_disconnect_is_noticed_while_requests_are_pipelined() -> None:
     silent = Silent(b"")
     async with scripted(silent) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + request() + request())
-        await silent.asked.wait()
+        await silent.received.wait()
         one.leave()
-        await soon(silent.left.is_set, CLOSED_WITHIN)
+        await soon(silent.disconnected.is_set, CLOSED_WITHIN)
         await until(lambda: served.in_flight == 0)
         assert len(server.requests) == 1
 
 
-async def test_leaving_while_the_body_is_sent() -> None:
+async def test_a_disconnect_while_the_body_is_sent() -> None:
     async def never(_: Conversation) -> None:
         raise AssertionError
 
@@ -206,7 +206,7 @@ async def test_leaving_while_the_body_is_sent() -> None:
         ),
     ],
 )
-async def test_leaving_at_the_last_event_is_no_leaving(path: str, events: tuple[bytes, ...]) -> None:
+async def test_a_disconnect_after_the_last_event_is_not_a_truncation(path: str, events: tuple[bytes, ...]) -> None:
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         await talk.chunk(b"".join(events))

@@ -65,7 +65,7 @@ def test_what_serves_and_what_a_key_has_stays(limit: int) -> None:
     assert not len(unauthenticated)
 
 
-def test_with_descriptors_left_nobody_is_evicted(limit: int) -> None:
+def test_with_free_descriptors_no_connection_is_evicted(limit: int) -> None:
     unauthenticated, one = Unauthenticated(), Connection()
     unauthenticated.add(one)
     unauthenticated.relieve()

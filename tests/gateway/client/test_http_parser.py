@@ -218,7 +218,8 @@ def test_as_many_headers_as_are_permitted() -> None:
 
 def test_small_chunks_do_not_count_as_headers() -> None:
     body = b"a" * 40_000
-    received, refused, _ = parsed([LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1)])
+    data = LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1)
+    received, refused, _ = parsed([data[at : at + 10_000] for at in range(0, len(data), 10_000)])
     assert refused is None and received[0][-2:] == (body, True)
 
 
@@ -230,6 +231,18 @@ def test_nothing_is_parsed_behind_the_last_request(pieces: int) -> None:
     data = post(b"{}", b"connection: close\r\n")
     received, refused, _ = parsed([data + b"rubbish"] if pieces == 1 else [data, b"rubbish"])
     assert [each[-2:] for each in received] == [(b"{}", True)] and refused is None
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_handler_can_make_a_request_the_last_one(pieces: int) -> None:
+    """Its body is received, and nothing behind it."""
+    handler = Handler()
+    parser = HttpParser(handler)
+    parser.feed(REPEATED[:-1])
+    parser.is_last = True
+    for piece in [b"}" + REPEATED] if pieces == 1 else [b"}", REPEATED]:
+        parser.feed(piece)
+    assert [(each.body, each.finished) for each in handler.received] == [(b"{}", True)]
 
 
 OFFER = b"GET /ws HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Clients that are slow, and those who only seem so: whose fault a wait is decides."""
+"""Slow clients: a timeout counts only while the gateway waits for the client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, Client, chat, client, request
 
 QUICK = Clients(headers_timeout=0.3, body_timeout=0.3, write_timeout=0.3)
-PATIENT_WITH_READERS = Clients(headers_timeout=0.3, body_timeout=0.3, write_timeout=5.0)
-"""For a reader that is not to be cut: it is one in this very process, which may stand still for a while."""
-PATIENT = 4.0
-"""Seconds: longer than any deadline of QUICK takes, with the looks that are a second apart."""
+SLOW_READERS = Clients(headers_timeout=0.3, body_timeout=0.3, write_timeout=5.0)
+"""For a reader that must not be cut. It runs in this process, which may be suspended for a while."""
+LONGER_THAN_TIMEOUTS = 4.0
+"""Seconds. Checks are a second apart, so a timeout of QUICK takes effect earlier."""
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
@@ -34,7 +34,7 @@ def faults(served: Served, reason: str) -> float:
 
 
 async def timed_out(one: Client) -> None:
-    """It is told so, and its connection ends."""
+    """Expect the error, and the end of the connection."""
     async with asyncio.timeout(20):
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (408, "request_timeout")
@@ -52,16 +52,16 @@ async def test_a_silent_connection_is_closed(before: bytes) -> None:
         await until(lambda: not served.connections)
 
 
-async def _unfinished_head(served: Served, asked_before: bool, trickle: bytes) -> None:
+async def _unfinished_head(served: Served, used_before: bool, trickle: bytes) -> None:
     async with client(served.port) as one:
-        if asked_before:
+        if used_before:
             assert (await one.ask(request())).status == 200
         one.send(request()[:40])
         await _until_timed_out(one, trickle)
 
 
-async def test_heads_that_do_not_end() -> None:
-    async with scripted(answers) as server, serving_quickly(server.port) as served:
+async def test_headers_that_are_not_completed() -> None:
+    async with scripted(respond) as server, serving_quickly(server.port) as served:
         cases = [(False, b""), (True, b""), (False, b"a" * 10_000), (True, b"a" * 10_000)]
         await asyncio.gather(*(_unfinished_head(served, *case) for case in cases))
         assert faults(served, "slow_head") == len(cases)
@@ -86,9 +86,9 @@ async def _unfinished_body(served: Served, whole: bytes, trickles: bool) -> None
         await _until_timed_out(one, whole[-9000:] if trickles else b"")
 
 
-async def test_bodies_that_do_not_come() -> None:
+async def test_bodies_that_are_not_completed() -> None:
     bodies = request(chat(user="u" * 10_000)), form(MODEL, part("file", b"x" * 10_000))
-    async with scripted(answers) as server, serving_quickly(server.port) as served:
+    async with scripted(respond) as server, serving_quickly(server.port) as served:
         await asyncio.gather(*(_unfinished_body(served, body, trickles) for body in bodies for trickles in (False, True)))
         assert faults(served, "slow_body") == 4
         await until(lambda: served.in_flight == 0)
@@ -96,7 +96,7 @@ async def test_bodies_that_do_not_come() -> None:
         assert server.requests == []
 
 
-async def test_a_body_that_nobody_reads() -> None:
+async def test_a_body_that_is_discarded() -> None:
     async with serving_quickly(1) as served, client(served.port) as one:
         one.send(request(path="/nowhere", body=b"x" * 1000)[:-10])
         assert (await one.reply()).status == 404
@@ -105,10 +105,10 @@ async def test_a_body_that_nobody_reads() -> None:
         assert faults(served, "slow_body") == 1
 
 
-async def test_an_answer_that_takes_long_is_no_fault_of_the_client() -> None:
+async def test_a_slow_server_is_not_a_fault_of_the_client() -> None:
     async def slow(talk: Conversation) -> None:
-        await asyncio.sleep(PATIENT if talk.number == 1 else 0)
-        await answers(talk)
+        await asyncio.sleep(LONGER_THAN_TIMEOUTS if talk.number == 1 else 0)
+        await respond(talk)
 
     async with scripted(slow) as server, serving_quickly(server.port) as served, client(served.port) as one:
         behind = request()
@@ -119,12 +119,12 @@ async def test_an_answer_that_takes_long_is_no_fault_of_the_client() -> None:
         assert sum(faults(served, reason) for reason in ("silent", "slow_head", "slow_body", "slow_reader")) == 0
 
 
-async def test_a_body_that_the_server_does_not_take_is_no_fault_of_the_client() -> None:
+async def test_a_server_that_does_not_read_the_body_is_not_a_fault_of_the_client() -> None:
     whole = form(MODEL, part("file", b"x" * (8 << 20)))
 
     async def reluctant(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(PATIENT)
+        await asyncio.sleep(LONGER_THAN_TIMEOUTS)
         await reader.readexactly(8 << 20)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
         await writer.drain()
@@ -165,11 +165,11 @@ async def test_a_reader_that_stops_is_cut_in_its_stream() -> None:
         await until(lambda: not served.connections)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["kept", "to be closed"])
-async def test_a_reader_that_stops_is_cut_behind_its_answer(ends: bool) -> None:
-    """The server is free as soon as its answer is in the transport's buffer; the connection is not left standing."""
+@pytest.mark.parametrize("closes", [False, True], ids=["keep-alive", "close"])
+async def test_a_reader_that_stops_is_cut_after_the_response_was_written(closes: bool) -> None:
+    """The server is free as soon as its response is in the transport's buffer. The connection must not stay open."""
     async with scripted(_big) as server, serving_quickly(server.port) as served, lazy(served) as (one, _):
-        one.send(request(extra=("connection: close",) if ends else ()))
+        one.send(request(extra=("connection: close",) if closes else ()))
         await until(lambda: served.context.records, 20)
         assert served.in_flight == 0
         await until(lambda: not served.connections, 20)
@@ -185,7 +185,7 @@ async def test_a_reader_that_stops_is_cut_though_a_refusal_waits() -> None:
 
 
 async def test_a_reader_that_is_slow_is_not_cut() -> None:
-    async with scripted(_big) as server, serving([model(server.port)], clients=PATIENT_WITH_READERS) as served, lazy(served) as (one, _):
+    async with scripted(_big) as server, serving([model(server.port)], clients=SLOW_READERS) as served, lazy(served) as (one, _):
         one.send(request())
         one.writer.transport.resume_reading()  # type: ignore[attr-defined]  # every transport here reads
         head = await one.reader.readuntil(b"\r\n\r\n")

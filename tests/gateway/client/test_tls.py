@@ -45,7 +45,7 @@ async def tls_client(port: int, cert: Path) -> AsyncIterator[Client]:
         writer.transport.abort()
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     if not talk.request.json.get("stream"):
         await talk.respond(COMPLETION)
         return
@@ -62,7 +62,7 @@ def _subject(one: Client) -> object:
 
 async def test_requests_and_streams(tmp_path: Path) -> None:
     cert, _ = certificate(tmp_path)
-    async with scripted(answers) as server, serving([model(server.port)], tls=tls(tmp_path)) as served:
+    async with scripted(respond) as server, serving([model(server.port)], tls=tls(tmp_path)) as served:
         async with tls_client(served.port, cert) as one:
             spoken = one.writer.get_extra_info("ssl_object")
             assert spoken.selected_alpn_protocol() == "http/1.1" and spoken.version() == "TLSv1.3"
@@ -99,7 +99,7 @@ async def test_a_handshake_that_is_not_finished_ends(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_leaving_ends_the_request(tmp_path: Path) -> None:
+async def test_a_disconnect_cancels_the_request(tmp_path: Path) -> None:
     cert, _ = certificate(tmp_path)
     left = asyncio.Event()
 
@@ -147,7 +147,7 @@ async def test_a_renewed_certificate_is_presented_and_connections_stay(tmp_path:
     first, _ = certificate(tmp_path, "first")
     old = shutil.copy(first, tmp_path / "old.pem")
     async with (
-        scripted(answers) as server,
+        scripted(respond) as server,
         serving([model(server.port)], tls=tls(tmp_path)) as served,
         tls_client(served.port, Path(old)) as stays,
     ):
@@ -178,7 +178,7 @@ async def test_a_broken_pair_is_not_taken(tmp_path: Path, broken: str, caplog: p
     good = tmp_path / "good"
     good.mkdir()
     shutil.copy(cert, good)
-    async with scripted(answers) as server, serving([model(server.port)], tls=tls(tmp_path)) as served:
+    async with scripted(respond) as server, serving([model(server.port)], tls=tls(tmp_path)) as served:
         if broken == "another key":
             other = tmp_path / "other"
             other.mkdir()
@@ -194,7 +194,7 @@ async def test_a_broken_pair_is_not_taken(tmp_path: Path, broken: str, caplog: p
         await _presents(served, cert, "second")
 
 
-def test_a_locked_key_asks_nobody(tmp_path: Path) -> None:
+def test_a_locked_key_does_not_prompt(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     command = ["openssl", "ec", "-in", str(key), "-aes128", "-passout", "pass:secret", "-out", str(tmp_path / "locked.pem")]
     subprocess.run(command, check=True, capture_output=True)
@@ -218,8 +218,8 @@ def test_real_clients(tmp_path: Path) -> None:
         assert (done.stdout, done.stderr) == ("1.1 0", "")
         http = openai.DefaultHttpxClient(verify=trusting(cert), trust_env=False)
         with openai.OpenAI(base_url=f"https://localhost:{running.data}/v1", api_key=KEY, http_client=http, max_retries=0) as sdk:
-            said = sdk.chat.completions.create(model="sim/one", messages=[{"role": "user", "content": "Hello"}])
-            assert said.choices[0].message.content
+            completion = sdk.chat.completions.create(model="sim/one", messages=[{"role": "user", "content": "Hello"}])
+            assert completion.choices[0].message.content
             stream = sdk.chat.completions.create(model="sim/one", messages=[{"role": "user", "content": "Hello"}], stream=True)
             assert len(list(stream)) > 2
         with socket.create_connection(("127.0.0.1", running.data)) as plain:
