@@ -24,9 +24,12 @@ PAGE = ROOT / "docs" / "reliability.md"
 BEGINNING = """\
 # Reliability
 
-What is done to the gateway, what has to hold then, and what was measured. `make faults` provokes each fault at its whole size and
-writes this page; `make test` provokes them at a size that an ordinary run can bear. After every fault three things are checked as well:
-whatever was begun was finished and recorded, once; nothing is in flight; no task, connection or descriptor is left.
+This page lets you check which faults the gateway was tested with, the expected results, and the measured ones.
+
+`make faults` injects each fault at full size and writes this page. `make test` injects them at a reduced size. After every fault three
+conditions are checked as well: every started request was finished and recorded once; no request is in flight; no task, connection or
+descriptor is left.
+[A soak](reliability-soak.md) mixes all faults for ten minutes.
 """
 NOTHING = "*not measured*"
 

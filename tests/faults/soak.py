@@ -220,11 +220,13 @@ def rendered(findings: Findings) -> str:
     """The page."""
     outcomes = ", ".join(f"{name} {count:,}" for name, count in findings.outcomes.most_common())
     lines = [
-        "# A soak of mixed faults",
+        "# Soak test",
         "",
-        f"`make soak`: {findings.seconds:g} seconds of {CLIENTS} clients against the whole gateway with two workers, whose servers",
-        "answer, refuse, fall silent, break off, abort, freeze and are killed, while clients leave at any moment and send what they",
-        "should not. Every answer was one that a client understands.",
+        "This page lets you check the gateway's memory and descriptors over a long run with mixed faults.",
+        "",
+        f"`make soak` ran {CLIENTS} clients for {findings.seconds:g} seconds against a gateway with two workers. The servers",
+        "respond, reject, stall, truncate, abort, freeze and are killed. The clients disconnect at any time and send invalid",
+        "requests. Every response was valid.",
         "",
         machine(),
         "",
@@ -232,7 +234,7 @@ def rendered(findings: Findings) -> str:
         f"- Outcomes: {outcomes}.",
         *[f"- **Missed:** {said}." for said in findings.unmet],
         "",
-        "| process | memory at first | at the end | slope over the second half | descriptors at first | most | at the end |",
+        "| process | initial memory | final memory | slope over the second half | initial descriptors | maximum | final |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, looks in findings.looks.items():

@@ -80,7 +80,7 @@ async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
             assert 400 <= reply.status < 500, name
             assert reply.error["code"] in ("invalid_json", "unsupported_media_type", "invalid_request", "request_too_large"), name
         assert server.requests == []
-    measured(f"{len(BODIES)} kinds of bodies: 4xx, none reached a server")
+    measured(f"{len(BODIES)} kinds of bodies: 4xx, no request reached a server")
 
 
 @pytest.mark.row(14)
@@ -94,7 +94,7 @@ async def test_no_body_holds_up_the_others(measured: Callable[[str], None]) -> N
                 if least[name] < STALL:
                     break
         assert {name: stall for name, stall in least.items() if stall > STALL} == {}
-    measured(f"longest stall {max(least.values()) * 1000:.1f} ms ({max(least, key=lambda name: least[name])})")
+    measured(f"longest delay {max(least.values()) * 1000:.1f} ms ({max(least, key=lambda name: least[name])})")
 
 
 async def _stall(served: Served, data: bytes) -> float:
@@ -251,7 +251,10 @@ async def test_no_forbidden_field_of_a_form_reaches_a_server(measured: Callable[
             reply = await ask(served.port, form(MODEL, _spelled('; name="prompt"'), FILE, path=path, chunks=cut))
             assert reply.status == 200, "a field that anybody may send"
         assert len(server.requests) == len(_FORMS) * len(_CUTS)
-    measured(f"{tried} forms with one of these fields, at {len(_ORDERS)} places, spelled in {len(_SPELLED)} ways: 400, none whole upstream")
+    measured(
+        f"{tried} forms with one of these fields, at {len(_ORDERS)} positions, written in {len(_SPELLED)} ways: "
+        "400, no complete form upstream"
+    )
 
 
 def _spelled(words: str) -> bytes:
@@ -322,7 +325,8 @@ async def test_no_url_of_the_inside_reaches_a_server(measured: Callable[[str], N
             tried += 1
         assert server.requests == []
     measured(
-        f"{tried} requests with a URL of the inside, in {len(_SHAPES)} shapes at {len(_PLACES_OF_PARTS)} places: 400, none reached a server"
+        f"{tried} requests with an internal URL, in {len(_SHAPES)} forms at {len(_PLACES_OF_PARTS)} positions: "
+        "400, no request reached a server"
     )
 
 

@@ -205,7 +205,7 @@ def test_slow_and_silent_clients_are_ended_and_others_do_not_notice(tmp_path: Pa
             told = ended([*silent, *heads, *bodies], 3 * longest + 60, trickle)
         took = time.monotonic() - since
         measured(
-            f"{count} silent connections, {count} slow heads, {len(bodies)} slow bodies: all ended after {took:.0f} s; "
+            f"{count} silent connections, {count} slow headers, {len(bodies)} slow bodies: all closed after {took:.0f} s; "
             f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
@@ -274,7 +274,9 @@ def test_slow_and_silent_clients_of_the_admin_port_are_ended(tmp_path: Path, pla
         assert told[: 2 * count] == [b""] * 2 * count
         assert [each.count(b"HTTP/1.1 200") for each in told[2 * count :]] == [1] * 2 * count
         wait_for(lambda: control(running).num_fds() <= before)
-    measured(f"admin {place}: {4 * count} silent connections, half heads and half bodies: all ended after {took:.0f} s, /livez answers")
+    measured(
+        f"admin {place}: {4 * count} silent connections, partial headers and partial bodies: all closed after {took:.0f} s, /livez responds"
+    )
 
 
 def _assert_alive(running: Gateway) -> None:
@@ -325,7 +327,8 @@ def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: byte
         assert "nobody caught" not in running.said and "Too many open files" not in running.said
         assert running.stop() == 0
     measured(
-        f"{count} connections to the admin port, {'half a head each' if head else 'silent'}: /livez answered, {most - before} were kept"
+        f"{count} connections to the admin port, {'partial headers each' if head else 'silent'}: "
+        f"/livez responded, {most - before} stayed open"
     )
 
 
@@ -344,7 +347,7 @@ def test_control_has_no_descriptor_left(tmp_path: Path, measured: Callable[[str]
         ended(held, 120)
         wait_for(lambda: alive(running))
         assert "nobody caught" not in running.said and 1 <= running.said.count("connections cannot be accepted") <= 20
-    measured("control's descriptors used up by 30 silent connections: all ended, /livez answers again")
+    measured("control's descriptors used up by 30 silent connections: all closed, /livez responds again")
 
 
 def _stream(tokens: int) -> bytes:
@@ -522,8 +525,9 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
             pass
         assert alone == [b"HTTP/1.1 200"], "what was taken was given back"
     measured(
-        f"{count} bodies of {limit // MiB} MiB at once, {framing}, with {budget // MiB} MiB for them: RSS grew by {growth / MiB:.0f} MiB, "
-        f"{refused} were refused"
+        f"{count} bodies of {limit // MiB} MiB at once, {framing}, with {budget // MiB} MiB of body_memory: "
+        f"RSS grew by {growth / MiB:.0f} MiB, "
+        f"{refused} were rejected"
     )
 
 
@@ -626,7 +630,7 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
         assert sorted(each.count(HELLO) for each in told) == sorted(source.sent) and len(told) == len(source.sent)
         assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
         assert in_flight(running, "beside") == 0 and running.workers() and "exited unexpectedly" not in running.said
-    measured("two days forth and back: 10 of 10 streams whole, every request served")
+    measured("clock moved two days forward and back: 10 of 10 streams whole, every request served")
 
 
 def _day(running: Gateway) -> str:

@@ -38,7 +38,7 @@ async def test_a_cut_at_any_byte_leaves_whole_events(end: End, measured: Callabl
             reply = await ask(served.port, request(chat(stream=True)))
             _check(reply, _events_before(at))
         assert network.accepted == len(cuts)
-    measured(f"{len(cuts)} places, {end.name.lower()}: 0 parts of events seen")
+    measured(f"{len(cuts)} positions, {end.name.lower()}: no partial event seen")
 
 
 def _events_before(at: int) -> int:
@@ -71,4 +71,4 @@ async def test_a_network_that_falls_silent_is_the_idle_deadline(measured: Callab
     ):
         reply = await asyncio.wait_for(ask(served.port, request(chat(stream=True))), 10)
         assert reply.status == 504 and reply.error["code"] == "upstream_timeout"
-    measured("a black hole: 504")
+    measured("no packets: 504")

@@ -151,7 +151,7 @@ async def test_death_before_the_first_event(measured: Callable[[str], None]) -> 
                 assert [(await ask(served.port, request())).status for _ in range(6)] == [200] * 6
                 assert served.value("retries_total", "tiny") <= 2 + time.monotonic() - since, "it is tried again after a second, at most"
         assert len(server.requests) == len(cases), "what may have run is not sent again"
-    measured(f"{len(cases)} deaths: 502 each, never a 200, none sent again; a refused connection: another server, 200")
+    measured(f"{len(cases)} crashes: 502 each, never a 200, no retry; a refused connection: another server, 200")
 
 
 @pytest.mark.row(4)
@@ -180,7 +180,7 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
                 after = await ask(served.port, request(chat(seed=7, simulate=QUICK)))
                 assert after.status == 200 and orjson.loads(after.body)["choices"] == wanted, "somebody else's bytes"
             assert served.value("server_failures_total", "tiny", "tiny#0", "idle_timeout") == 1
-    measured(f"idle timeout of {idle:g} s: told after {took:.2f} s; 20 requests after the thaw: each its own answer")
+    measured(f"idle timeout of {idle:g} s: reported after {took:.2f} s; 20 requests after the thaw: each got its own response")
 
 
 @pytest.mark.row(5)

@@ -68,7 +68,7 @@ async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Call
             replies = await asyncio.gather(*streams)
         assert await asyncio.to_thread(one.process.wait, 60) == 0
     assert sum(map(complete, replies)) == STREAMS == len(request_ids(one.log))
-    measured(f"SIGTERM under {STREAMS} streams that end inside the grace: 0 truncated")
+    measured(f"SIGTERM under {STREAMS} streams that finish within the drain time: 0 truncated")
 
 
 @pytest.mark.row(23)
@@ -81,7 +81,7 @@ async def test_streams_beyond_the_grace_get_the_error_frame(tmp_path: Path, meas
         assert await asyncio.to_thread(one.process.wait, 60) == 0
     assert [reply for reply in replies if not told(reply)] == []
     assert len(request_ids(one.log)) == STREAMS
-    measured(f"SIGTERM under {STREAMS} streams beyond the grace: every one ends with the error frame")
+    measured(f"SIGTERM under {STREAMS} streams beyond the drain time: each ends with the error event")
 
 
 @pytest.mark.row(23)
@@ -102,7 +102,7 @@ async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_p
                 served += 3
         assert await asyncio.to_thread(one.process.wait, 60) == 0
     assert time.monotonic() - began >= 8.0 and len(request_ids(one.log)) == served
-    measured(f"/readyz fails at once; {served} of {served} requests are served in the linger, each the last one of its connection")
+    measured(f"/readyz fails at once; {served} of {served} requests are served during linger, each as the last of its connection")
 
 
 @pytest.mark.row(23)
@@ -126,7 +126,7 @@ async def test_whoever_is_let_in_is_served(tmp_path: Path, workers: int, measure
             over.set()
     assert seen.keys() <= {"200", "refused"}, seen
     assert len(request_ids(one.log)) == seen["200"]
-    measured(f"SIGTERM while clients connect all the time, {workers} workers: every one of {seen['200']} that was let in was served")
+    measured(f"SIGTERM while clients connect all the time, {workers} workers: each of {seen['200']} accepted connections was served")
 
 
 async def outcome(port: int, data: bytes) -> str:
@@ -153,7 +153,7 @@ async def test_who_has_connected_and_says_nothing_does_not_hold_it_up(tmp_path: 
             one.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(one.process.wait, 60) == 0
             assert await silent.closed() and await slow.closed()
-    measured("SIGTERM with a client that has connected and says nothing: it is waited for for a second")
+    measured("SIGTERM with a connected, silent client: the worker waits for one second")
 
 
 def ports_of_clients(worker: int, port: int) -> set[int]:
@@ -191,7 +191,7 @@ async def test_streams_of_other_workers_live_when_one_is_killed(tmp_path: Path, 
             assert not any(reply.exception() is None and reply.result().whole for reply in cut)
             assert {each.pid for each in one.named("upstream.simulator")} == servers
             assert one.workers()[1] == before[1]
-    measured(f"a worker killed: all {len(others)} streams of the other one are whole; the next one is up after {restarted:.2f} s")
+    measured(f"a worker killed: all {len(others)} streams of the other worker are complete; the next worker is up after {restarted:.2f} s")
     assert restarted < BACK
 
 

@@ -55,7 +55,7 @@ async def test_an_error_as_the_first_event(measured: Callable[[str], None]) -> N
                 assert reply.status == status and (path == "/v1/messages" or reply.error["code"] == name)
                 assert served.value("requests_total", "tiny", path, str(status)) == counted + 1
                 assert served.value("server_failures_total", "tiny", "tiny#0", reason or "server_error") == failures + (reason is not None)
-    measured(f"{len(NAMED) * len(CASES)} cases: each its real status, those of 500 and more counted against the server")
+    measured(f"{len(NAMED) * len(CASES)} cases: each with its real status; those of 500 and more count as server failures")
 
 
 @pytest.mark.row(30)

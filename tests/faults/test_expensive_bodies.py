@@ -107,7 +107,7 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
             assert served.workers() == before, "the worker was replaced"
     late = sorted(times)[int(0.99 * (len(times) - 1))]
     measured(f"{name}: {sent[-1]} bodies from {CLIENTS} clients in {SECONDS:.0f} s; another client's "
-             f"{len(times)} requests: 99 of 100 within {late * 1000:.0f} ms, none lost")  # fmt: skip
+             f"{len(times)} requests: 99 of 100 within {late * 1000:.0f} ms, no request lost")  # fmt: skip
     assert late < BOUND * GENEROUS
 
 

@@ -140,7 +140,7 @@ async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str],
         for good in (sized(LENGTH), sized(CHUNKED, body=CHUNKS), spaces, chunked(b"00" + SIZE + b";a=b")):
             assert (await ask(served.port, good)).status == 200
         assert len(server.requests) == 4
-    measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400 and the end, 0 requests upstream")
+    measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400, connection closed, 0 requests upstream")
 
 
 async def _refused_behind(port: int, ahead: bytes, count: int, data: bytes, pause: float) -> None:
@@ -176,7 +176,7 @@ async def test_what_is_refused_waits_for_its_turn(ahead: str, pause: float, meas
         await asyncio.gather(*(_refused_behind(served.port, requests, count, data, pause) for data in AMBIGUOUS.values()))
         assert len(server.requests) == requests.count(b"POST ") * len(AMBIGUOUS)
         assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
-    measured(f"{len(AMBIGUOUS)} cases behind {ahead}: those answered, then 400 and the end")
+    measured(f"{len(AMBIGUOUS)} cases behind {ahead}: those answered, then 400, connection closed")
 
 
 @pytest.mark.row(13)
@@ -249,7 +249,7 @@ async def test_framing_without_end_is_refused(measured: Callable[[str], None]) -
             await asyncio.sleep(0.001)
         assert (await refused).status == 431 and sent < 2000
         assert server.requests == []
-    measured("chunks of a byte with 4,000 bytes of extension: refused")
+    measured("one-byte chunks with 4,000 bytes of extension: rejected")
 
 
 @pytest.mark.row(13)

@@ -126,7 +126,7 @@ async def test_answers_that_are_none(measured: Callable[[str], None]) -> None:
                 assert "set-cookie" not in reply.headers
         said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
         assert (await ask(served.port, request())).body == COMPLETION
-    measured(f"{len(ANSWERS)} malformed answers: each a 502, or cut where the answer had begun")
+    measured(f"{len(ANSWERS)} malformed responses: each a 502, or truncated if the response had started")
 
 
 @pytest.mark.row(29)
@@ -171,7 +171,7 @@ async def test_an_event_without_end(begun: bool, measured: Callable[[str], None]
             assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         assert sent[0] < 32 << 20 and grown < GROWTH
         await until(lambda: server.open == 0)
-    measured(f"an event without end: cut after {sent[0] >> 20} MiB had been sent, memory {max(grown, 0) >> 20} MiB larger")
+    measured(f"an endless event: truncated after {sent[0] >> 20} MiB, memory {max(grown, 0) >> 20} MiB larger")
 
 
 @pytest.mark.row(29)
@@ -200,7 +200,7 @@ async def test_an_error_that_trickles_is_cut(measured: Callable[[str], None]) ->
         took = time.monotonic() - since
         assert (reply.status, reply.error["code"]) == (500, "server_error")
         await until(lambda: server.open == 0)
-    measured(f"an error's body that trickles: told after {took:.0f} s")
+    measured(f"an error's body that trickles: reported after {took:.0f} s")
 
 
 @pytest.mark.row(29)

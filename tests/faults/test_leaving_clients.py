@@ -186,5 +186,5 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             async with client(served.port) as one:
                 reply = await one.ask(request(chat(seed=-1, top_k="none")))
                 assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")
-    measured(f"{LEAVING:,} clients left in {len(seen)} states; {len(took):,} requests ended at the server, "
+    measured(f"{LEAVING:,} clients disconnected in {len(seen)} states; {len(took):,} requests ended at the server, "
              f"p99 {p99 * 1000:.0f} ms later (most {took[-1] * 1000:.0f} ms); nothing left over")  # fmt: skip

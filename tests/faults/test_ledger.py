@@ -242,7 +242,9 @@ async def test_a_worker_that_is_killed_loses_no_row_and_names_what_it_had_under_
     assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
     told = 1 + len(seen.answered) + len(seen.refused)  # a worker that has just begun may know of no server yet
     assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - told - STREAMS <= CLIENTS
-    measured(f"kill -9 of a worker: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
+    measured(
+        f"kill -9 of a worker: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} recorded as lost"
+    )
 
 
 @pytest.mark.row(24)
@@ -260,4 +262,6 @@ async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Cal
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and len(lost) - STREAMS <= CLIENTS
-    measured(f"kill -9 of control: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} told as lost")
+    measured(
+        f"kill -9 of control: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} recorded as lost"
+    )

@@ -171,8 +171,8 @@ async def test_a_greedy_key_takes_nothing_from_the_others(size: int, measured: C
     lost = {who: 1 - unfair.share[who] / fair.share[who] for who in others}
     measured(
         f"one of 5 keys with {GREEDY} clients instead of {SLOTS // 2}, a queue of {size}: the others lose "
-        f"{sum(lost.values()) / len(lost):.1%} of their share, at most {max(lost.values()):.1%}; the greedy one has "
-        f"{unfair.share['greedy']:.1%} of the answers, and {len(unfair.refusals)} refusals"
+        f"{sum(lost.values()) / len(lost):.1%} of their share, at most {max(lost.values()):.1%}; the greedy key has "
+        f"{unfair.share['greedy']:.1%} of the responses, and {len(unfair.refusals)} refusals"
     )
     assert max(lost.values()) <= 0.1 if FULL else sum(lost.values()) / len(lost) <= 0.2, lost
 
@@ -190,6 +190,6 @@ async def test_a_greedy_key_does_not_fill_the_house(measured: Callable[[str], No
     turned_away = len(refused.refusals) / (refused.answered.total() + len(refused.refusals))
     assert turned_away <= (0.1 if FULL else 0.5)
     measured(
-        f"server.max_inflight alone, filled by one key before the others came: {turned_away:.1%} of their requests were refused, "
+        f"server.max_inflight alone, filled by one key before the others: {turned_away:.1%} of their requests were rejected, "
         f"{len(tally.refusals) / (tally.answered.total() + len(tally.refusals)):.0%} of its own"
     )

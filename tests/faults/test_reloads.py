@@ -187,7 +187,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
         assert set(seen[KEY].statuses) == {200}
         assert [worker.pid for worker in one.control.workers.statuses] == pids, "no worker was replaced"
     measured(
-        f"{RELOADS} reloads, {outcomes[False]} of them of bad files, under {STREAMS} streams and {seen[KEY].statuses[200]} requests: "
+        f"{RELOADS} reloads, {outcomes[False]} of invalid files, under {STREAMS} streams and {seen[KEY].statuses[200]} requests: "
         f"0 dropped, bytes equal; the workers grew by {grown:.1f} MiB in the second half"
     )
     assert not FULL or grown < 32, f"the workers have grown by {grown:.0f} MiB"
@@ -221,7 +221,7 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
                     times.append(await _taken_away(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
                     times.append(await _taken_away(one, f"team-{number}", "revoked", True, latter, fresh))
             assert set(seen[KEY].statuses) == {200}, "a key that nobody touched was refused"
-    measured(f"{len(times)} keys taken away under load: served for {max(times):.2f} s at most from then on; 0 false 401s")
+    measured(f"{len(times)} keys revoked under load: served for {max(times):.2f} s at most afterwards; 0 false 401s")
     assert max(times) < (1.0 if FULL else 5.0), times
 
 
@@ -260,7 +260,7 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
         assert time.time() >= end
         assert orjson.loads(refused.body)["error"]["code"] == "expired_api_key"
         assert set(seen[KEY].statuses) == {200}
-    measured("a hash that ends is refused from its moment on, without a reload")
+    measured("an expired hash is rejected immediately, without a reload")
 
 
 @pytest.mark.row(22)

@@ -45,8 +45,8 @@ def test_a_soak(tmp_path: Path, measured: Callable[[str], None]) -> None:
     seconds = 600 if FULL else 5
     findings = soak.soak(seconds, tmp_path)
     slopes = ", ".join(f"{name} {findings.slope(name):+.2f} MiB/min" for name in findings.looks)
-    measured(f"{seconds} s, {findings.sent:,} requests, {findings.recorded:,} records, in the end nothing in flight and no descriptor "
-             f"more; memory {slopes}")  # fmt: skip
+    measured(f"{seconds} s, {findings.sent:,} requests, {findings.recorded:,} records, at the end no request in flight and no additional "
+             f"descriptor; memory {slopes}")  # fmt: skip
     assert findings.unmet == []
     assert set(findings.looks) == {"control", "worker 0", "worker 1"}
     assert findings.outcomes["200"] and findings.outcomes["stream"] and findings.outcomes["left"]

@@ -105,7 +105,7 @@ async def test_only_the_tables_paths_lead_anywhere(measured: Callable[[str], Non
                 assert reply.status in (400, 404, 405, 431), (path, method, reply.status)
                 assert b"error" in reply.body and reply.headers["x-request-id"].startswith("req_")
         assert server.requests == []
-    measured(f"{len(PATHS)} paths, 4 methods: 400, 404 or 405, none reached a server")
+    measured(f"{len(PATHS)} paths, 4 methods: 400, 404 or 405, no request reached a server")
 
 
 BAD_HOSTS = [
@@ -143,7 +143,7 @@ async def test_the_host_decides_nothing(measured: Callable[[str], None]) -> None
             assert reply.status == (400 if host in BAD_HOSTS else 200), host
         assert len(server.requests) == len(STRANGE_HOSTS)
         assert all(b"evil" not in each.head and b"/pause" not in each.head for each in server.requests)
-    measured(f"{len(BAD_HOSTS)} that are none: 400 on every route; {len(STRANGE_HOSTS)} strange ones: the path alone decides")
+    measured(f"{len(BAD_HOSTS)} invalid ones: 400 on every route; {len(STRANGE_HOSTS)} unusual ones: only the path matters")
 
 
 # Keys
@@ -208,7 +208,7 @@ async def test_every_route_asks_for_its_key(measured: Callable[[str], None]) -> 
                     assert b"tiny" not in reply.body or reply.status == 404
                     asked += 1
         assert server.requests == []
-    measured(f"{asked} requests on every route: 401, 404, or 400 for two keys; none reached a server")
+    measured(f"{asked} requests on every route: 401, 404, or 400 for two keys; no request reached a server")
 
 
 @pytest.mark.row(18)
@@ -283,7 +283,7 @@ async def test_only_named_headers_pass(measured: Callable[[str], None]) -> None:
         assert all(set(reply.headers) <= TO_CLIENT for reply in replies), {name for reply in replies for name in reply.headers}
         ids = [reply.headers["x-request-id"] for reply in replies]
         assert len(set(ids)) == len(ids) and {seen.header("x-request-id") for seen in server.requests} == set(ids)
-    measured(f"{len(SMUGGLED)} headers: the server saw {len(TO_SERVER)} names at most, the client {len(TO_CLIENT)}; every id its own")
+    measured(f"{len(SMUGGLED)} headers: the server saw {len(TO_SERVER)} header names at most, the client {len(TO_CLIENT)}; all IDs unique")
 
 
 @pytest.mark.row(19)
@@ -332,7 +332,7 @@ async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callab
         assert grown < 16 * 1024 * 1024, f"{grown} bytes"
         assert server.requests == [] and served.value("auth_failures_total", "invalid") >= STRANGE // 2
         served.context.started = 0
-    measured(f"{STRANGE:,} names and keys: 0 series more, {grown / 1024 / 1024:.1f} MiB more resident")
+    measured(f"{STRANGE:,} names and keys: 0 new series, {grown / 1024 / 1024:.1f} MiB more resident")
 
 
 async def _strangers(served: Served, first: int, last: int) -> None:

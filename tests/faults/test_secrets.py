@@ -136,7 +136,7 @@ def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == []
     lines = len(places["stdout"].splitlines())
     assert b'"request":{' in places["stdout"], "and the shapes of bodies are there"
-    measured(f"{len(places)} places searched after {lines} requests at log level debug: 0 hits")
+    measured(f"{len(places)} outputs searched after {lines} requests at log level debug: 0 hits")
     assert KEY.encode() not in places["stdout"]
 
 
@@ -169,4 +169,4 @@ async def test_no_canary_in_a_trace(formatter: Callable[[str], logging.Formatter
     text = written.getvalue()
     assert "ValueError" in text and "test_secrets.py" in text, "the trace is there"
     assert CANARY not in text
-    measured(f"{text.count('ValueError')} forced traces: their kinds and places, 0 hits")
+    measured(f"{text.count('ValueError')} forced tracebacks: types and positions only, 0 hits")

@@ -42,7 +42,7 @@ async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> 
             assert one.context.started == STREAMS
             assert one.context.inflight.in_flight == 0 and not one.context.deadlines
             assert [server.in_flight for server in one.worker.fleet] == [0]
-    measured(f"{STREAMS:,} streams, cut at random by server and network: equal, and never half an event")
+    measured(f"{STREAMS:,} streams, cut at random by server and network: equal bytes, no partial event")
 
 
 _BLANK = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r)")
@@ -69,4 +69,4 @@ def test_any_bytes_through_the_splitter(measured: Callable[[str], None]) -> None
         held = splitter.take()
         assert given + held == text
         assert not _BLANK.search(held.replace(b"\r\n", b"\n")), "a whole event was held back"
-    measured(f"{TEXTS:,} texts of line ends through the splitter: nothing lost, 0 crashes")
+    measured(f"{TEXTS:,} texts of line ends through the splitter: no byte lost, 0 crashes")
