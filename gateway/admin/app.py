@@ -54,7 +54,7 @@ class Overview(Protocol):
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         """What the ledger answers to a question in words; None: there is no ledger.
 
-        Raises QueryError, and DatabaseUnavailableError where its database does not answer.
+        Raises QueryError, and DatabaseUnavailableError where its database does not respond.
         """
 
     async def keys(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         except QueryError as error:
             return _error(str(error), 400)
         except DatabaseUnavailableError as error:
-            return _error(f"the ledger's database does not answer: {error}", 503)
+            return _error(f"the ledger's database does not respond: {error}", 503)
         return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
 
     async def keys(_: Request) -> Response:

@@ -89,7 +89,7 @@ ROUTES = (
     Described(
         "/usage",
         "What the ledger answers to a question; `vllm-gateway usage --help` explains its words.",
-        {200: "the rows", 400: "no such question", 404: "no ledger is configured", 503: "the ledger's database does not answer"},
+        {200: "the rows", 400: "no such question", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         (JSON,),
         queries=("by", "since", "until", "key", "team", "model"),
     ),

@@ -261,7 +261,7 @@ def usage(
     except QueryError as error:
         return say_error(str(error), BAD_USAGE)
     except DatabaseUnavailableError as error:
-        return say_error(f"the ledger's database does not answer: {error}", FAILED)
+        return say_error(f"the ledger's database does not respond: {error}", FAILED)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The ledger: a row for each request, kept where it can be billed from.
+"""The ledger: a row for each request, stored where it can be billed from.
 
-The way of a row: a worker appends it to its journal (``journal``, ``books``), in shared memory; a thread of control moves what
-the journals hold into the spool on disk (``spool``); another one writes the spool into the database (``store``, ``writer``).
-A row is let go of in one place only when it is safe in the next, and is known by its request's id, so it may arrive
-twice and is kept once.
+A worker appends a row to its journal in shared memory (``recorder``, ``journal``). One thread of control moves the rows to the
+spool on disk (``spool``); another one writes the spool to the database (``store``, ``writer``). A row is deleted in one place only
+when it is safe in the next. It is identified by its request's id, so it may arrive twice and is stored once. Nothing here delays a
+request. Start with ``row``, then ``writer``.
 """

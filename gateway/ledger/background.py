@@ -1,4 +1,4 @@
-"""Work that may take long or for ever, beside the loop, on a thread that keeps no process from ending."""
+"""Run work that may block for long beside the event loop, on a thread that does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
-    """What ``work`` returns, or raises. Raises DatabaseUnavailableError when it takes longer; it is then left to itself.
+    """Return what ``work`` returns, or raise what it raises. Raises DatabaseUnavailableError after ``seconds``; the work then
+    continues.
 
-    asyncio's own threads are waited for when the interpreter ends, which a database that hangs would hold up.
+    The interpreter waits for asyncio's own threads when it exits, which a hanging database would block.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
         try:
-            tell = partial(outcome.set_result, work())
-        except Exception as error:  # noqa: BLE001  whoever waits gets it
-            tell = partial(outcome.set_exception, error)
+            report = partial(outcome.set_result, work())
+        except Exception as error:  # noqa: BLE001  the caller gets it
+            report = partial(outcome.set_exception, error)
         with suppress(RuntimeError):  # the loop is gone
-            loop.call_soon_threadsafe(lambda: outcome.done() or tell())
+            loop.call_soon_threadsafe(lambda: outcome.done() or report())
 
-    threading.Thread(target=run, name="ledger-answer", daemon=True).start()
+    threading.Thread(target=run, name="ledger-query", daemon=True).start()
     try:
         async with asyncio.timeout(seconds):
             return await outcome
     except TimeoutError:
-        raise DatabaseUnavailableError(f"no answer within {seconds:g} s") from None
+        raise DatabaseUnavailableError(f"no response within {seconds:g} s") from None

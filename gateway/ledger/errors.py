@@ -1,15 +1,15 @@
-"""What can go wrong with the ledger."""
+"""Errors of the ledger."""
 
 from __future__ import annotations
 
 
 class DatabaseUnavailableError(Exception):
-    """The database does not answer or takes nothing at the moment; the text says why."""
+    """The database does not respond or accepts no rows; the text says why."""
 
 
 class QueryError(Exception):
-    """A question cannot be answered; the text tells the operator why."""
+    """A query is invalid; the text tells the operator why."""
 
 
 class SpoolLockedError(Exception):
-    """Another gateway has the spool's folder."""
+    """Another gateway uses the spool's folder."""

@@ -1,13 +1,12 @@
-"""Rows in shared memory: a worker appends, control reads, neither waits for the other.
+"""Keep rows in shared memory: a worker appends, control reads, neither waits for the other.
 
-A journal is an anonymous memory file that control makes and a worker inherits; it belongs to the worker's number and not to its
-process, so what a worker had written when it was killed is read as if nothing had happened. It has two parts. The ring
-holds the rows of requests that are over, until control has them on disk. The slots hold one row for each request that
-is under way, as it is to be kept if its worker dies.
+Control creates an anonymous memory file, which a worker inherits. It belongs to the number of the worker, not to the process, so
+the rows of a killed worker are still read. The ring holds the rows of finished requests until control has them on disk. The slots
+hold one row for each open request, as it is stored if the worker dies.
 
-The rules: one writer and one reader; a frame is whole before the mark that makes it visible is moved, or shows by its checksum that
-it is not; a row leaves the ring when the reader says that it is safe elsewhere; when there is no room a row is dropped and
-counted, and nobody waits.
+The rules: one writer and one reader. A frame is complete before the mark that makes it visible is moved, or its checksum shows that
+it is not. A row leaves the ring when the reader says that it is safe elsewhere. If there is no space, a row is dropped and counted,
+and nothing waits.
 
 Layout: 8 marks of u64 (bytes ever appended, bytes ever released, rows dropped, the ring's bytes, the number of slots, rows ever
 appended, rows ever released, one unused), the ring, the slots.
@@ -23,10 +22,10 @@ from dataclasses import dataclass
 from gateway.ledger.row import HEAD, frame, frames
 
 RING = 16 * 1024 * 1024
-"""Bytes of rows that may wait for control: some 60,000 rows."""
+"""Bytes of rows that may wait for control: about 60,000 rows."""
 
 SLOT, SLOTS = 1024, 8192
-"""Bytes of a slot, and how many requests under way have one; memory is used only for those that ever were."""
+"""Bytes of a slot, and the number of slots for open requests. Only slots that were used take memory."""
 
 _MARKS = 64
 _APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT, _ROWS_APPENDED, _ROWS_RELEASED = range(7)
@@ -35,7 +34,7 @@ _EMPTY = bytes(HEAD.size)
 
 @dataclass(frozen=True, slots=True)
 class JournalBatch:
-    """What a look at the ring found: whole frames, how many rows they are, and the mark to release once they are safe."""
+    """Whole frames from the ring, the number of their rows, and the mark to release once they are safe."""
 
     data: bytes
     rows: int
@@ -43,7 +42,7 @@ class JournalBatch:
 
 
 class Journal:
-    """One journal, mapped. ``fd`` is what a child process inherits."""
+    """One journal, mapped. ``fd`` is inherited by a child process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -57,7 +56,7 @@ class Journal:
 
     @classmethod
     def create(cls, name: str, ring: int = RING, slots: int = SLOTS) -> Journal:
-        """A new, empty journal."""
+        """Create an empty journal."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, _MARKS + ring + slots * SLOT)
         os.pwrite(fd, struct.pack("<5Q", 0, 0, 0, ring, slots), 0)
@@ -72,7 +71,7 @@ class Journal:
     # The worker's side
 
     def append(self, payload: bytes) -> None:
-        """Keep a row; without room it is dropped and counted."""
+        """Append a row; without space it is dropped and counted."""
         framed = frame(payload)
         marks, before, ring = self._marks, self._appended, self._ring
         after = before + len(framed)
@@ -80,17 +79,17 @@ class Journal:
             marks[_DROPPED] += 1
             return
         start = _MARKS + before % ring
-        room = _MARKS + ring - start
-        if len(framed) <= room:
+        space = _MARKS + ring - start
+        if len(framed) <= space:
             self._view[start : start + len(framed)] = framed
         else:
-            self._view[start : start + room] = framed[:room]
-            self._view[_MARKS : _MARKS + len(framed) - room] = framed[room:]
+            self._view[start : start + space] = framed[:space]
+            self._view[_MARKS : _MARKS + len(framed) - space] = framed[space:]
         self._appended = marks[_APPENDED] = after
-        marks[_ROWS_APPENDED] += 1  # one too few for ever in a process that is killed just before this: see ``waiting_rows``
+        marks[_ROWS_APPENDED] += 1  # one too few forever if the process is killed just before this: see ``waiting_rows``
 
     def open_slot(self, payload: bytes) -> int | None:
-        """Keep a row for the case that this process dies; returns its slot. None: there is no room, and it is not kept."""
+        """Store a row in case this process dies, and return its slot. None: there is no space, and it is not stored."""
         framed = frame(payload)
         if not self._free or len(framed) > SLOT:
             return None
@@ -100,7 +99,7 @@ class Journal:
         return slot
 
     def clear_slot(self, slot: int) -> None:
-        """The request is over, and its row appended."""
+        """Clear the slot of a request whose row is appended."""
         start = self._first_slot + slot * SLOT
         self._view[start : start + HEAD.size] = _EMPTY
         self._free.append(slot)
@@ -109,21 +108,21 @@ class Journal:
 
     @property
     def dropped(self) -> int:
-        """Rows for which there was no room."""
+        """Number of rows dropped for lack of space."""
         return self._marks[_DROPPED]
 
     @property
     def waiting_rows(self) -> int:
-        """Rows in the ring: appended and not released."""
+        """Number of rows in the ring: appended and not released."""
         return max(self._marks[_ROWS_APPENDED] - self._marks[_ROWS_RELEASED], 0)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of those rows."""
+        """Bytes of the rows in the ring."""
         return self._marks[_APPENDED] - self._marks[_RELEASED]
 
     def read(self) -> JournalBatch:
-        """Everything that has been appended and not released."""
+        """Return everything that was appended and not released."""
         released, ring = self._marks[_RELEASED], self._ring
         size = self._marks[_APPENDED] - released
         start = released % ring
@@ -134,25 +133,28 @@ class Journal:
         whole = sum(map(len, payloads)) + HEAD.size * len(payloads)
         return JournalBatch(data[:whole], len(payloads), released + whole)
 
-    def release(self, reading: JournalBatch) -> None:
-        """What was read is safe."""
-        self._marks[_RELEASED] = reading.end
-        self._marks[_ROWS_RELEASED] += reading.rows
+    def release(self, batch: JournalBatch) -> None:
+        """Release a batch that is safe elsewhere."""
+        self._marks[_RELEASED] = batch.end
+        self._marks[_ROWS_RELEASED] += batch.rows
 
     def open_rows(self) -> list[bytes]:
-        """The rows of the requests that are under way; of a process that is gone, those that died with it."""
+        """Return the rows of open requests; after a crash, those that died with the process."""
         return [
-            payload for place in self._slot_offsets() if self._is_open(place) for payload in frames(bytes(self._view[place : place + SLOT]))
+            payload
+            for offset in self._slot_offsets()
+            if self._is_open(offset)
+            for payload in frames(bytes(self._view[offset : offset + SLOT]))
         ]
 
     def _slot_offsets(self) -> range:
         return range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
 
-    def _is_open(self, place: int) -> bool:
-        return self._view[place : place + HEAD.size] != _EMPTY
+    def _is_open(self, offset: int) -> bool:
+        return self._view[offset : offset + HEAD.size] != _EMPTY
 
     def clear_slots(self) -> None:
-        """Empty the slots of a process that is gone, for the next one."""
-        for place in self._slot_offsets():
-            if self._is_open(place):
-                self._view[place : place + HEAD.size] = _EMPTY
+        """Clear the slots of a process that has ended, for its successor."""
+        for offset in self._slot_offsets():
+            if self._is_open(offset):
+                self._view[offset : offset + HEAD.size] = _EMPTY

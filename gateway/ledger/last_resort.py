@@ -1,7 +1,7 @@
-"""Rows that can be stored nowhere when a process ends: they are written to standard error, one JSON object on each line.
+"""Write rows that can be stored nowhere when a process ends to standard error, one JSON object on each line.
 
-The rule: no row is lost silently. A row holds neither prompts nor responses (see ``row.Row``), so a line shows no more than the
-access log and, where the configuration asks for them, ``user`` and ``metadata``.
+The rule: no row is lost silently. A row contains neither prompts nor responses (see ``row.UsageRow``), so a line shows no more than
+the access log and, if configured, ``user`` and ``metadata``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("vllm_gateway.ledger")
 
 
 def write_out(payloads: Sequence[bytes], stream: TextIO) -> None:
-    """Write each row as ``{"ledger_row": {…}}``, with the names of ``UsageRow``'s fields. A payload that is no row is left out."""
+    """Write each row as ``{"ledger_row": {…}}``, with the names of ``UsageRow``'s fields. Invalid payloads are omitted."""
     _log.error("%d rows of the ledger cannot be stored, neither in its spool nor in its database; each follows as JSON", len(payloads))
     with suppress(OSError, ValueError):  # standard error is closed, or its disk is full as well
         for payload in payloads:

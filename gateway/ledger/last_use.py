@@ -1,6 +1,6 @@
-"""When each entry of keys was used last, from the ledger's table.
+"""Read from the ledger when each entry of keys was last used.
 
-Reading only: a look into the index for each entry, so that a table of any size answers; of an entry for tokens, the rows of its subjects.
+One index look-up for each entry, so a table of any size responds. An entry for tokens counts the rows of its subjects.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason
 
 
-def last_use(way: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dict[str, datetime]:
-    """By id, when each of these entries was used last; one that never was is not there. Raises DatabaseUnavailableError."""
+def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dict[str, datetime]:
+    """Return by id when each of these entries was last used; unused entries are absent. Raises DatabaseUnavailableError."""
     try:
-        with way.connect() as connection:
+        with engine.connect() as connection:
             if not inspect(connection).has_table(USAGE.name):
                 return {}
             found = ((key, connection.execute(_newest(key, key in of_tokens)).scalar()) for key in keys)
@@ -38,22 +38,22 @@ def _newest(key: str, of_tokens: bool) -> Select[Any]:
     return select(func.max(USAGE.c.time)).where(or_(own, of_subjects) if of_tokens else own)
 
 
-def known_last_use(way: Engine, config: Config) -> LastUse:
-    """The last use of a configuration's entries, or why it is not known."""
+def known_last_use(engine: Engine, config: Config) -> LastUse:
+    """Return the last use of a configuration's entries, or why it is unknown."""
     try:
-        return LastUse(last_use(way, [key.id for key in config.keys], token_entries(config)))
+        return LastUse(last_use(engine, [key.id for key in config.keys], token_entries(config)))
     except DatabaseUnavailableError as error:
-        return LastUse(unknown=f"the ledger's database does not answer: {error}")
+        return LastUse(unknown=f"the ledger's database does not respond: {error}")
 
 
 def read_last_use(config: Config, beside: Path) -> LastUse:
-    """As ``known_last_use``, of a configuration that has a ledger and is in the folder ``beside``."""
-    assert config.ledger is not None, "there is no ledger to be asked"
+    """Do the same for a configuration with a ledger, in the folder ``beside``."""
+    assert config.ledger is not None, "there is no ledger"
     url = database_url(config.ledger.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        return LastUse(unknown="the ledger's database is not there yet")  # asking would make the file
-    way = create_database_engine(url)
+        return LastUse(unknown="the ledger's database does not exist yet")  # a query would create the file
+    engine = create_database_engine(url)
     try:
-        return known_last_use(way, config)
+        return known_last_use(engine, config)
     finally:
-        way.dispose()
+        engine.dispose()

@@ -1,4 +1,4 @@
-"""Usage for people and for programs: a table with bars, CSV, JSON."""
+"""Print usage for people and for programs: a table with bars, CSV, JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion
 
 
 def as_json(report: UsageReport, console: Console) -> None:
+    """Print the report as JSON."""
     console.file.write(json.dumps(report.document(), indent=2) + "\n")
 
 
 def as_csv(report: UsageReport, console: Console) -> None:
-    """A line for each sum; what is not known is empty."""
+    """Print a line for each sum; unknown values are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*report.query.by, *_MEASURES])
@@ -40,7 +41,7 @@ def _plain(number: float | None) -> str | float | None:
 
 
 def as_table(report: UsageReport, console: Console) -> None:
-    """For a terminal: a bar shows each line's share of the largest one's tokens. The cost is there when any model has a price."""
+    """Print a table: a bar shows each line's share of the largest one's tokens. Costs appear if any model has a price."""
     query = report.query
     console.print(f"usage from {query.since:%Y-%m-%d %H:%M} to {query.until:%Y-%m-%d %H:%M} UTC", style="dim")
     if not report.sums:
@@ -60,7 +61,7 @@ def as_table(report: UsageReport, console: Console) -> None:
         table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
     console.print(table)
     if any(each.estimated for each in report.sums):
-        console.print("~ some of the completion tokens are estimated: those of streams that broke off", style="dim")
+        console.print("~ some of the completion tokens are estimated: those of truncated streams", style="dim")
 
 
 def _numbers(each: UsageSum) -> list[str]:
@@ -74,7 +75,7 @@ def _cost(each: UsageSum, decimals: int) -> str:
 
 
 def cost_decimals(costs: Iterable[float]) -> int:
-    """How many decimals a column of costs needs so that the smallest shows two digits: 2 to 9, as the ledger counts billionths."""
+    """Return the decimals of a column of costs so that the smallest shows two digits: 2 to 9, as the ledger counts billionths."""
     smallest = min((cost for cost in costs if cost > 0), default=1.0)
     return min(max(_DECIMALS[0], 1 - math.floor(math.log10(smallest))), _DECIMALS[1])
 
@@ -84,4 +85,4 @@ def _tokens(each: UsageSum) -> int:
 
 
 FORMATS: Mapping[str, Callable[[UsageReport, Console], None]] = {"table": as_table, "csv": as_csv, "json": as_json}
-"""How usage may be printed."""
+"""The output formats of usage."""

@@ -1,6 +1,6 @@
-"""What operators ask the ledger: sums over a time, by whatever they like to see apart.
+"""Query the ledger: sums over a time, grouped by the dimensions that an operator names.
 
-Reading only. Days are UTC's; a time is from its beginning up to, and without, its end.
+Nothing is written. Days are UTC's; a time range includes its start and excludes its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason
 
 DIMENSIONS = ("key", "team", "model", "day", "server")
-"""What sums may be by."""
+"""What sums may be grouped by."""
 
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
@@ -34,8 +34,10 @@ _HALF = 2**32
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """What is asked: sums by these dimensions over a time, of one key, team or model or of all. Subjects of tokens belong to the key
-    that their entry has."""
+    """A query: sums by these dimensions over a time, of one key, team or model or of all.
+
+    Subjects of tokens belong to the key of their entry.
+    """
 
     by: tuple[str, ...]
     since: datetime
@@ -47,9 +49,9 @@ class UsageQuery:
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """One line of an answer. ``group`` is in the order of the question's dimensions; ``cost`` None: no request had a price.
+    """One line of a report. ``group`` is in the order of the query's dimensions; ``cost`` None: no request had a price.
 
-    ``incomplete`` and ``estimated`` are requests, among them those whose tokens are an estimate.
+    ``incomplete`` and ``estimated`` are requests; the latter are those with estimated tokens.
     """
 
     group: tuple[str | None, ...]
@@ -65,20 +67,20 @@ class UsageSum:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """The sums, the largest number of tokens first; by day, in the order of the days."""
+    """The sums, the largest number of tokens first; grouped by day, in the order of the days."""
 
     query: UsageQuery
     sums: Sequence[UsageSum]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the report as JSON."""
         query = self.query
         rows = [{**dict(zip(query.by, each.group, strict=True)), **_without_group(each)} for each in self.sums]
         return {"since": query.since.isoformat(), "until": query.until.isoformat(), "by": list(query.by), "usage": rows}
 
 
 def parse_report(document: Mapping[str, Any]) -> UsageReport:
-    """The answer that a document, as a gateway gives it, holds."""
+    """Parse the report in a document of a gateway."""
     by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
     sums = [UsageSum(tuple(row.pop(part) for part in by), **row) for row in map(dict, document["usage"])]
     return UsageReport(UsageQuery(by, since, until), sums)
@@ -89,7 +91,7 @@ def _without_group(each: UsageSum) -> dict[str, Any]:
 
 
 def parse_query(words: Mapping[str, str], now: datetime) -> UsageQuery:
-    """A question from words: ``by``, ``since``, ``until``, ``key``, ``team``, ``model``. Raises QueryError."""
+    """Parse a query from the parameters ``by``, ``since``, ``until``, ``key``, ``team``, ``model``. Raises QueryError."""
     known = ("by", "since", "until", "key", "team", "model")
     for word in words:
         if word not in known:
@@ -98,51 +100,51 @@ def parse_query(words: Mapping[str, str], now: datetime) -> UsageQuery:
     for part in by:
         if part not in DIMENSIONS:
             raise QueryError(
-                f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose of {', '.join(DIMENSIONS)}"
+                f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose from {', '.join(DIMENSIONS)}"
             )
     since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
     if since >= until:
-        raise QueryError("the time ends before it begins")
-    named = {what: words.get(what) for what in ("key", "team", "model")}
-    for what, name in named.items():
-        if name is not None and "\0" in name:  # PostgreSQL's texts cannot hold it
+        raise QueryError("the time ends before it starts")
+    names = {what: words.get(what) for what in ("key", "team", "model")}
+    for what, name in names.items():
+        if name is not None and "\0" in name:  # PostgreSQL text cannot contain it
             raise QueryError(f"no {what} has a NUL in its name")
-    return UsageQuery(by, since, until, **named)
+    return UsageQuery(by, since, until, **names)
 
 
 def _instant(text: str, now: datetime) -> datetime:
     """Return the time that a text names, in UTC: a date, a month, a time, a day by its name, or so long before ``now``."""
     now = now.astimezone(UTC)
     midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
-    named = {"today": midnight, "yesterday": midnight - timedelta(days=1), "this-month": midnight.replace(day=1)}
+    names = {"today": midnight, "yesterday": midnight - timedelta(days=1), "this-month": midnight.replace(day=1)}
     try:
-        if text in named:
-            return named[text]
+        if text in names:
+            return names[text]
         if _DURATION.fullmatch(text):
             return now - timedelta(seconds=parse_duration(text))
         made = datetime.fromisoformat(f"{text}-01" if _MONTH.fullmatch(text) else text)
         return made.astimezone(UTC) if made.tzinfo else made.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         raise QueryError(
-            f"{text} is no date such as 2027-01-01, no month such as 2027-01, no time such as 2027-01-01T12:00:00Z, "
-            f"no duration such as 7d, and none of {', '.join(named)}"
+            f"{text} is not a time: use a date such as 2027-01-01, a month such as 2027-01, a time such as 2027-01-01T12:00:00Z, "
+            f"a duration such as 7d, or {', '.join(names)}"
         ) from None
 
 
-def run_query(way: Engine, asked: UsageQuery) -> UsageReport:
-    """Ask the database. Raises DatabaseUnavailableError."""
-    groups = [USAGE.c[name] for name in asked.by]
-    statement = select(*groups, *_totals()).where(*_conditions(asked)).group_by(*groups)
+def run_query(engine: Engine, query: UsageQuery) -> UsageReport:
+    """Query the database. Raises DatabaseUnavailableError."""
+    groups = [USAGE.c[name] for name in query.by]
+    statement = select(*groups, *_totals()).where(*_conditions(query)).group_by(*groups)
     try:
-        with way.connect() as connection:
+        with engine.connect() as connection:
             if not inspect(connection).has_table(USAGE.name):
-                return UsageReport(asked, ())
+                return UsageReport(query, ())
             found = connection.execute(statement).all()
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
     width = len(groups)
     sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found]
-    return UsageReport(asked, sorted(sums, key=lambda each: _order(asked, each)))
+    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)))
 
 
 def _totals() -> tuple[ColumnElement[Any], ...]:
@@ -152,19 +154,19 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
         func.count(USAGE.c.incomplete),
         func.sum(cast(USAGE.c.estimated, Integer)),
         *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
-        func.sum(USAGE.c.cost_nano // _HALF),  # in two parts: a sum of whole numbers ends at 64 bits in SQLite
+        func.sum(USAGE.c.cost_nano // _HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
         func.sum(USAGE.c.cost_nano % _HALF),
     )
 
 
-def _conditions(asked: UsageQuery) -> list[ColumnElement[bool]]:
-    conditions = [USAGE.c.time >= asked.since, USAGE.c.time < asked.until]
-    conditions += [USAGE.c[name] == value for name, value in (("team", asked.team), ("model", asked.model)) if value is not None]
-    return conditions if asked.key is None else [*conditions, or_(*rows_of(asked.key))]
+def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
+    conditions = [USAGE.c.time >= query.since, USAGE.c.time < query.until]
+    conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
+    return conditions if query.key is None else [*conditions, or_(*rows_of(query.key))]
 
 
 def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
-    """Which rows are a key's: its own, and those of the subjects behind its entry, ``key/…``."""
+    """Yield conditions for the rows of a key: its own, and those of its entry's subjects, ``key/…``."""
     yield USAGE.c.key == key
     yield USAGE.c.key.startswith(f"{key}/", autoescape=True)
 
@@ -180,18 +182,20 @@ def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> UsageSum:
     return UsageSum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
 
 
-def _order(asked: UsageQuery, each: UsageSum) -> tuple[Any, ...]:
-    day = each.group[asked.by.index("day")] if "day" in asked.by else ""
+def _order(query: UsageQuery, each: UsageSum) -> tuple[Any, ...]:
+    day = each.group[query.by.index("day")] if "day" in query.by else ""
     return day, -(each.prompt_tokens + each.completion_tokens), tuple(part or "" for part in each.group)
 
 
 def query_ledger(settings: conf.Ledger, beside: Path, words: Mapping[str, str]) -> UsageReport:
-    """Ask the ledger of a configuration in the folder ``beside``. Raises QueryError and DatabaseUnavailableError."""
-    asked, url = parse_query(words, datetime.now(UTC)), database_url(settings.url.get_secret_value(), beside)
+    """Query the ledger of a configuration in the folder ``beside``. Raises QueryError and DatabaseUnavailableError."""
+    query, url = parse_query(words, datetime.now(UTC)), database_url(settings.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        raise DatabaseUnavailableError(f"there is no file {url.database}; the gateway makes it with its first row")  # asking would make it
-    way = create_database_engine(url)
+        raise DatabaseUnavailableError(
+            f"there is no file {url.database}; the gateway creates it with its first row"
+        )  # a query would create it
+    engine = create_database_engine(url)
     try:
-        return run_query(way, asked)
+        return run_query(engine, query)
     finally:
-        way.dispose()
+        engine.dispose()

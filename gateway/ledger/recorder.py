@@ -1,7 +1,7 @@
-"""A worker's side of the ledger: what a request's row says, kept from its start to its end.
+"""Record usage in a worker: what a request's row says, from its start to its end.
 
-The rule: a request never waits for the ledger. A row is a few hundred bytes that are put into shared memory; when control does
-not take them, they are dropped and counted there.
+The rule: a request never waits for the ledger. A row is a few hundred bytes in shared memory. If control does not read them in
+time, rows are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gateway.ledger.spool import save
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
 
-_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; behind another backslash it is six characters of a text
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
 
 
 class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request under way: its slot, the prices of its snapshot, and what its body said for the ledger."""
+    """An open request: its slot, the prices of its snapshot, and what its body says for the ledger."""
 
     slot: int | None
     prices: Mapping[str, tuple[float, float] | None]
@@ -38,7 +38,7 @@ class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Recorder:
-    """The rows of one worker."""
+    """Records the rows of one worker."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -47,12 +47,12 @@ class Recorder:
         self._with_user = self._with_metadata = False
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Write by this snapshot's prices from now on; what is under way keeps those that it began with."""
+        """Use this snapshot's prices for new requests. Open requests keep theirs."""
         self._prices = {model.id: model.price for model in snapshot.models}
         self._with_user, self._with_metadata = snapshot.ledger_user, snapshot.ledger_metadata
 
     def start_request(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
-        """A request will use its model: were this process to die, control would know."""
+        """Store a row for a request that starts, in case this process dies before the request ends."""
         row = encode(UsageRow(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
         self._open[id] = _OpenRequest(
             self._journal.open_slot(row),
@@ -62,17 +62,17 @@ class Recorder:
         )
 
     def record_request(self, record: RequestRecord) -> None:
-        """A request is over. Those of no known key, and of routes that use no model, have no row."""
-        under = self._open.pop(record.id, None)
+        """Append the row of a finished request. A request without a known key, or of a route without a model, has no row."""
+        open_request = self._open.pop(record.id, None)
         if record.key is not None and record.endpoint in _ENDPOINTS:
-            self._journal.append(encode(self._row(record, record.key, under)))
-        if under is not None and under.slot is not None:
-            self._journal.clear_slot(under.slot)
+            self._journal.append(encode(self._row(record, record.key, open_request)))
+        if open_request is not None and open_request.slot is not None:
+            self._journal.clear_slot(open_request.slot)
 
-    def _row(self, record: RequestRecord, key: Key, under: _OpenRequest | None) -> UsageRow:
+    def _row(self, record: RequestRecord, key: Key, open_request: _OpenRequest | None) -> UsageRow:
         usage = record.usage
-        told = usage or _NOTHING
-        prices = self._prices if under is None else under.prices
+        counts = usage or _NOTHING
+        prices = self._prices if open_request is None else open_request.prices
         return UsageRow(
             record.id,
             record.started,
@@ -85,23 +85,25 @@ class Recorder:
             record.status,
             record.code,
             record.incomplete,
-            told.prompt if usage else None,
-            told.completion if usage else None,
-            told.cached if usage else None,
-            told.reasoning if usage else None,
+            counts.prompt if usage else None,
+            counts.completion if usage else None,
+            counts.cached if usage else None,
+            counts.reasoning if usage else None,
             _chunks(record),
             record.duration,
             record.first_token,
             record.queued,
             prices.get(record.model) if record.model else None,
             key.labels,
-            under.user if under else None,
-            under.metadata if under else None,
+            open_request.user if open_request else None,
+            open_request.metadata if open_request else None,
         )
 
     def save(self, folder: Path, stream: TextIO) -> None:
-        """Control is gone: leave the next one what it had not taken, and what is under way and ends with this process. On a disk that
-        takes nothing, the rows go to ``stream``."""
+        """Save the unread and open rows for the next gateway, because control is gone.
+
+        If the disk accepts nothing, the rows are written to ``stream``.
+        """
         reading, held = self._journal.read(), self._journal.open_rows()
         try:
             save(folder, reading.data, held)
@@ -110,7 +112,7 @@ class Recorder:
 
 
 def _chunks(record: RequestRecord) -> int:
-    """Of a stream whose count is not known, or perhaps not that of all of it."""
+    """Return the events of a stream whose usage is unknown or may not cover all of it; otherwise 0."""
     if record.gaps is None or record.gaps.are_counted or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
         return 0
     return record.gaps.events - 1
@@ -121,7 +123,7 @@ def _user(value: object) -> str | None:
 
 
 def _metadata(value: object) -> dict[str, Any] | None:
-    """The metadata if it is an object of a sensible size. PostgreSQL's texts cannot hold NUL."""
+    """Return the metadata if it is an object of a sensible size. PostgreSQL text cannot contain NUL."""
     if not isinstance(value, dict):
         return None
     text = msgspec.json.encode(value)

@@ -1,8 +1,8 @@
-"""A row of the ledger on its way from a worker to the database, and how rows are framed in memory and on disk.
+"""A row of the ledger on its way from a worker to the database, and the frames of rows in memory and on disk.
 
-The rules: a row says everything that the database will hold, so whoever has it needs no configuration; fields are only ever
-added at the end, with a default, because a spool may have been written by an older version; a frame carries a checksum,
-so whatever is torn or not yet whole is seen.
+The rules: a row contains everything that the database stores, so its reader needs no configuration. Fields are only ever added at
+the end, with a default, because an older version may have written the spool. A frame has a checksum, so torn and incomplete frames
+are detected.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 HEAD = struct.Struct("<II")
 """Before each row: its length in bytes and its CRC-32."""
 
-_MOST = 2**63 - 1  # what a column of whole numbers holds
+_MOST = 2**63 - 1  # the largest value of an integer column
 
 LOST = "lost"
-"""``incomplete`` of a request whose worker died under it."""
+"""``incomplete`` of a request whose worker died while it was open."""
 
 
 class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request of a known key. Durations are in seconds, ``started`` since the epoch; None is what is not known.
+    """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
 
-    ``incomplete`` is as in ``Record``, or LOST. The tokens are the server's count; ``chunks`` is how many events of a stream came
-    after its first, for one that broke off or told no count.
-    ``price`` is per million prompt and completion tokens, as it was when its model was chosen.
+    ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are the server's usage. ``chunks``: events of a stream after its
+    first one, if the stream was truncated or reported no usage. ``price`` is per million prompt and completion tokens, as it was
+    when the model was chosen.
     """
 
     id: str
@@ -59,9 +59,9 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def generated(self) -> tuple[int | None, bool]:
         """Completion tokens, and whether they are an estimate.
 
-        The server tells its count in a stream's last event but one, which a stream that broke off never had. vLLM sends an event for
-        each step of its engine, in general one token, and the events that passed are counted: so many there were at least. A client
-        may have the count with each event; of several answers in one stream that is each one's own.
+        The server reports its usage in the last event but one of a stream, which a truncated stream never had. vLLM sends an event
+        for each engine step, in general one token. So the number of events is a lower bound. A client may get usage with each
+        event; with several choices in one stream it is that of each choice.
         """
         known = self.completion or 0
         if self.first_token is None or (self.incomplete is None and not self.chunks) or (known and known >= self.chunks):
@@ -70,7 +70,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def cost(self) -> int | None:
-        """In billionths of the currency; None where the model has no price."""
+        """Cost in billionths of the currency; None if the model has no price."""
         if self.price is None:
             return None
         prompt, completion = self.price
@@ -82,17 +82,17 @@ decode = msgspec.msgpack.Decoder(UsageRow).decode
 
 
 def frame(payload: bytes) -> bytes:
-    """A row's bytes with their head."""
+    """Return a row's bytes with length and checksum."""
     return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def frames(data: bytes) -> Iterator[bytes]:
-    """The payloads of the frames in ``data``, up to its end or to the first one that is not whole."""
-    place = 0
-    while place + HEAD.size <= len(data):
-        length, checksum = HEAD.unpack_from(data, place)
-        payload = data[place + HEAD.size : place + HEAD.size + length]
-        if not length or len(payload) < length or zlib.crc32(payload) != checksum:  # no row is empty, and what is not written yet is zeros
+    """Yield the payloads of the frames in ``data``, up to its end or to the first incomplete frame."""
+    offset = 0
+    while offset + HEAD.size <= len(data):
+        length, checksum = HEAD.unpack_from(data, offset)
+        payload = data[offset + HEAD.size : offset + HEAD.size + length]
+        if not length or len(payload) < length or zlib.crc32(payload) != checksum:  # no row is empty, and unwritten memory is zeros
             return
         yield payload
-        place += HEAD.size + length
+        offset += HEAD.size + length

@@ -1,7 +1,7 @@
-"""The ledger's one table, the same in SQLite and PostgreSQL, and what a row becomes in it.
+"""The ledger's one table, the same in SQLite and PostgreSQL, and the values of a row in it.
 
-The rule: columns are only changed by a migration (``migrations/``), and a test holds the two together. Times are UTC, and money is
-in whole billionths of the operator's currency, so that sums are exact in both databases.
+The rule: columns are only changed by a migration (``migrations/``), and a test compares the two. Times are UTC. Money is in whole
+billionths of the operator's currency, so sums are exact in both databases.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ USAGE = Table(
 
 
 def values(row: UsageRow) -> list[Any]:
-    """What a row is in the table, in the order of its columns."""
+    """Return the values of a row in the order of the columns."""
     time = datetime.fromtimestamp(row.started, UTC)
     completion, estimated = row.generated
     return [

@@ -1,9 +1,9 @@
-"""Rows on disk, between the workers' journals and the database: what makes an outage of the database harmless.
+"""Keep rows on disk, between the workers' journals and the database, so that an outage of the database loses none.
 
-Every row comes by here. A batch is a file or a part of one, synced before the journals let go of it; files are read in
-their order, each when it is closed, and deleted when the database has its rows. The rules: one process at a time has the
-folder; the folder has a bound, beyond which the oldest rows are dropped and counted; a file that cannot be read holds up no other: it is
-laid aside, and its rows count as dropped.
+Every row passes through here. A batch is a file or a part of one, and is synced before the journals release it. Files are read in
+their order once they are closed, and deleted when the database has their rows. The rules: one process at a time uses the folder.
+The folder has a size limit; beyond it, the oldest rows are dropped and counted. An unreadable file blocks no other: it is set
+aside, and its rows count as dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gateway.ledger.errors import SpoolLockedError
 from gateway.ledger.row import frame, frames
 
 LIMIT = 256 * 1024 * 1024
-"""Bytes that the spool may have: about a million rows."""
+"""Bytes that the spool may use: about a million rows."""
 
 _SEGMENT = 4 * 1024 * 1024
 _SUFFIX, _SAVED, _ASIDE = ".rows", "saved-", ".unreadable"
-_LAID_ASIDE = 8  # files that are kept for whoever may still read them
+_LAID_ASIDE = 8  # unreadable files that are retained for recovery
 _PROBE, _PROBE_SIZE = "probe", 64 * 1024  # a file, and as many bytes as some hundred rows have
-_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # what says nothing of a file: it can be read later
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # limits of the process: the file itself may be readable later
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
@@ -43,12 +43,12 @@ class Segment:
     size: int
 
     def payloads(self) -> list[bytes]:
-        """Its rows. Raises OSError."""
+        """Read its rows. Raises OSError."""
         return list(frames(self.path.read_bytes()))
 
 
 class Spool:
-    """The folder. One thread appends, another one takes. ``rows`` and ``size``, in bytes, are what is there; ``dropped`` are rows."""
+    """The folder. One thread appends, another one removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows."""
 
     def __init__(self, folder: Path, limit: int = LIMIT, segment: int = _SEGMENT) -> None:
         self.folder = folder
@@ -64,16 +64,16 @@ class Spool:
         self._adopt(sorted(folder.glob("*" + _SUFFIX)))
 
     def append(self, data: bytes, rows: int) -> None:
-        """Have frames on disk. Raises OSError, and then nothing has been taken."""
+        """Append frames and sync them. Raises OSError; nothing was stored then."""
         with self._lock:
             before = self._open or Segment(self._next(), 0, 0)
             try:
                 _write(before.path, data, before.size)
             except FileNotFoundError:
-                self._close()  # somebody has removed it: what comes next has a file of its own
+                self._close()  # the file was removed: the next rows get a new one
                 raise
             except OSError:
-                if not before.size:  # what was made of a new file is nobody's, and there would be one with each attempt
+                if not before.size:  # delete the partial file, or each attempt would leave one
                     with suppress(OSError):
                         before.path.unlink()
                 raise
@@ -84,7 +84,7 @@ class Spool:
             self._update_counts()
 
     def probe(self) -> None:
-        """Write a file and remove it, to learn whether rows could be written again. Raises OSError."""
+        """Write a file and remove it, to check whether rows can be written again. Raises OSError."""
         path = self.folder / _PROBE
         try:
             _write(path, bytes(_PROBE_SIZE), 0)
@@ -93,7 +93,7 @@ class Spool:
                 path.unlink()
 
     def oldest(self) -> Segment | None:
-        """The oldest rows; None: there are none. The same ones are given until they are ``done``."""
+        """Return the oldest rows; None if there are none. The same segment is returned until it is removed."""
         with self._lock:
             if not self._closed and self._open is not None:
                 self._close()
@@ -103,16 +103,16 @@ class Spool:
             return self._in_use
 
     def remove(self, segment: Segment, found: int) -> None:
-        """The database has the rows of this segment, of which so many were found whole."""
+        """Delete a segment whose rows are in the database; ``found`` of them could be read."""
         with self._lock:
             self._drop_segment(segment)
             segment.path.unlink(missing_ok=True)
             if found < segment.rows:
                 self.dropped += segment.rows - found
-                _log.error("the ledger's spool had %d rows and gave back %d", segment.rows, found)
+                _log.error("the ledger's spool had %d rows, of which %d could be read", segment.rows, found)
 
     def payloads(self, segment: Segment) -> list[bytes] | None:
-        """The rows that were taken; None: its file cannot be read, and is done with. Raises OSError where that may be different later."""
+        """Read the rows of a segment. None: its file is unreadable and was set aside. Raises OSError for a temporary error."""
         try:
             return segment.payloads()
         except OSError as error:
@@ -120,7 +120,7 @@ class Spool:
             with self._lock:
                 self._drop_segment(segment)
                 self.dropped += segment.rows
-                self._lay_aside(segment.path, segment.rows, error)
+                self._set_aside(segment.path, segment.rows, error)
             return None
 
     def _drop_segment(self, segment: Segment) -> None:
@@ -130,24 +130,24 @@ class Spool:
         self._update_counts()
 
     def _adopt(self, found: Sequence[Path]) -> None:
-        """What an earlier gateway has left, and what its workers saved when it died. A torn end is not counted as rows."""
+        """Take over what an earlier gateway left, and what its workers saved when it died. A torn end is not counted as rows."""
         for path in found:
             try:
                 data = path.read_bytes()
             except OSError as error:
                 self._raise_if_it_may_pass(error)
-                self._lay_aside(path, 0, error)  # how many rows it holds nobody knows
+                self._set_aside(path, 0, error)  # the number of its rows is unknown
             else:
                 self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data)))
         self._update_counts()
 
     def _raise_if_it_may_pass(self, error: OSError) -> None:
-        """Lay nothing aside for what the process lacks itself, nor while the whole folder is another one or away."""
+        """Raise the error if it may be temporary: a limit of this process, or another or missing folder."""
         if error.errno in _OWN_LIMITS or _identity(self.folder) != self._identity:
             raise error
 
-    def _lay_aside(self, path: Path, rows: int, error: OSError) -> None:
-        _log.error("a file of the ledger's spool cannot be read and is laid aside, with %s rows: %s", rows or "its", error)
+    def _set_aside(self, path: Path, rows: int, error: OSError) -> None:
+        _log.error("a file of the ledger's spool cannot be read and is set aside, with %s rows: %s", rows or "its", error)
         with suppress(OSError):
             path.rename(path.with_suffix(_ASIDE))
         for older in sorted(self.folder.glob("*" + _ASIDE))[:-_LAID_ASIDE]:
@@ -158,7 +158,7 @@ class Spool:
         return [*self._closed, *([self._open] if self._open is not None else ())]
 
     def _update_counts(self) -> None:
-        """For those who look without the lock: they must not wait for a disk."""
+        """Update the public counts, which are read without the lock so that readers do not wait for a disk."""
         self.rows, self.size = sum(each.rows for each in self._all()), sum(each.size for each in self._all())
 
     def _close(self) -> None:
@@ -176,7 +176,7 @@ class Spool:
             self.dropped += oldest.rows
 
     def _next(self) -> Path:
-        """A name behind all others, also behind those of earlier processes."""
+        """Return a file name that sorts after all others, also those of earlier processes."""
         self._number += 1
         return self.folder / f"{time.time_ns():020}-{self._number:06}{_SUFFIX}"
 
@@ -187,7 +187,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _write(path: Path, data: bytes, at: int) -> None:
-    """Put data at this place of a file, cut what is behind it, and have it on disk. Raises OSError."""
+    """Write data at an offset of a file, truncate the rest, and sync. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if at else os.O_CREAT), 0o600)
     try:
         os.ftruncate(fd, at)
@@ -211,26 +211,26 @@ def _sync(folder: Path) -> None:
 
 
 def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
-    """Leave frames, and rows that are to follow them, to the next gateway. Raises OSError."""
-    whole = data + b"".join(map(frame, payloads))
-    if not whole:
+    """Save frames, and rows after them, for the next gateway. Raises OSError."""
+    content = data + b"".join(map(frame, payloads))
+    if not content:
         return
     name = f"{_SAVED}{time.time_ns():020}-{os.getpid()}"
-    _write(folder / name, whole, 0)
+    _write(folder / name, content, 0)
     (folder / name).rename(folder / (name + _SUFFIX))
     _sync(folder)
 
 
 @contextmanager
 def spool(folder: Path, limit: int = LIMIT) -> Iterator[Spool]:
-    """The spool in a folder, which is made, for the length of a ``with``. Raises SpoolLockedError, and OSError."""
+    """Yield the spool in a folder, which is created. Raises SpoolLockedError and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SpoolLockedError(f"another gateway has {folder}") from error
+            raise SpoolLockedError(f"another gateway uses {folder}") from error
         yield Spool(folder, limit)
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
-"""The database that the ledger is kept in: SQLite or PostgreSQL.
+"""Write rows to the ledger's database: SQLite or PostgreSQL.
 
-The rules: a row is known by its request's id, and a second one with the same id changes nothing; whatever goes wrong is either the
-database's state, and then the same rows will be good later, or one row's own fault, which must not keep the others
-waiting. Every call may take as long as the database does: they belong on a thread.
+The rules: a row is identified by its request's id; a second row with the same id changes nothing. An error is either a state of the
+database, so the same rows can be written later, or the fault of one row, which must not block the others. Every call may take as
+long as the database does, so calls belong on a thread.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gateway.ledger.row import UsageRow
 from gateway.ledger.schema import USAGE, values
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
-# One gateway at a time, until the transaction ends; the number is any that is only ours.
-_ALONE = {"postgresql": "SELECT pg_advisory_xact_lock(1986817133)", "sqlite": "BEGIN IMMEDIATE"}
+# One gateway at a time, until the transaction ends. The number is arbitrary but unique to this project.
+_LOCKS = {"postgresql": "SELECT pg_advisory_xact_lock(1986817133)", "sqlite": "BEGIN IMMEDIATE"}
 _CONNECT: dict[str, dict[str, int | str]] = {
-    # A server that is gone without a word is noticed within half a minute (libpq's connection parameters).
+    # A server that vanished is noticed within half a minute (connection parameters of libpq).
     "postgresql": {
         "connect_timeout": 5,
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
-        "client_encoding": "utf8",  # where the database has none (SQL_ASCII), psycopg gives bytes for text
+        "client_encoding": "utf8",  # without an encoding (SQL_ASCII), psycopg returns bytes for text
     },
     "sqlite": {"timeout": 10},
 }
-_BY_PLACE: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
+_PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
 _BATCH, _PRUNED = 2000, 500  # rows of a transaction
-_STATE = (SQLAlchemyError, CommandError, OSError)  # alembic's is for a table that is of a later version
+_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
 def database_url(url: str, folder: Path) -> URL:
-    """The URL with its driver. The file of SQLite is relative to ``folder``, the one of the configuration."""
+    """Return the URL with its driver. SQLite's file is relative to ``folder``, the configuration's."""
     made = make_url(url)
     if made.get_backend_name() == "sqlite":
         return made.set(database=str(folder / (made.database or "")))
@@ -58,11 +58,11 @@ def database_url(url: str, folder: Path) -> URL:
 
 
 def create_database_engine(url: URL) -> Engine:
-    """A way to the database; nothing is opened yet."""
+    """Create the engine; no connection is opened yet."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
     made = create_engine(
-        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_BY_PLACE[backend], json_serializer=_as_json
+        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_PARAMETER_STYLES[backend], json_serializer=_as_json
     )
     if backend == "sqlite":
         event.listen(made, "connect", _prepare_sqlite)
@@ -70,13 +70,15 @@ def create_database_engine(url: URL) -> Engine:
 
 
 def _as_json(value: object) -> str:
-    """Mostly labels, of which most rows have none."""
+    """Encode labels, which most rows do not have."""
     return "{}" if value == {} else json.dumps(value)
 
 
 class _Insertion:
-    """The statement as the driver takes it, and what SQLAlchemy would do to the values; prepared once, since it costs as much for
-    each row as SQLite does (docs/performance.md)."""
+    """The prepared insert statement, and SQLAlchemy's conversions of the values.
+
+    It is prepared once, because preparing it costs as much for each row as SQLite does (docs/performance.md).
+    """
 
     def __init__(self, dialect: Dialect) -> None:
         insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
@@ -84,11 +86,11 @@ class _Insertion:
         self._processors: list[tuple[int, Callable[[Any], Any]]] = []
         for place, column in enumerate(USAGE.columns):
             processor = column.type.dialect_impl(dialect).bind_processor(dialect)
-            if processor is not None:  # a day is that of many rows
+            if processor is not None:  # many rows have the same day
                 self._processors.append((place, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
 
     def parameters(self, row: UsageRow) -> tuple[Any, ...]:
-        """A row's values. Raises ValueError where one cannot be brought into the database's form."""
+        """Return a row's values. Raises ValueError for a value that the database cannot store."""
         made = values(row)
         for place, processor in self._processors:
             made[place] = processor(made[place])
@@ -96,13 +98,13 @@ class _Insertion:
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
-    """Readers and the writer do not wait for each other, and what is committed is on disk (sqlite.org/wal.html)."""
+    """Let readers and the writer work at the same time, and sync each commit (sqlite.org/wal.html)."""
     for pragma in ("journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
 class UsageStore:
-    """The writing side."""
+    """Writes rows to the database."""
 
     def __init__(self, url: URL) -> None:
         self._url = url
@@ -115,24 +117,24 @@ class UsageStore:
         self.engine.dispose()
 
     def write(self, rows: Sequence[UsageRow]) -> int:
-        """Have these rows in the database; returns how many it cannot hold.
+        """Write rows and return how many the database cannot store.
 
         Raises DatabaseUnavailableError; nothing was written then, and the rows must be written again.
         """
         try:
             self._prepare()
             return sum(self._write(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
-        except _STATE as error:
+        except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error
 
     def prune(self, before: datetime) -> bool:
-        """Delete some of the rows that are older; True when there may be more. Raises DatabaseUnavailableError."""
+        """Delete some of the older rows; returns True if there may be more. Raises DatabaseUnavailableError."""
         old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
         try:
             self._prepare()
             with self.engine.begin() as connection:
                 return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
-        except _STATE as error:
+        except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error
 
     def _write(self, rows: Sequence[UsageRow]) -> int:
@@ -144,7 +146,7 @@ class UsageStore:
             if len(rows) > 1:
                 half = len(rows) // 2
                 return self._write(rows[:half]) + self._write(rows[half:])
-            _log.error("the ledger cannot hold the row of request %s: %s", rows[0].id, reason(error))
+            _log.error("the ledger cannot store the row of request %s: %s", rows[0].id, reason(error))
             return 1
         return 0
 
@@ -153,20 +155,20 @@ class UsageStore:
             connection.exec_driver_sql(self._insertion.statement, [self._insertion.parameters(row) for row in rows])
 
     def _prepare(self) -> None:
-        """Bring the table to this version's shape, once."""
+        """Migrate the table to this version, once."""
         with self._preparing:
             if self._ready:
                 return
             if self.engine.dialect.name == "sqlite" and self._url.database:
-                Path(self._url.database).touch(mode=0o600)  # who used what is not for everybody's eyes
+                Path(self._url.database).touch(mode=0o600)  # usage is private: only this user may read it
             with self.engine.begin() as connection:
                 migrate(connection)
             self._ready = True
 
 
 def migrate(connection: Connection) -> None:
-    """Take the steps that are missing, inside the connection's transaction. Of several gateways that start at once, one takes them."""
-    connection.exec_driver_sql(_ALONE[connection.dialect.name])
+    """Run the missing migrations in the connection's transaction. If several gateways start at once, one of them does it."""
+    connection.exec_driver_sql(_LOCKS[connection.dialect.name])
     config = AlembicConfig()
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.attributes["connection"] = connection
@@ -174,7 +176,7 @@ def migrate(connection: Connection) -> None:
 
 
 def _is_of_a_row(error: Exception) -> bool:
-    """Whether the error is about what was to be written, and would come again."""
+    """Check whether the error is about a row, and would occur again."""
     before_it_was_sent = isinstance(error, StatementError) and not isinstance(error, DBAPIError)
     return before_it_was_sent or isinstance(error, DataError | IntegrityError | OverflowError | ValueError)
 

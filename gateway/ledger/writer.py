@@ -1,7 +1,7 @@
-"""From the workers' journals to the spool, and from the spool to the database: two threads of control.
+"""Move rows from the workers' journals to the spool, and from the spool to the database: two threads of control.
 
-The rules: neither thread ever waits for the other, so a database that hangs keeps no journal from being read; rows are let go of in
-a journal when they are synced to the spool, and in the spool when the database has committed them.
+The rules: neither thread waits for the other, so a hanging database does not keep journals from being read. Rows are released in a
+journal when they are synced to the spool, and deleted in the spool when the database has committed them.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from gateway.ledger.store import UsageStore, database_url
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
-_LOOK_EVERY = 0.25  # seconds between two looks at the journals
+_COLLECT_EVERY = 0.25  # seconds between two reads of the journals
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
-_REST = 1.0  # seconds between two looks for what the workers of a dead gateway have saved
-_PROBE_EVERY = 1.0  # seconds between two looks at a disk that took nothing
-_TELL_EVERY = 60.0
-_ANSWERS_WITHIN = 60.0
-_PATIENCE = 5.0  # seconds that the database may take at the end; what it has not got then stays in the spool
+_IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead gateway saved
+_PROBE_EVERY = 1.0  # seconds between two probes of a failed disk
+_LOG_EVERY = 60.0
+_QUERY_TIMEOUT = 60.0
+_STOP_TIMEOUT = 5.0  # seconds for the database at the end; the remaining rows stay in the spool
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
 class Ledger:
-    """What runs. The counts are of rows, since control began."""
+    """The running ledger. The counts are of rows, since control started."""
 
     def __init__(self, journals: Sequence[Journal], kept: Spool, store: UsageStore, retention: float | None) -> None:
         self.journals = journals
         self._spool = kept
         self._store = store
         self._retention = retention
-        self._orphaned: deque[list[bytes]] = deque()  # what workers had under way when they died
+        self._orphaned: deque[list[bytes]] = deque()  # open rows of workers that died
         self._stopping = threading.Event()
         self._collected = threading.Event()
         self._new_rows = threading.Event()
@@ -64,23 +64,23 @@ class Ledger:
         self.written = 0
         self.lost = 0
         self.away: str | None = None
-        self._tried = False  # the database, at least once
-        self._disk: str | None = None  # why the spool takes nothing
-        self._both: str | None = None  # why the database takes nothing either, while rows wait in memory
+        self._tried = False  # the database was tried at least once
+        self._disk: str | None = None  # why the spool accepts no rows
+        self._both: str | None = None  # why the database accepts none either, while rows wait in memory
         self._probe_at = 0.0
 
     @property
     def folder(self) -> Path:
-        """The spool's."""
+        """The spool's folder."""
         return self._spool.folder
 
     @property
     def dropped(self) -> int:
-        """Rows that will not be in the database: for lack of room, because it cannot hold them, or because the disk has lost them."""
+        """Rows that will never be in the database: for lack of space, because it cannot store them, or because the disk lost them."""
         return self._spool.dropped + self._unfit + sum(journal.dropped for journal in self.journals)
 
     def series(self) -> dict[Series, Sequence[float]]:
-        """What Prometheus is shown."""
+        """Return the series for Prometheus."""
         outcomes = {"written": self.written, "lost": self.lost, "dropped": self.dropped}
         return {
             **{Series("ledger_rows_total", (outcome,)): (count,) for outcome, count in outcomes.items()},
@@ -97,11 +97,11 @@ class Ledger:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of those rows."""
+        """Bytes of these rows."""
         return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._orphaned) for row in held)
 
     def status(self) -> dict[str, Any]:
-        """How it is, as /status shows it; ``away`` says why the database takes nothing. What waits is on disk and in memory."""
+        """Return the state for /status; ``away`` says why the database accepts no rows."""
         rows, size = self.memory_rows, self.memory_bytes
         return {
             "away": self.away or self._both,
@@ -113,25 +113,25 @@ class Ledger:
         }
 
     def dependencies(self) -> Iterator[Observation]:
-        """Whether the database and the spool take rows; of a database that was not tried yet nothing is known."""
+        """Yield whether the database and the spool accept rows; nothing for a database that was not tried yet."""
         if self._tried:
             yield Observation("ledger_database", error=self.away or self._both)
         yield Observation("ledger_spool", error=self._disk)
 
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
-        """The answer to a question. Raises QueryError and DatabaseUnavailableError."""
-        asked = queries.parse_query(words, datetime.now(UTC))
-        return (await run_in_thread(lambda: queries.run_query(self._store.engine, asked), _ANSWERS_WITHIN)).document()
+        """Return the report for a query. Raises QueryError and DatabaseUnavailableError."""
+        query = queries.parse_query(words, datetime.now(UTC))
+        return (await run_in_thread(lambda: queries.run_query(self._store.engine, query), _QUERY_TIMEOUT)).document()
 
     async def last_use(self, config: conf.Config) -> LastUse:
-        """When the entries of a configuration were used last, or why that is not known."""
+        """Return when the entries of a configuration were last used, or why that is unknown."""
         try:
-            return await run_in_thread(lambda: known_last_use(self._store.engine, config), _ANSWERS_WITHIN)
+            return await run_in_thread(lambda: known_last_use(self._store.engine, config), _QUERY_TIMEOUT)
         except DatabaseUnavailableError as error:
-            return LastUse(unknown=f"the ledger's database does not answer: {error}")
+            return LastUse(unknown=f"the ledger's database does not respond: {error}")
 
     def worker_gone(self, number: int) -> None:
-        """A worker's process has ended, on whatever way: what it had under way is lost with it, and is told so."""
+        """Record a worker's open requests as lost, because its process has ended."""
         journal = self.journals[number]
         held = journal.open_rows()
         journal.clear_slots()
@@ -139,15 +139,15 @@ class Ledger:
             self._orphaned.append(held)
 
     def stop(self) -> None:
-        """Take what the journals still hold, and end."""
+        """Collect what the journals still hold, and stop."""
         self._stopping.set()
         self._new_rows.set()
 
     # The first thread
 
     def collect(self) -> None:
-        """Move what the journals hold to the disk, until the end."""
-        while not self._stopping.wait(_LOOK_EVERY):
+        """Move rows from the journals to the disk until stopped. Runs in the first thread."""
+        while not self._stopping.wait(_COLLECT_EVERY):
             self._collect_safely()
         self._collect_safely()
         self._collected.set()
@@ -156,11 +156,11 @@ class Ledger:
     def _collect_safely(self) -> None:
         try:
             self._collect_once()
-        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
-            _log.exception("the ledger could not take the workers' rows; it tries again")
+        except Exception:  # noqa: BLE001  the outer edge: this thread must not end
+            _log.exception("the ledger could not collect the workers' rows; it retries")
 
     def _collect_once(self) -> None:
-        bereaved = tuple(self._orphaned)  # before the rings: a row that is in both is whole in those
+        bereaved = tuple(self._orphaned)  # before the rings: a row that is in both is complete in the rings
         lost = [payload for held in bereaved for payload in held]
         readings = [journal.read() for journal in self.journals]
         data = b"".join(reading.data for reading in readings) + b"".join(map(frame, lost))
@@ -181,38 +181,38 @@ class Ledger:
             self._log_limited("dropped", f"the ledger has dropped {self.dropped} rows so far")
 
     def _store_frames(self, data: bytes, rows: int) -> bool:
-        """Have frames in the spool, or in the database where the disk takes nothing; False: they are nowhere yet."""
+        """Store frames in the spool, or in the database if the disk fails. Returns False if neither accepts them."""
         try:
             self._spool.append(data, rows)
             self._disk_recovered()
             return True
         except OSError as error:
             self._disk = _words(error)
-            self._log_limited("disk", f"the ledger's spool cannot be written, usage goes to the database at once: {error}")
+            self._log_limited("disk", f"the ledger's spool cannot be written; usage goes directly to the database: {error}")
         try:
             self._write(list(frames(data)))
             self._database_recovered()
             return True
         except DatabaseUnavailableError as error:
             self._both = str(error)
-            self._log_limited("both", f"the ledger has neither a disk nor its database, usage waits in memory: {error}")
+            self._log_limited("both", f"the ledger has neither its disk nor its database; usage waits in memory: {error}")
             return False
 
     def _disk_recovered(self) -> None:
-        """What waited in memory is on disk."""
+        """Log that the spool accepts rows again."""
         if self._disk is not None:
             self._log_recovery("disk", "the ledger's spool can be written again")
         self._disk = self._both = None
         self._next_log.pop("both", None)
 
     def _database_recovered(self) -> None:
-        """What waited in memory is in the database."""
+        """Log that the database accepts rows again."""
         if self._both is not None:
-            self._log_recovery("both", "the ledger's database takes rows again")
+            self._log_recovery("both", "the ledger's database accepts rows again")
         self._both = None
 
     def _probe_the_disk(self) -> None:
-        """Look whether a spool that took nothing takes rows again, though there are none at the moment."""
+        """Check whether a failed spool accepts rows again, if there are none to write."""
         if self._disk is None or time.monotonic() < self._probe_at:
             return
         self._probe_at = time.monotonic() + _PROBE_EVERY
@@ -224,7 +224,7 @@ class Ledger:
             self._disk_recovered()
 
     def write_out(self, stream: TextIO) -> None:
-        """At the end: have rows that are neither on disk nor in the database on this stream, and say how many stay in the spool."""
+        """Write rows that are neither on disk nor in the database to the stream, and log how many stay in the spool."""
         rings = [payload for journal in self.journals for payload in frames(journal.read().data)]
         left = [*rings, *(payload for held in tuple(self._orphaned) for payload in held)]
         if left:
@@ -235,32 +235,32 @@ class Ledger:
     # The second thread
 
     def deliver(self) -> None:
-        """Move what is in the spool to the database, until the end."""
+        """Move rows from the spool to the database until stopped. Runs in the second thread."""
         pause = _RETRY
-        self._attempt(lambda: self._write([]))  # makes the table
+        self._attempt(lambda: self._write([]))  # creates the table
         while not self._collected.is_set() or self._spool.rows:
             if self._attempt(self._step):
                 pause = _RETRY
             elif self._collected.is_set():
-                return  # the rows stay where they are, for the next start
+                return  # the rows stay in the spool for the next start
             else:
                 self._collected.wait(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
-        """Whether it could be done."""
+        """Run the work and return whether it succeeded."""
         try:
             work()
             self._tried = True
         except DatabaseUnavailableError as error:
             self.away, self._tried = str(error), True
-            self._log_limited("database", f"the ledger's database takes nothing, usage is kept in {self._spool.folder}: {error}")
+            self._log_limited("database", f"the ledger's database accepts no rows; usage is stored in {self._spool.folder}: {error}")
             return False
         except OSError as error:
-            self._log_limited("spool", f"the ledger's spool cannot be read at the moment, usage is kept in {self._spool.folder}: {error}")
+            self._log_limited("spool", f"the ledger's spool cannot be read at the moment; usage is stored in {self._spool.folder}: {error}")
             return False
-        except Exception:  # noqa: BLE001  the outer edge: this thread goes on whatever happens
-            _log.exception("the ledger could not write rows; it tries again")
+        except Exception:  # noqa: BLE001  the outer edge: this thread must not end
+            _log.exception("the ledger could not write rows; it retries")
             return False
         return True
 
@@ -276,9 +276,9 @@ class Ledger:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
         elif self.away is not None:
-            self._write([])  # it took nothing, and no row is there to show that it does again
+            self._write([])  # probe the database, since there are no rows to write
         else:
-            self._new_rows.wait(_REST)
+            self._new_rows.wait(_IDLE_WAIT)
             self._new_rows.clear()
 
     def _write(self, payloads: Sequence[bytes]) -> None:
@@ -288,14 +288,14 @@ class Ledger:
             self._unfit += unfit
             self.written += len(rows) - unfit
         if self.away is not None:
-            self._log_recovery("database", "the ledger's database is back")
+            self._log_recovery("database", "the ledger's database is available again")
             self.away = None
 
     def _decoded(self, payload: bytes) -> UsageRow | None:
         try:
             return decode(payload)
         except msgspec.DecodeError as error:
-            _log.error("the ledger's spool holds what is no row: %s", error)
+            _log.error("the ledger's spool contains an invalid row: %s", error)
             with self._counting:
                 self._unfit += 1
             return None
@@ -306,10 +306,10 @@ class Ledger:
         _log.warning("%s", message)
 
     def _log_limited(self, what: str, message: str) -> None:
-        """Say it, but not again and again."""
+        """Log a problem at most once a minute."""
         now = time.monotonic()
         if now >= self._next_log.get(what, now):
-            self._next_log[what] = now + _TELL_EVERY
+            self._next_log[what] = now + _LOG_EVERY
             _log.error("%s", message)
 
 
@@ -318,15 +318,15 @@ def _words(error: OSError) -> str:
 
 
 def spool_folder(state: Path, config: Path) -> Path:
-    """Where the gateway of this configuration has its spool, below the state folder."""
+    """Return the folder of a configuration's spool, below the state folder."""
     return state / "ledger" / hashlib.sha256(os.path.abspath(config).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> Iterator[Ledger]:
-    """A ledger that runs for the length of a ``with``, with a journal for each worker; at its end what they held is on disk.
+    """Run a ledger with a journal for each worker; at the end of the ``with``, their rows are on disk.
 
-    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError, and OSError where there can be no spool.
+    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError, and OSError without a spool.
     """
     url = database_url(settings.url.get_secret_value(), beside)
     with spool(folder) as kept, ExitStack() as stack:
@@ -341,5 +341,5 @@ def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> 
         finally:
             ledger.stop()
             for thread in threads:
-                thread.join(_PATIENCE)
+                thread.join(_STOP_TIMEOUT)
             ledger.write_out(sys.stderr)

@@ -160,7 +160,7 @@ class StoreConnection(asyncio.Protocol):
 
     def _give_up(self, oldest: PendingCommand) -> None:
         if self._pending and self._pending[0] is oldest:
-            self.fail("it does not result")
+            self.fail("it does not respond")
 
     def fail(self, reason: str) -> None:
         """Close the connection and resolve all pending commands with ReplyLostError."""
@@ -287,7 +287,7 @@ class RedisStore:
         if self._open_connection is not None and now - self._renewed > _RENEW_EVERY:
             self._renew_leases(self._open_connection, now)
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.patience:
-            self._mark_unavailable("it does not result")
+            self._mark_unavailable("it does not respond")
             self._resume_waiting()
         if self._open_connection is None and now - self._opened_at > _RETRY_EVERY:
             self._open()

@@ -1,8 +1,8 @@
-"""What a request's body looked like, for an operator who looks for an error: names and sizes, never what somebody wrote.
+"""Describe the shape of a request body for an operator: names and sizes, never text that a client wrote.
 
-The rule: what is shown comes from the tables here. A name that is not in them is counted and not shown, a text is a length
-unless it is a word of the API, and a number is shown only where it is a setting. So no prompt, no schema and no secret can
-come out, wherever in a body a client has put it.
+The rule: everything shown comes from the tables here. An unknown name is counted, not shown. Text is shown as its length, unless it
+is a keyword of the API; a number is shown only as the value of a setting. So no prompt, schema or secret can appear, wherever in a
+body it is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from gateway.api.media_urls import CONTAINERS
 
-_DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request's id that decide, and how many there are of such
-_MOST_NODES = 48  # values that one shape shows: its line in the log stays below what a pipe takes at once
-_MOST_MEMBERS = 8  # of a list
-_LARGEST = 10_000_000  # a larger number is no setting
+_DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request id that decide, and the number of their values
+_MAX_VALUES = 48  # values of one shape: its log line stays below what a pipe takes at once
+_MAX_ITEMS = 8  # of a list
+_LARGEST = 10_000_000  # a larger number is not a setting
 
 SETTINGS = frozenset(
     """
@@ -27,7 +27,7 @@ SETTINGS = frozenset(
     tool_choice top_k top_logprobs top_n top_p truncate_prompt_tokens truncation type use_beam_search verbosity
     """.split()  # noqa: SIM905
 )
-"""The members whose numbers and words are shown."""
+"""Fields whose numbers and keywords are shown."""
 
 PARTS = frozenset(
     """
@@ -40,7 +40,7 @@ PARTS = frozenset(
     tool_calls tools url user video_url web_search_options
     """.split()  # noqa: SIM905
 )
-"""The members that are shown by what they hold."""
+"""Fields that are shown by their contents."""
 
 WORDS = frozenset(
     """
@@ -50,41 +50,41 @@ WORDS = frozenset(
     string structural_tag system text thinking tool tool_result tool_use url user video_url xhigh
     """.split()  # noqa: SIM905
 )
-"""The texts that are shown, as values of a setting."""
+"""Texts that are shown, as values of a setting."""
 
 
 class ShapeSample:
-    """Which requests are shown: a ``share`` of them, from above 0 to 1, by their ids, which clients have no hand in."""
+    """Selects the requests to show: a ``share`` of them, above 0 up to 1, by their ids, which clients cannot choose."""
 
     def __init__(self, share: float) -> None:
         self._below = round(share * _IDS)
 
     def includes(self, request_id: str) -> bool:
-        """Whether this one is shown."""
+        """Check whether a request is selected."""
         return int(request_id[-_DIGITS:], 16) < self._below
 
 
 def shape(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A body's shape, as JSON: at most ``_MOST_NODES`` values.
+    """Return the shape of a body, as JSON: at most ``_MAX_VALUES`` values.
 
-    An object is one of its known members, with the number of the others in ``other``; a list is its first members and the number
-    of those that follow; ``text(5)`` stands for five characters, ``list(3)`` for a list whose members hold nothing else.
+    An object is shown by its known fields, with the number of its other fields in ``other``. A list is shown by its first items and
+    the number of the others. ``text(5)`` stands for five characters, ``list(3)`` for a list of three plain values.
     """
-    return _Sketch(_MOST_NODES).of_object(document)
+    return _Sketch(_MAX_VALUES).of_object(document)
 
 
 class _Sketch:
-    """One shape in the making: counts how many values it may still show."""
+    """A shape under construction: counts how many values it may still show."""
 
     def __init__(self, left: int) -> None:
         self._left = left
 
     def of_object(self, value: Mapping[str, Any]) -> dict[str, Any]:
         shown: dict[str, Any] = {}
-        for name, member in value.items():
+        for name, value_of in value.items():
             if self._left > 0 and (name in SETTINGS or name in PARTS):
                 self._left -= 1
-                shown[name] = self._of(member, setting=name in SETTINGS)
+                shown[name] = self._of(value_of, setting=name in SETTINGS)
         others = len(value) - len(shown)
         return shown | {"other": others} if others else shown
 
@@ -103,7 +103,7 @@ class _Sketch:
         if CONTAINERS.isdisjoint(map(type, values)):
             return f"list({len(values)})"
         shown: list[Any] = []
-        for value in values[:_MOST_MEMBERS]:
+        for value in values[:_MAX_ITEMS]:
             if self._left <= 0:
                 break
             self._left -= 1

@@ -1,8 +1,8 @@
-"""A span for each traced request: which trace it belongs to, what its server is told, and what the collector gets.
+"""Make a span for each traced request: its trace, the header for its server, and what the collector receives.
 
-The rules: on a request's way only ids are made; its span is made from its ``RequestRecord`` when it is over, by a thread of its own,
-and no request waits for a collector; a client's trace is continued (W3C Trace Context), but whether its request is
-traced is decided here, by the trace's id, so that all who decide by the same share decide alike.
+The rules: while a request is served, only ids are generated; a thread makes the span from the ``RequestRecord`` afterwards, and no
+request waits for a collector. A client's trace is continued (W3C Trace Context), but whether a request is traced is decided here,
+by the trace id, so all participants with the same share decide alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from gateway import __version__
 from gateway.snapshot.snapshot import Tracing
 
-if TYPE_CHECKING:  # the record names the trace; and what is not installed everywhere is loaded by the thread alone
+if TYPE_CHECKING:  # OpenTelemetry is optional: only the exporting thread imports it
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the record names the trace; and what is not installed every
 
 _MAX_WAITING = 16  # batches that may wait for a slow collector; a batch is what one tick gathered
 _MAX_SPANS = 2048  # that one batch may have
-_PATIENCE = 2.0  # seconds
+_TIMEOUT = 2.0  # seconds
 _DEADLINE = 10.0  # seconds for one batch
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _SHARE_OF = 1 << 64
@@ -46,11 +46,11 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "/v1/embeddings": "embeddings",
     }
 )
-"""What the semantic conventions call the work of a route; for those that have no word for it, the end of its path is the word."""
+"""The operation of a route in the semantic conventions; for other routes, the end of the path is used."""
 
 
 class Trace(msgspec.Struct, frozen=True, gc=False):
-    """Where a request stands in its trace: ids in hexadecimal digits. ``parent``: the client's span."""
+    """A request's place in its trace: ids in hexadecimal digits. ``parent``: the client's span."""
 
     trace_id: str
     span_id: str
@@ -59,7 +59,7 @@ class Trace(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def header(self) -> bytes:
-        """What the server is told, as a line. Who is not traced here is not traced there either, by those who heed it."""
+        """The header line for the server. It tells the server not to trace what is not traced here."""
         span = self.span_id if self.sampled or self.parent is None else self.parent
         return f"traceparent: 00-{self.trace_id}-{span}-0{int(self.sampled)}\r\n".encode()
 
@@ -71,7 +71,7 @@ class Sampler:
         self._bound = round(settings.sample * _SHARE_OF)
 
     def start_trace(self, traceparent: bytes | None) -> Trace:
-        """The place of a request whose client sent this header; one that is not valid counts as none (Trace Context, 4.3)."""
+        """Return the trace of a request with this header from its client; an invalid header is ignored (Trace Context, 4.3)."""
         given = _TRACEPARENT.fullmatch(traceparent) if traceparent is not None else None
         if given is not None and given[1] == b"00" and given[4]:
             given = None
@@ -82,8 +82,10 @@ class Sampler:
 
 
 class Spans:
-    """Gathers the records of traced requests; a thread, begun with the first of them, exports them. ``endpoint``: where to; ``scheme``:
-    what the data port speaks, http or https."""
+    """Collects the records of traced requests, which a thread exports. The first record starts the thread.
+
+    ``endpoint``: the URL of the collector; ``scheme``: of the data port, http or https.
+    """
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -96,23 +98,23 @@ class Spans:
         self.dropped = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Take a record; it is exported with the next flush."""
+        """Add a record; the next flush exports it."""
         if len(self._records) < _MAX_SPANS:
             self._records.append(record)
         else:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Hand over what has gathered; called a few times a second."""
+        """Hand the collected records to the thread; called a few times a second."""
         if self._records:
             self._start_thread()
             try:
                 self._waiting.put_nowait((self.endpoint, self._records))
                 self._records = []
             except queue.Full:
-                pass  # they stay, up to the bound, until the collector gets on
+                pass  # they stay, up to the bound, until the collector continues
         if self.dropped:
-            _log.warning("%d spans were dropped: the collector is slow, or not there", self.dropped)
+            _log.warning("%d spans were dropped: the collector is slow or unreachable", self.dropped)
             self.dropped = 0
 
     def _start_thread(self) -> None:
@@ -121,41 +123,41 @@ class Spans:
             self._thread.start()
 
     def _export(self) -> None:
-        """The thread: until told to stop."""
+        """Export batches until stopped. Runs in the thread."""
         while (batch := self._waiting.get()) is not None:
             endpoint, records = batch
             try:
                 self._send(endpoint, records)
-            except Exception:  # noqa: BLE001  the outer edge: those that come later are exported
+            except Exception:  # noqa: BLE001  the outer edge: later spans are still exported
                 _log.exception("%d spans could not be exported", len(records))
 
     def _send(self, endpoint: str, records: Sequence[RequestRecord]) -> None:
         resource = self._resource = self._resource or _resource()
         exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
-        exporter.export(list(_made(records, resource, self.scheme)))
+        exporter.export(list(_encoded(records, resource, self.scheme)))
 
-    def stop(self, patience: float) -> None:
-        """Export what is there and end the thread; a collector that stands still is given so many seconds."""
+    def stop(self, timeout: float) -> None:
+        """Export what is left and end the thread; a blocked collector gets this many seconds."""
         self.flush()
         if self._thread is None:
             return
         try:
-            self._waiting.put(None, timeout=patience)
+            self._waiting.put(None, timeout=timeout)
         except queue.Full:
             return  # the thread is a daemon and ends with the process
-        self._thread.join(patience)
+        self._thread.join(timeout)
         for exporter in self._exporters.values():
-            exporter.shutdown()  # it tries no more
+            exporter.shutdown()  # no more retries
 
 
 @contextmanager
 def spans() -> Iterator[Spans]:
-    """Spans that have been exported when the block ends, unless their collector stands still."""
+    """Yield spans that are exported when the block ends, unless their collector is blocked."""
     gathered = Spans()
     try:
         yield gathered
     finally:
-        gathered.stop(_PATIENCE)
+        gathered.stop(_TIMEOUT)
 
 
 def _exporter(endpoint: str) -> SpanExporter:
@@ -165,23 +167,23 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def _resource() -> Resource:
-    """Who speaks; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    """Return the service; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     return Resource({"service.name": "vllm-gateway", "service.version": __version__}).merge(OTELResourceDetector().detect())
 
 
-def _made(records: Iterable[RequestRecord], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
+def _encoded(records: Iterable[RequestRecord], resource: Resource, scheme: str) -> Iterator[ReadableSpan]:
     for record in records:
         try:
             if record.trace is not None:
                 yield span(record, record.trace, resource, scheme)
-        except Exception:  # noqa: BLE001  one that cannot be told must not cost the others
-            _log.exception("a span")
+        except Exception:  # noqa: BLE001  the outer edge: a record that cannot be encoded must not cost the others
+            _log.exception("a span could not be encoded")
 
 
 def span(record: RequestRecord, trace: Trace, resource: Resource, scheme: str) -> ReadableSpan:
-    """A finished request as a span of the kind SERVER."""
+    """Make a span of the kind SERVER from a finished request."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
@@ -205,22 +207,22 @@ def span(record: RequestRecord, trace: Trace, resource: Resource, scheme: str) -
 
 
 def operation(endpoint: str) -> str:
-    """``gen_ai.operation.name``"""
+    """Return ``gen_ai.operation.name``."""
     return OPERATIONS.get(endpoint) or endpoint.rpartition("/")[2]
 
 
 def failed(record: RequestRecord) -> bool:
-    """Whether it is an error of the server side: the client's own are none (semantic conventions for HTTP server spans)."""
+    """Check whether the server side failed; client errors do not count (semantic conventions for HTTP server spans)."""
     return record.status >= 500 or record.incomplete in ("upstream", "drain")
 
 
 def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int | float]:
-    """What is known of a request, in the words of the semantic conventions; nothing that its client wrote."""
+    """Return the attributes of the semantic conventions. None of them is text that the client wrote."""
     usage = record.usage
-    known: dict[str, str | bool | int | float | None] = {
+    values: dict[str, str | bool | int | float | None] = {
         "http.request.method": "POST",
         "http.route": record.endpoint,
-        "url.path": record.endpoint,  # not as it was written: a mount's prefix may be a secret, and a query is a client's word
+        "url.path": record.endpoint,  # not the path as sent: a mount's prefix may be secret, and a query is the client's text
         "url.scheme": scheme,
         "http.response.status_code": record.status,
         "error.type": record.code,
@@ -237,10 +239,10 @@ def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int
         "vllm_gateway.incomplete": record.incomplete,
     }
     if usage is not None:
-        known |= {
+        values |= {
             "gen_ai.usage.input_tokens": usage.prompt,
             "gen_ai.usage.output_tokens": usage.completion,
             "gen_ai.usage.cache_read.input_tokens": usage.cached,
             "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
         }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}

@@ -206,12 +206,12 @@ def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(ser
         with gateway(tmp_path, settings(url)) as one:
             answered = {one.ask().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
-            wait_for(lambda: "the ledger's database takes nothing" in one.said)
+            wait_for(lambda: "the ledger's database accepts no rows" in one.said)
             wait_for(lambda: one.get("/status").json()["ledger"]["away"])
             state = one.get("/status").json()["ledger"]
             assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0)
             asked = one.get("/usage")
-            assert (asked.status_code, "does not answer" in asked.json()["error"]) == (503, True)
+            assert (asked.status_code, "does not respond" in asked.json()["error"]) == (503, True)
             assert one.stop() == 0
         server.start()
         with gateway(tmp_path, settings(url)) as one:

@@ -137,13 +137,13 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"by": "color"}, "not shown by color: choose of key, team, model, day, server"),
+        ({"by": "color"}, "not shown by color: choose from key, team, model, day, server"),
         ({"by": ""}, "by nothing"),
         ({"since": "tomorrow"}, "tomorrow is no date .* and none of today, yesterday, this-month"),
         ({"since": "2027-13"}, "2027-13 is no date"),
         ({"since": "99999999999d"}, "99999999999d is no date"),
         ({"since": "0001-01-01T00:00:00+14:00"}, "is no date such as"),
-        ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it begins"),
+        ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it starts"),
         ({"sinse": "1d"}, "did you mean `since`"),
         ({"key": "a\0b"}, "no key has a NUL"),
     ],
@@ -242,4 +242,4 @@ def test_without_a_ledger_there_is_nothing_to_ask(tmp_path: Path, capsys: pytest
     path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}})))
     assert run(["usage", "--config", str(path)]) == 1 and "has no ledger" in capsys.readouterr().err
     path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}}) | {"ledger": "postgresql://u@127.0.0.1:1/x"}))
-    assert run(["usage", "--config", str(path)]) == 1 and "does not answer" in capsys.readouterr().err
+    assert run(["usage", "--config", str(path)]) == 1 and "does not respond" in capsys.readouterr().err

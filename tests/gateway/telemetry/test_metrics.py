@@ -250,6 +250,6 @@ def test_what_finds_no_room_is_dropped_and_told_once(caplog: pytest.LogCaptureFi
         told = sum(series.family == "limited_total" for series in shown)
         assert 10 < told < 1000 and shown[Series("limited_total", ("key-0", "concurrent"))] == [1.0]
         assert shown[Series("series_dropped_total", ())][0] >= 1000 - told
-        assert len([entry for entry in caplog.records if "no room" in entry.message]) == 1
+        assert len([entry for entry in caplog.records if "counter memory is full" in entry.message]) == 1
     finally:
         board.close()
