@@ -1,7 +1,7 @@
-"""What a client may put into a request's body: one table, compiled for each model when a snapshot is taken.
+"""Decide what a client may put into a request body: one table, compiled for each model when a snapshot is applied.
 
-The rule: what a request pays here is a few set operations and one look at what is a list; every decision that depends on
-the configuration was made before. Each row can be lifted by an operator's ``body.allow``.
+The rule: a request costs a few set operations and one scan of its lists; every decision that depends on the configuration was made
+before. Each row can be lifted by ``body.allow``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRIPPED = frozenset(
         "return_prompt_text",
     }
 )
-"""Fields that are the gateway's to say: they go missing."""
+"""Fields that only the gateway sets: they are removed."""
 
 REFUSED = frozenset(
     {
@@ -42,19 +42,19 @@ REFUSED = frozenset(
         "vllm_xargs",
     }
 )
-"""Fields without which the answer would be another one: the client is told."""
+"""Fields that change the response: they are refused with an error."""
 
 FORBIDDEN = STRIPPED | REFUSED
 
-MOST: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
-"""The largest number that a field may hold. OpenAI allows n up to 128 and top_logprobs up to 20, as vLLM does unless told otherwise."""
+MAXIMA: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
+"""The largest number that a field may contain. OpenAI allows n up to 128 and top_logprobs up to 20; vLLM has the same defaults."""
 
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""The fields by which a client bounds an answer, in the order in which vLLM believes them."""
+"""The fields by which a client limits a response, in the order of precedence in vLLM."""
 
-_CHOICES = ("n", "best_of")
+_CHOICE_FIELDS = ("n", "best_of")
 
-NUMBERS = frozenset({*MOST, *TOKEN_LIMITS})
+NUMBERS = frozenset({*MAXIMA, *TOKEN_LIMITS})
 """The fields that may have a largest number."""
 
 SIZES: Mapping[str, int] = MappingProxyType(
@@ -66,28 +66,28 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "guided_choice": 128 * 1024,
         "guided_grammar": 128 * 1024,
         "text": 128 * 1024,  # the format of /v1/responses
-        "output_config": 128 * 1024,  # and that of /v1/messages
+        "output_config": 128 * 1024,  # the format of /v1/messages
         "chat_template_kwargs": 128 * 1024,
         "tools": 1024 * 1024,
         "functions": 1024 * 1024,
     }
 )
-"""Bytes of JSON that a field may be: what is compiled into a grammar, or read by a template."""
-_LEAST_SIZE = min(SIZES.values())
+"""Bytes of JSON that a field may have: what is compiled into a grammar, or read by a template."""
+_SMALLEST_SIZE = min(SIZES.values())
 _VALUES_PER_STEP = 20_000
 _INTEGERS = frozenset({int})
 
 MAX_BATCH = 2048
-"""Texts, or lists, that one list may hold: each is a request of its own for the engine. OpenAI's own bound for embeddings."""
+"""Texts or lists that one list may contain: each is a separate request for the engine. OpenAI's limit for embeddings."""
 
 BATCHES = frozenset({"data_1", "data_2", "documents", "inputs", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
-"""Where whatever a list holds, or the ``content`` of an object, is such a request, unless it is a number (a prompt of tokens)."""
+"""Fields whose items, or the items of the ``content`` of an object, are such requests, unless they are numbers (a prompt of tokens)."""
 
 ECHO = "echo"
-"""With it vLLM takes ``logprobs`` for ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and of completions)."""
+"""With this field, vLLM treats ``logprobs`` as ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and completions)."""
 
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
-"""What ``chat_template_kwargs`` may not hold besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
+"""What ``chat_template_kwargs`` may not contain besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
 
 OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -99,11 +99,11 @@ OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Fields whose older names clients still use."""
 
 NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
-"""Where what looks like a message's part is none: schemas and such."""
+"""Fields in which nothing is a media part of a message: schemas and the like."""
 
 
 class BodyPolicy:
-    """The table as it holds for one model, with the operator's own fields."""
+    """The table for one model, with the operator's own fields."""
 
     __slots__ = (
         "_allowed",
@@ -125,12 +125,12 @@ class BodyPolicy:
         self.overrides = overrides
         self.max_tokens = rules.max_tokens
         self._refused = (REFUSED - allowed) | refused
-        most = {name: value for name, value in MOST.items() if name not in allowed}
+        maximum = {name: value for name, value in MAXIMA.items() if name not in allowed}
         if rules.max_n is not None:
-            most |= dict.fromkeys(("n", "best_of"), rules.max_n)
+            maximum |= dict.fromkeys(("n", "best_of"), rules.max_n)
         if rules.max_tokens is not None:
-            most |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
-        self._maxima = {name: value for name, value in most.items() if name not in refused}
+            maximum |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
+        self._maxima = {name: value for name, value in maximum.items() if name not in refused}
         stripped = STRIPPED - allowed
         self._forbidden = stripped | self._refused
         self._watched = self._forbidden | self._maxima.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
@@ -141,11 +141,11 @@ class BodyPolicy:
 
     @classmethod
     def for_model(cls, model: Model) -> BodyPolicy:
-        """That of a model of the state."""
+        """Return the policy of a model of the snapshot."""
         return cls(model.body, model.defaults, model.overrides)
 
     def apply(self, document: Document, size: int) -> None:
-        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what may not be sent."""
+        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what is not allowed."""
         if size > SMALL:
             finished(self.apply_in_steps(document, size))
             return
@@ -161,11 +161,11 @@ class BodyPolicy:
                     raise self._refused_url(name, value, *found)
 
     def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
-        """The same for a large body, in steps."""
+        """Do the same for a large body, in steps."""
         if not self._watched.isdisjoint(document):
             self._check_fields(document)
         yield
-        if size > _LEAST_SIZE:
+        if size > _SMALLEST_SIZE:
             for name in self._sizes.keys() & document.keys():
                 self._check_size(name, document[name])
                 yield
@@ -183,11 +183,11 @@ class BodyPolicy:
                     yield
 
     def forbidden_field(self, names: Set[str]) -> str | None:
-        """Of a form's fields one that may not be there; None when all may. Nothing is stripped of a form, which streams on."""
+        """Return a forbidden field of a form; None if all are allowed. Nothing is stripped from a form, which is streamed on."""
         return min(self._forbidden & names, default=None)
 
     def check_images(self, images: Any) -> None:
-        """Check the URLs of ``images`` in a request of Cohere's API, each of which is one by itself. Raises Refusal."""
+        """Check the URLs of ``images`` in a request of Cohere's API. Raises Refusal."""
         for at, url in enumerate(images if isinstance(images, list) else ()):
             if not isinstance(url, str) or not self._media.allows(url):
                 raise self._not_allowed(f"images.{at}")
@@ -199,7 +199,7 @@ class BodyPolicy:
         return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
 
     def maximum(self, name: str) -> int | None:
-        """The largest number that a field may hold, where there is a bound."""
+        """Return the largest number that a field may contain, if there is a limit."""
         return self._maxima.get(name)
 
     def _check_fields(self, document: Document) -> None:
@@ -218,7 +218,7 @@ class BodyPolicy:
 
     def _check_number(self, name: str, value: Any, document: Document) -> None:
         check_number(name, value, self._maxima[name])
-        if name in _CHOICES and value * _batch(document.get("prompt")) > MAX_BATCH:
+        if name in _CHOICE_FIELDS and value * _batch_size(document.get("prompt")) > MAX_BATCH:
             raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
 
     def _check_size(self, name: str, value: Any) -> None:
@@ -226,9 +226,9 @@ class BodyPolicy:
             raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
 
     def _check_batch(self, name: str, value: Any) -> None:
-        many = _batch(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
+        many = _batch_size(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
         if many and name not in self._allowed:
-            raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} members.", param=name)
+            raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} items.", param=name)
 
     def _check_template(self, kwargs: Any) -> None:
         if isinstance(kwargs, dict):
@@ -237,8 +237,10 @@ class BodyPolicy:
 
 
 def _check_echo(document: Document) -> None:
-    """Raises Refusal where it would bring the probabilities of a chat's tokens, which it would without a word of them. For a prompt it is
-    OpenAI's own API, and passes."""
+    """Refuse a chat with ``echo`` that would return the log probabilities of its prompt. Raises Refusal.
+
+    For a prompt it is OpenAI's own API, and passes.
+    """
     if not document[ECHO] or "messages" not in document:
         return
     for name in ("logprobs", "top_logprobs"):
@@ -251,15 +253,15 @@ _SHOWN_HOSTS = 10
 
 
 def _allowed(hosts: tuple[str, ...]) -> str:
-    """Which URLs of media a model takes."""
+    """Return which media URLs a model accepts, for a message."""
     if not hosts:
         return "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator to allow the host."
     shown = ", ".join(hosts[:_SHOWN_HOSTS]) + (", …" if len(hosts) > _SHOWN_HOSTS else "")
     return f"This model takes media from http and https URLs of these hosts: {shown}. Ask the operator to allow others."
 
 
-def _batch(value: Any) -> int:
-    """How many requests for the engine a member is."""
+def _batch_size(value: Any) -> int:
+    """Return how many requests for the engine a field is."""
     if isinstance(value, dict):
         value = value.get("content")
     if not isinstance(value, list):
@@ -268,13 +270,13 @@ def _batch(value: Any) -> int:
 
 
 def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
-    """What is refused is refused under the names that are translated to it, too."""
+    """Return the fields with the older names that are translated to them."""
     return frozenset(each for name in refused for each in (name, *OLD_NAMES.get(name, ())))
 
 
-def check_number(name: str, value: Any, most: int) -> None:
-    """Raises Refusal for what is no number from 0 to ``most``. vLLM would take text for a number too."""
+def check_number(name: str, value: Any, maximum: int) -> None:
+    """Check that a field is a number from 0 to ``maximum``. vLLM would accept text as a number too. Raises Refusal."""
     if not isinstance(value, int | float):
         raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
-    if not 0 <= value <= most:
-        raise Refusal("invalid_value", f"The field '{name}' must be between 0 and {most}, not {value}.", param=name)
+    if not 0 <= value <= maximum:
+        raise Refusal("invalid_value", f"The field '{name}' must be between 0 and {maximum}, not {value}.", param=name)

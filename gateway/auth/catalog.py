@@ -1,7 +1,7 @@
-"""Which model a name means, and whether a key may use it.
+"""Resolve a model name for a key: which model it means, and whether the key may use it.
 
-Owns the names of one snapshot: ids, aliases and mounts, each a plain dict look-up. The rule: an unknown
-model and one outside a key's scope are the same answer in the same words, so nobody can probe for names.
+It owns the names of one snapshot: ids, aliases and mounts, each a dict look-up. The rule: an unknown model and a model outside a
+key's scope get the same response with the same text, so clients cannot probe for names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from upstream.balancing.server import Server
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model with its live servers, and what a request's body may hold. ``name``: what its answers are to call it; None: as its
-    servers do."""
+    """A model with its live servers and its body policy.
+
+    ``name``: the model name in its responses; None: unchanged.
+    """
 
     model: Model
     pool: Pool
@@ -31,7 +33,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a path means: the route, and the model it is bound to when the path is an instance's."""
+    """What a path means: the route, and the model if the path is that of a mount."""
 
     route: Route
     mounted: CatalogEntry | None = None
@@ -58,7 +60,7 @@ class Catalog:
         self._scopes: dict[tuple[str, ...], frozenset[str]] = {}
 
     def _add_target(self, path: str, target: Target) -> None:
-        """Serve a path, with and without a slash at its end. vLLM redirects from the one to the other, which not every client follows."""
+        """Add a path, with and without a trailing slash. vLLM redirects from one to the other, which not every client follows."""
         self.targets[path.encode()] = self.targets[path.encode() + b"/"] = target
 
     def _pool(self, model: Model, servers: Mapping[str, Server]) -> Pool:
@@ -68,26 +70,26 @@ class Catalog:
         return found
 
     def retire(self) -> None:
-        """There is a new snapshot."""
+        """Retire the pools, because there is a new snapshot."""
         for pool in self._pools.values():
             pool.retire()
 
     def mounted(self, path: str, suffix: str) -> CatalogEntry | None:
-        """The model whose instance URL, followed by ``suffix``, is this path."""
+        """Return the model whose mount, followed by ``suffix``, is this path."""
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
     def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
-        """The model that a name means for a key. ``mounted`` may be of the snapshot before. Raises Refusal model_not_found."""
+        """Return the model that a name means for a key. ``mounted`` may be of the previous snapshot. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
 
     def resolve_unnamed(self, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
-        """The model of a request that names none: that of the instance URL, the default, or the only one that the key may use.
+        """Return the model of a request that names none: that of its mount, the default, or the only one that the key may use.
 
-        LoRA adapters are not counted where their base may be used, as vLLM serves the base. Raises Refusal model_not_found where the
-        key may not use the default, and missing_required_parameter where several models are left.
+        LoRA adapters do not count if their base may be used, as vLLM serves the base. Raises Refusal model_not_found if the key may
+        not use the default, and missing_required_parameter if several models are left.
         """
         if mounted is not None:
             return self.resolve(mounted.model.id, key, mounted)
@@ -104,17 +106,17 @@ class Catalog:
         return found[0]
 
     def fallbacks(self, entry: CatalogEntry, key: Key) -> list[CatalogEntry]:
-        """Where a model's requests may go when its own servers cannot take them, as far as the key may use it."""
+        """Return the fallbacks of a model that the key may use."""
         others = (self._by_name[name] for name in entry.model.fallbacks)
         return [other for other in others if self._allows(key, other.model)]
 
     def pool(self, model: str) -> Pool | None:
-        """The servers of the model with this id, if there is one."""
+        """Return the servers of the model with this id, if it exists."""
         entry = self._by_id.get(model)
         return entry.pool if entry is not None else None
 
     def visible(self, key: Key, mounted: CatalogEntry | None = None) -> list[CatalogEntry]:
-        """The models that a key may use, in the order of the configuration."""
+        """Return the models that a key may use, in the order of the configuration."""
         return [entry for entry in self.entries if mounted in (None, entry) and self._allows(key, entry.model)]
 
     def _allows(self, key: Key, model: Model) -> bool:
@@ -122,7 +124,7 @@ class Catalog:
         return (of_key is None or model.id in self._scope(of_key)) and (of_token is None or model.id in self._scope(of_token))
 
     def _scope(self, globs: tuple[str, ...]) -> frozenset[str]:
-        """The ids that a key's globs cover, by id or alias; worked out once for each set of globs in use."""
+        """Return the ids that globs cover, by id or alias; computed once for each set of globs."""
         scope = self._scopes.get(globs)
         if scope is None:
             scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))
@@ -130,7 +132,7 @@ class Catalog:
 
 
 def named_model(body: Mapping[str, Any]) -> str | None:
-    """The name of the model that a body requests; None where it is missing, null or empty. Raises Refusal for anything but a string."""
+    """Return the model name in a body; None if it is missing, null or empty. Raises Refusal for anything but a string."""
     name = body.get("model")
     if name is not None and not isinstance(name, str):
         raise Refusal("invalid_value", "The field 'model' must be the ID of a model, as a string.", param="model")

@@ -1,7 +1,7 @@
-"""An issuer's key set (RFC 7517): which of its keys can check a token, and what checks one with each.
+"""Select the keys of an issuer's JWKS (RFC 7517) that verify tokens. Pure.
 
-Pure. The rule: public keys for signatures alone. A symmetric key, which could make tokens as well, is no key here whatever a document
-says, and an algorithm is bound to a key before any token is seen (RFC 8725, section 3.1).
+The rule: only public keys for signatures. A symmetric key, which could create tokens as well, is never used, whatever the document
+says. An algorithm is bound to a key before any token is seen (RFC 8725, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 _CURVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"P-256": ("ES256",), "P-384": ("ES384",), "P-521": ("ES512",), "Ed25519": ("EdDSA",), "Ed448": ("EdDSA",)}
 )
-_LEAST_RSA, _MOST_RSA = 2048, 8192  # bits; RFC 7518, section 3.3, and what is checked in a millisecond
-_MOST_KEYS = 100
+_MIN_RSA, _MAX_RSA = 2048, 8192  # bits; RFC 7518, section 3.3, and what is checked in a millisecond
+_MAX_KEYS = 100
 
 
 class KeySetError(Exception):
-    """A document that is no key set to be used; the text says why, behind the document's name."""
+    """A document is not a usable JWKS; the text says why, to be appended to its name."""
 
 
 def verification_keys(document: bytes) -> bytes:
-    """What of a JWKS can check tokens, as a JSON list of JWKs. Raises KeySetError."""
-    found = [key for key in _keys(document) if _checks(key)]
+    """Return the keys of a JWKS that can verify tokens, as a JSON list of JWKs. Raises KeySetError."""
+    found = [key for key in _keys(document) if _can_verify(key)]
     if not found:
         raise KeySetError("has no public key for signatures")
-    return orjson.dumps(found[:_MOST_KEYS])
+    return orjson.dumps(found[:_MAX_KEYS])
 
 
 def _keys(document: bytes) -> list[dict[str, Any]]:
@@ -41,59 +41,59 @@ def _keys(document: bytes) -> list[dict[str, Any]]:
         raise KeySetError("is not JSON") from None
     keys = whole.get("keys") if isinstance(whole, dict) else None
     if not isinstance(keys, list):
-        raise KeySetError('is no key set: expected {"keys": [...]}')
+        raise KeySetError('is not a key set: expected {"keys": [...]}')
     if any(isinstance(key, dict) and key.get("kty") != "oct" and "d" in key for key in keys):
-        raise KeySetError("holds a private key; only public ones belong here")
+        raise KeySetError("contains a private key; only public keys are allowed")
     return [key for key in keys if isinstance(key, dict)]
 
 
-def _checks(key: Mapping[str, Any]) -> bool:
-    """Whether a key is there to check signatures, and can."""
+def _can_verify(key: Mapping[str, Any]) -> bool:
+    """Check whether a key is meant to verify signatures, and can."""
     operations = key.get("key_ops", ["verify"])
-    meant = key.get("use", "sig") == "sig" and isinstance(operations, list) and "verify" in operations
-    return meant and any(_made(key, algorithm) is not None for algorithm in _algorithms(key))
+    is_meant = key.get("use", "sig") == "sig" and isinstance(operations, list) and "verify" in operations
+    return is_meant and any(_to_jwk(key, algorithm) is not None for algorithm in _algorithms(key))
 
 
 def _algorithms(key: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a key is good for, by its kind and by what it says itself."""
-    kind, curve, own = key.get("kty"), key.get("crv"), key.get("alg")
-    fit = _RSA if kind == "RSA" else _CURVES.get(curve, ()) if kind in ("EC", "OKP") and isinstance(curve, str) else ()
-    own = "EdDSA" if own in ("Ed25519", "Ed448") else own  # RFC 9864's names
-    return fit if own is None else tuple(name for name in fit if name == own)
+    """Return the algorithms of a key, by its type and its own ``alg``."""
+    kind, curve, named = key.get("kty"), key.get("crv"), key.get("alg")
+    supported = _RSA if kind == "RSA" else _CURVES.get(curve, ()) if kind in ("EC", "OKP") and isinstance(curve, str) else ()
+    named = "EdDSA" if named in ("Ed25519", "Ed448") else named  # RFC 9864's names
+    return supported if named is None else tuple(name for name in supported if name == named)
 
 
-def _made(key: Mapping[str, Any], algorithm: str) -> jwt.PyJWK | None:
+def _to_jwk(key: Mapping[str, Any], algorithm: str) -> jwt.PyJWK | None:
     try:
-        made = jwt.PyJWK(dict(key), algorithm)
+        jwk = jwt.PyJWK(dict(key), algorithm)
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
         return None
-    size = made.key.key_size if isinstance(made.key, RSAPublicKey) else _LEAST_RSA
-    return made if _LEAST_RSA <= size <= _MOST_RSA else None
+    size = jwk.key.key_size if isinstance(jwk.key, RSAPublicKey) else _MIN_RSA
+    return jwk if _MIN_RSA <= size <= _MAX_RSA else None
 
 
 class VerificationKeys:
-    """The keys of a set, by their id and an algorithm."""
+    """The keys of a JWKS by id and algorithm."""
 
     def __init__(self, keys: bytes, algorithms: Iterable[str]) -> None:
-        """``keys`` is as ``verification_keys`` gives it."""
+        """Load keys as ``verification_keys`` returns them."""
         self._by_id: dict[tuple[str | None, str], jwt.PyJWK] = {}
         self._by_algorithm: dict[str, list[jwt.PyJWK]] = {}
-        for identity, algorithm, made in _all(orjson.loads(keys), frozenset(algorithms)):
-            self._by_id.setdefault((identity, algorithm), made)
-            self._by_algorithm.setdefault(algorithm, []).append(made)
+        for identity, algorithm, jwk in _all(orjson.loads(keys), frozenset(algorithms)):
+            self._by_id.setdefault((identity, algorithm), jwk)
+            self._by_algorithm.setdefault(algorithm, []).append(jwk)
 
     def find(self, identity: str | None, algorithm: str) -> jwt.PyJWK | None:
-        """The key that a token names. One that names none can only mean the one that there is."""
+        """Return the key that a token names. A token that names none means the only one for its algorithm."""
         if identity is not None:
             return self._by_id.get((identity, algorithm))
-        fit = self._by_algorithm.get(algorithm, [])
-        return fit[0] if len(fit) == 1 else None
+        supported = self._by_algorithm.get(algorithm, [])
+        return supported[0] if len(supported) == 1 else None
 
 
 def _all(keys: Iterable[Mapping[str, Any]], wanted: frozenset[str]) -> Iterator[tuple[str | None, str, jwt.PyJWK]]:
     for key in keys:
         for algorithm in _algorithms(key):
-            made = _made(key, algorithm) if algorithm in wanted else None
-            if made is not None:
+            jwk = _to_jwk(key, algorithm) if algorithm in wanted else None
+            if jwk is not None:
                 identity = key.get("kid")
-                yield identity if isinstance(identity, str) else None, algorithm, made
+                yield identity if isinstance(identity, str) else None, algorithm, jwk

@@ -1,8 +1,8 @@
-"""Tokens of an identity provider (JSON Web Tokens, RFC 7519) as keys: what one says, whether it is true, and which principal it is.
+"""Authenticate tokens of identity providers (JSON Web Tokens, RFC 7519): verify one, and map it to a principal.
 
-The rules: a token is checked once and its verdict kept until it ends, so that an ordinary request costs two look-ups; whatever can be
-refused without a signature's mathematics is; everything that is kept is bounded, whoever sends what; no I/O: a worker asks control
-for keys that it does not know.
+The rules: a token is verified once and the result is cached until the token expires, so an ordinary request costs two look-ups.
+What can be refused without checking a signature is. Everything that is cached is bounded, whatever clients send. There is no I/O: a
+worker asks control for keys that it does not know.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gateway.api.errors import Refusal
 from gateway.auth.jwks import VerificationKeys
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
-_FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes are those of a brace
+_FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes encode a brace
 _SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,200}")
-_VERDICTS = 20_000
-_REFUSED = 5_000
+_MAX_VERIFIED = 20_000
+_MAX_REFUSED = 5_000
 _REFUSED_FOR = 10.0  # seconds
-_ASK_EVERY = 1.0  # seconds between two words to control on one issuer
-_MOST_NAMES = 64  # of teams or models in one claim
+_REQUEST_EVERY = 1.0  # seconds between two requests to control for one issuer
+_MAX_NAMES = 64  # of teams or models in one claim
 _INT64 = 2**63
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedToken:
-    """What is known of a good token. ``expires`` is in seconds since the epoch, the leeway included."""
+    """The result of verifying a token. ``expires`` is in seconds since the epoch and includes the leeway."""
 
     entry: str
     subject: str
@@ -48,15 +48,15 @@ class VerifiedToken:
 
 
 class TokenVerifier:
-    """The tokens that a worker has met. ``want`` is told of an issuer of which a key is not known."""
+    """Verifies and caches the tokens of a worker. ``on_unknown_key`` is called with an issuer of which a key is unknown."""
 
-    def __init__(self, want: Callable[[str], None]) -> None:
-        self._on_unknown_key = want
+    def __init__(self, on_unknown_key: Callable[[str], None]) -> None:
+        self._on_unknown_key = on_unknown_key
         self._issuers: tuple[Issuer, ...] = ()
         self._by_name: dict[str, _Issuer] = {}
         self._verified_tokens: dict[bytes, VerifiedToken] = {}
         self._refused: dict[bytes, tuple[str, str, float]] = {}
-        self._principals: dict[bytes, Key] = {}  # those of this snapshot
+        self._principals: dict[bytes, Key] = {}  # by token, of this snapshot
         self._next_request: dict[str, float] = {}
         self._subjects: dict[str, set[str]] = {}  # by entry
         self._entries: dict[str, Key] = {}
@@ -64,7 +64,7 @@ class TokenVerifier:
         self._limit = 0
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Serve by this snapshot from now on. Verdicts stay, unless an issuer or its keys are others."""
+        """Use this snapshot from now on. Verified tokens stay cached unless an issuer or its keys changed."""
         self._principals.clear()
         self._entries = {key.id: key for key in snapshot.keys}
         self._teams = snapshot.teams
@@ -76,7 +76,7 @@ class TokenVerifier:
             self._refused.clear()
 
     def principal(self, token: bytes, digest: bytes) -> Key | None:
-        """The principal that a token shows; None where this is no token. ``digest`` is its SHA-256. Raises Refusal."""
+        """Return the principal of a token; None if this is not a token. ``digest`` is its SHA-256. Raises Refusal."""
         key = self._principals.get(digest)
         if key is None:
             if not _FORM.match(token):
@@ -87,12 +87,12 @@ class TokenVerifier:
         return key
 
     def _verified_principal(self, token: bytes, digest: bytes) -> Key:
-        verdict = self._verified_tokens.get(digest)
-        if verdict is None:
-            verdict = self._verified(token, digest)
-            _keep(self._verified_tokens, digest, verdict, _VERDICTS)
-        key = self._principal_for(verdict)
-        _keep(self._principals, digest, key, _VERDICTS)
+        verified = self._verified_tokens.get(digest)
+        if verified is None:
+            verified = self._verified(token, digest)
+            _keep(self._verified_tokens, digest, verified, _MAX_VERIFIED)
+        key = self._principal_for(verified)
+        _keep(self._principals, digest, key, _MAX_VERIFIED)
         return key
 
     def _verified(self, token: bytes, digest: bytes) -> VerifiedToken:
@@ -103,65 +103,65 @@ class TokenVerifier:
             return self._verify(token)
         except Refusal as refusal:
             if refusal.spec.status == 401:
-                _keep(self._refused, digest, (refusal.code, refusal.message, time.monotonic() + _REFUSED_FOR), _REFUSED)
+                _keep(self._refused, digest, (refusal.code, refusal.message, time.monotonic() + _REFUSED_FOR), _MAX_REFUSED)
             raise
 
     def _verify(self, token: bytes) -> VerifiedToken:
         if len(token) > self._limit:
             raise Refusal("invalid_api_key", f"The token is larger than {self._limit} bytes.")
         head, claims, _ = token.split(b".")
-        header, told = _object(head), _object(claims)
-        name = told.get("iss")
+        header, claimed = _object(head), _object(claims)
+        name = claimed.get("iss")
         issuer = self._by_name.get(name) if isinstance(name, str) else None
         if issuer is None:
-            raise Refusal("invalid_api_key", "The token is of an issuer that is not known here.")
-        return issuer.verify(token, header, told, self._request_keys)
+            raise Refusal("invalid_api_key", "The token's issuer is not known here.")
+        return issuer.verify(token, header, claimed, self._request_keys)
 
     def _request_keys(self, issuer: str) -> None:
-        """Tell control that there may be new keys, but not with every token that somebody makes up."""
+        """Request an issuer's keys from control, at most once a second, whatever tokens clients send."""
         now = time.monotonic()
         if now >= self._next_request.get(issuer, 0.0):
-            self._next_request[issuer] = now + _ASK_EVERY
+            self._next_request[issuer] = now + _REQUEST_EVERY
             self._on_unknown_key(issuer)
 
-    def _principal_for(self, verdict: VerifiedToken) -> Key:
-        """The configured entry as this subject has it: with limits, a salt and a name of its own."""
-        entry = self._entries.get(verdict.entry)
+    def _principal_for(self, verified: VerifiedToken) -> Key:
+        """Return the configured entry for this subject, with limits, a cache salt and an id of its own."""
+        entry = self._entries.get(verified.entry)
         if entry is None or entry.revoked:
             raise Refusal("invalid_api_key", "The token's key is not known here." if entry is None else "This API key has been revoked.")
-        identity = self._identity(entry.id, verdict)
-        team = next((team for team in verdict.teams if team in self._teams), None)
+        identity = self._identity(entry.id, verified)
+        team = next((team for team in verified.teams if team in self._teams), None)
         fields, weight = dict(entry.fields), entry.weight
-        if verdict.priority is not None:
-            fields["priority"], weight = verdict.priority, weight_of(verdict.priority)
+        if verified.priority is not None:
+            fields["priority"], weight = verified.priority, weight_of(verified.priority)
         if "cache_salt" in fields:
-            fields["cache_salt"] = hmac.new(fields["cache_salt"].encode(), verdict.subject.encode(), hashlib.sha256).hexdigest()
+            fields["cache_salt"] = hmac.new(fields["cache_salt"].encode(), verified.subject.encode(), hashlib.sha256).hexdigest()
         return replace(
             entry,
             id=identity,
             entry=entry.id,
             digests=(),
             ends={},
-            expires=verdict.expires if entry.expires is None else min(verdict.expires, entry.expires),
+            expires=verified.expires if entry.expires is None else min(verified.expires, entry.expires),
             fields=fields,
             weight=weight,
             team=team or entry.team,
             allowances=_allowances(entry, identity, None if team is None else self._teams[team]),
-            within=verdict.models,
+            within=verified.models,
         )
 
-    def _identity(self, entry: str, verdict: VerifiedToken) -> str:
-        """The subject's own name, as long as there is room for one more."""
+    def _identity(self, entry: str, verified: VerifiedToken) -> str:
+        """Return the subject's own id, or the entry's id if there are too many subjects."""
         known = self._subjects.setdefault(entry, set())
         most = max(issuer.subjects for issuer in self._issuers)
-        if verdict.subject not in known and len(known) >= most:
+        if verified.subject not in known and len(known) >= most:
             return entry
-        known.add(verdict.subject)
-        return f"{entry}/{verdict.subject}"
+        known.add(verified.subject)
+        return f"{entry}/{verified.subject}"
 
 
 def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
-    """The entry's own limits, for whom this identity names, and a team's: the one that the token names, or the entry's."""
+    """Return the entry's own limits for this identity, and those of a team: the token's team, or the entry's."""
     mark = f"key {entry.id}"
     own = [each for each in entry.allowances if each.holder.startswith(mark)]
     shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]
@@ -169,41 +169,43 @@ def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None
 
 
 def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:
-    """Keep a value, and forget the oldest where there are too many."""
+    """Cache a value, and remove the oldest one if there are too many."""
     if len(where) >= most:
         del where[next(iter(where))]
     where[digest] = value
 
 
 class _Issuer:
-    """An issuer with what checks its tokens."""
+    """An issuer and the keys that verify its tokens."""
 
     def __init__(self, issuer: Issuer) -> None:
         self._issuer = issuer
-        self._checkers = None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
+        self._keys = None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
 
-    def verify(self, token: bytes, header: Mapping[str, Any], told: Mapping[str, Any], ask: Callable[[str], None]) -> VerifiedToken:
-        """Judge a token, what costs least first. ``told`` is what it claims, which nobody has checked. Raises Refusal."""
-        issuer, algorithm, expires = self._issuer, header.get("alg"), told.get("exp")
+    def verify(
+        self, token: bytes, header: Mapping[str, Any], claimed: Mapping[str, Any], request_keys: Callable[[str], None]
+    ) -> VerifiedToken:
+        """Verify a token, cheapest check first. ``claimed`` are its unverified claims. Raises Refusal."""
+        issuer, algorithm, expires = self._issuer, header.get("alg"), claimed.get("exp")
         if len(token) > issuer.limit:
             raise Refusal("invalid_api_key", f"The token is larger than {issuer.limit} bytes.")
         if algorithm not in issuer.algorithms:
             raise Refusal("invalid_api_key", f"The token is not signed by one of {', '.join(issuer.algorithms)}.")
         if isinstance(expires, int | float) and time.time() >= expires + issuer.leeway:
             raise _refusal("expired_api_key")
-        claims = self._checked(token, self._checker(header.get("kid"), algorithm, ask))
+        claims = self._decode(token, self._key(header.get("kid"), algorithm, request_keys))
         return _read(claims, issuer)
 
-    def _checker(self, identity: object, algorithm: str, ask: Callable[[str], None]) -> jwt.PyJWK:
-        if self._checkers is None:
+    def _key(self, identity: object, algorithm: str, request_keys: Callable[[str], None]) -> jwt.PyJWK:
+        if self._keys is None:
             raise Refusal("overloaded", "The keys of the token's issuer are not known yet.")
-        known = self._checkers.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
+        known = self._keys.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
         if known is None:
-            ask(self._issuer.name)
+            request_keys(self._issuer.name)
             raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
         return known
 
-    def _checked(self, token: bytes, key: jwt.PyJWK) -> dict[str, Any]:
+    def _decode(self, token: bytes, key: jwt.PyJWK) -> dict[str, Any]:
         issuer = self._issuer
         try:
             return jwt.decode(
@@ -218,12 +220,12 @@ class _Issuer:
         except jwt.MissingRequiredClaimError as error:
             raise Refusal("invalid_api_key", f"The token has no claim {error.claim}.") from None
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError) as error:
-            code, words = next((words for kind, words in _WORDS.items() if isinstance(error, kind)), _INVALID)
-            raise Refusal(code, words) from None
+            code, message = next((found for kind, found in _MESSAGES.items() if isinstance(error, kind)), _INVALID)
+            raise Refusal(code, message) from None
 
 
 _INVALID = ("invalid_api_key", "The token is not valid.")
-_WORDS: Mapping[type[Exception], tuple[str, str]] = MappingProxyType(
+_MESSAGES: Mapping[type[Exception], tuple[str, str]] = MappingProxyType(
     {
         jwt.ExpiredSignatureError: ("expired_api_key", "The token has expired."),
         jwt.ImmatureSignatureError: ("invalid_api_key", "The token is not valid yet."),
@@ -238,7 +240,7 @@ def _refusal(code: str) -> Refusal:
 
 
 def _object(part: bytes) -> dict[str, Any]:
-    """A part of a token, which is JSON in base64. Raises Refusal."""
+    """Decode a part of a token, which is JSON in base64. Raises Refusal."""
     try:
         found = orjson.loads(urlsafe_b64decode(part + b"=" * (-len(part) % 4)))
     except ValueError:
@@ -248,30 +250,30 @@ def _object(part: bytes) -> dict[str, Any]:
     return found
 
 
-# What claims say
+# Claims
 
 
 def _read(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
-    """A checked token's claims. Raises Refusal for one that cannot be a principal here."""
+    """Return the result for a verified token. Raises Refusal if it cannot be a principal here."""
     names, subject = issuer.claims, _claim(claims, issuer.claims.subject)
     if not isinstance(subject, str) or not _SUBJECT.fullmatch(subject):
-        raise Refusal("invalid_api_key", f"The token's claim {names.subject} is no name.")
+        raise Refusal("invalid_api_key", f"The token's claim {names.subject} is not a name.")
     models, priority = _claim(claims, names.models), _claim(claims, names.priority)
     return VerifiedToken(
         _entry(claims, issuer),
         subject,
         float(claims["exp"]) + issuer.leeway,
-        _words(_claim(claims, names.team), names.team),
-        None if models is None else _words(models, names.models),
+        _names(_claim(claims, names.team), names.team),
+        None if models is None else _names(models, names.models),
         None if priority is None else _number(priority, names.priority),
     )
 
 
 def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
-    """The configured entry as which it counts: the only one, or the first that it names."""
+    """Return the id of its configured entry: the only one, or the first that a claim names. Raises Refusal."""
     if issuer.claims.key is None:
         return issuer.keys[0]
-    named = _words(_claim(claims, issuer.claims.key), issuer.claims.key)
+    named = _names(_claim(claims, issuer.claims.key), issuer.claims.key)
     found = next((name for name in named if name in issuer.keys), None)
     if found is None:
         raise Refusal("invalid_api_key", f"The token's claim {issuer.claims.key} names no key of this gateway.")
@@ -279,7 +281,7 @@ def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
 
 
 def _claim(claims: Mapping[str, Any], name: str | None) -> object:
-    """A claim by its name, or by the way that leads into one; None where there is none."""
+    """Return a claim by its name or by a dotted path; None if it is missing."""
     if name is None or name in claims:
         return claims.get(name) if name is not None else None
     found: object = claims
@@ -288,15 +290,15 @@ def _claim(claims: Mapping[str, Any], name: str | None) -> object:
     return found
 
 
-def _words(value: object, name: str | None) -> tuple[str, ...]:
-    """A list of texts, or the words of one text. Raises Refusal."""
+def _names(value: object, name: str | None) -> tuple[str, ...]:
+    """Return a list of names, or the words of one text. Raises Refusal."""
     found = value.split() if isinstance(value, str) else [] if value is None else value
-    if not isinstance(found, list) or len(found) > _MOST_NAMES or not all(isinstance(word, str) for word in found):
-        raise Refusal("invalid_api_key", f"The token's claim {name} is no list of at most {_MOST_NAMES} names.")
+    if not isinstance(found, list) or len(found) > _MAX_NAMES or not all(isinstance(word, str) for word in found):
+        raise Refusal("invalid_api_key", f"The token's claim {name} is not a list of at most {_MAX_NAMES} names.")
     return tuple(found)
 
 
 def _number(value: object, name: str | None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -_INT64 <= value < _INT64:
-        raise Refusal("invalid_api_key", f"The token's claim {name} is no whole number.")
+        raise Refusal("invalid_api_key", f"The token's claim {name} is not a whole number.")
     return value

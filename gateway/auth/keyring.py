@@ -1,7 +1,7 @@
-"""Whose request this is: from headers to a key of the configuration.
+"""Authenticate a request: from its headers to a key of the configuration.
 
-The rule: no I/O and no memory of what strangers send. A token is hashed and looked up in a dict made with the
-``Snapshot``; a bad one leaves nothing behind. It runs before the body is read.
+The rule: no I/O, and nothing that unauthenticated clients send is stored. A key is hashed and looked up in a dict made from the
+snapshot. This runs before the body is read.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from gateway.snapshot.snapshot import Key
 if TYPE_CHECKING:
     from gateway.auth.jwt import TokenVerifier
 
-_ONE_WORD = re.compile(rb"[\x21-\x7e]+\Z")  # of visible ASCII (RFC 6750's b64token and every key in use)
-_LONGEST = 512  # bytes of a key
+_TOKEN = re.compile(rb"[\x21-\x7e]+\Z")  # of visible ASCII (RFC 6750's b64token and every key in use)
+_MAX_LENGTH = 512  # bytes of a key
 
 _QUOTED = "The API key is in quotes. Send it without them."
-_UNSET = "The API key is a placeholder: it begins with '{}'. Put the key in its place."
-_MARKS: Mapping[bytes, str] = {
+_PLACEHOLDER = "The API key is a placeholder: it begins with '{}'. Put the key in its place."
+_INVALID_STARTS: Mapping[bytes, str] = {
     b'"': _QUOTED,
     b"'": _QUOTED,
     b"`": _QUOTED,
-    b"$": _UNSET.format("$"),
-    b"<": _UNSET.format("<"),
-    b"{": _UNSET.format("{"),
+    b"$": _PLACEHOLDER.format("$"),
+    b"<": _PLACEHOLDER.format("<"),
+    b"{": _PLACEHOLDER.format("{"),
 }
-"""What no key begins with, and what is wrong where one does: a mistake in a shell or a configuration file."""
+"""Characters that no key starts with, and the message for each: a mistake in a shell or a configuration file."""
 
 _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
-"""Headers in which other APIs expect a key. Only Anthropic's routes read the first."""
+"""Headers in which other APIs expect a key. Only Anthropic's routes read the first one."""
 
 
 class Keyring:
-    """The keys of one snapshot, by the SHA-256 of each; ``tokens``: those that are no text of the configuration."""
+    """The keys of one snapshot by the SHA-256 of each. ``verifier`` checks tokens of identity providers."""
 
-    def __init__(self, keys: Iterable[Key], tokens: TokenVerifier | None = None) -> None:
-        self._tokens = tokens
+    def __init__(self, keys: Iterable[Key], verifier: TokenVerifier | None = None) -> None:
+        self._verifier = verifier
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
@@ -52,12 +52,11 @@ class Keyring:
                 self._anonymous = key
 
     def authenticate(self, authorization: bytes | None, api_key: bytes | None = None, sent: Container[bytes] = ()) -> Key:
-        """The key that a request shows by ``Authorization: Bearer`` or, where the route knows it, ``x-api-key``.
+        """Return the key of a request, from ``Authorization: Bearer`` or, if the route supports it, from ``x-api-key``.
 
-        ``sent``: the names of all headers, among which a key is looked for that no route reads. Raises Refusal missing_api_key,
-        invalid_api_key or expired_api_key. With an anonymous key configured, a request without a key and a well-formed bearer that
-        cannot be one of the configured keys both count as anonymous (clients send ``not-needed``). A malformed or misplaced key is
-        refused.
+        ``sent``: the names of all headers, to detect a key in a header that no route reads. Raises Refusal missing_api_key,
+        invalid_api_key or expired_api_key. If an anonymous key is configured, requests without a key are anonymous, and so are
+        bearers that cannot be a configured key (clients send ``not-needed``). A malformed or misplaced key is refused.
         """
         token = _bearer(authorization) if authorization is not None else api_key
         if not token:
@@ -65,7 +64,7 @@ class Keyring:
         digest = sha256(token).digest()
         key = self._by_digest.get(digest)
         if key is None:
-            return (self._tokens.principal(token, digest) if self._tokens is not None else None) or self._unknown_key(token)
+            return (self._verifier.principal(token, digest) if self._verifier is not None else None) or self._unknown_key(token)
         if _is_expired(key):
             if key.revoked:
                 raise Refusal("invalid_api_key", "This API key has been revoked.")
@@ -88,15 +87,15 @@ class Keyring:
         return anonymous
 
     def _unknown_key(self, token: bytes) -> Key:
-        if token[:1] in _MARKS:
-            raise Refusal("invalid_api_key", _MARKS[token[:1]])
-        if _ONE_WORD.match(token) is None:
-            raise Refusal("invalid_api_key", "The API key has a space or another character that no key has.")
+        if token[:1] in _INVALID_STARTS:
+            raise Refusal("invalid_api_key", _INVALID_STARTS[token[:1]])
+        if _TOKEN.match(token) is None:
+            raise Refusal("invalid_api_key", "The API key contains a space or another character that keys do not have.")
         anonymous = self._anonymous
         if anonymous is not None and not token.startswith(b"sk-") and not _is_expired(anonymous):
             return anonymous
-        if len(token) > _LONGEST:
-            raise Refusal("invalid_api_key", f"The API key is longer than {_LONGEST} bytes.")
+        if len(token) > _MAX_LENGTH:
+            raise Refusal("invalid_api_key", f"The API key is longer than {_MAX_LENGTH} bytes.")
         raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
 
 
@@ -105,7 +104,7 @@ def _is_expired(key: Key) -> bool:
 
 
 def _with_expiry(key: Key, digest: bytes) -> Key:
-    """The principal as one of its keys shows it: it ends with that key, and a revoked one has ended always."""
+    """Return the key with the expiry of one of its digests; a revoked key is always expired."""
     ends = [0.0] if key.revoked else [end for end in (key.expires, key.ends.get(digest)) if end is not None]
     return key if ends in ([], [key.expires]) else replace(key, expires=min(ends))
 
@@ -119,7 +118,7 @@ def _mistyped(token: bytes) -> bool:
 
 
 def _bearer(value: bytes) -> bytes:
-    """The token of an Authorization header, scheme in any case (RFC 9110, section 11.1).
+    """Return the token of an Authorization header, with the scheme in any case (RFC 9110, section 11.1).
 
     Raises Refusal invalid_api_key for another scheme.
     """

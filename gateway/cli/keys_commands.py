@@ -203,7 +203,7 @@ def take_over(
         except keys_import.BadLineError as error:
             raise _refusal(f"{source}: {error}") from error
         place = _add_all(book, listed.fresh, source) if listed.fresh else configured
-        for words in (*listed.again, *(f"{one.place}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+        for words in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
             say_error(f"{source}: {words}", 0)
         also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
         typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
@@ -217,14 +217,14 @@ def _add_all(book: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
 
     for one in fresh:
         if wrong := _wrong(one.entry):
-            raise _refusal(f"{file}: {one.place}, {wrong}")
+            raise _refusal(f"{file}: {one.position}, {wrong}")
     try:
         return book.add([one.entry for one in fresh])
     except InvalidResultError as error:
         for problem in error.problems:
             if of_one := book.added_entry(problem):
                 number, path = of_one
-                raise _refusal(f"{file}: {fresh[number].place}, {path}: {problem.message}") from error
+                raise _refusal(f"{file}: {fresh[number].position}, {path}: {problem.message}") from error
         raise
 
 

@@ -1,8 +1,8 @@
-"""The entries of keys in the configuration's files: found, added, changed.
+"""Find, add and change the entries of keys in the configuration's files.
 
-The rules: a file is written only when it then says exactly what it said before and the change, and the configuration has no
-problem that it had not; it is replaced as a whole, with its owner and mode, so no reader ever sees a part of it, and by one command at a
-time, so none takes away what another one has just written; no key is in any text here, only hashes.
+The rules: a file is written only if the result contains exactly what it contained before and the change, and if the configuration
+gets no new problem. It is replaced atomically, with its owner and mode, so no reader sees a part of it. One command at a time does
+so, so no command overwrites another one's change. No key is in any text here, only hashes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _IN_ENTRY = re.compile(r"keys\[(\d+)\]\.?")
 
 
 class KeyFileError(Exception):
-    """It is not done; the text tells the operator why."""
+    """The change was not made; the text tells the operator why."""
 
 
 class InvalidResultError(KeyFileError):
-    """The configuration would not be good any more: ``problems`` says why."""
+    """The configuration would become invalid: ``problems`` says why."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("the configuration would not be good any more")
+        super().__init__("the configuration would become invalid")
         self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """An entry as it is written. ``path`` is its place in the document."""
+    """An entry as written in a file. ``path`` is its path in the document."""
 
     path: tuple[str | int, ...]
     value: Mapping[str, Any]
@@ -47,7 +47,7 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class _KeyFile:
-    """A file with entries. ``path``: where the list of them is in the document."""
+    """A file with entries. ``path``: of their list in the document."""
 
     file: Path
     text: str
@@ -62,7 +62,7 @@ class _KeyFile:
 
 
 class KeyFiles:
-    """The keys of the configuration ``file``: those in it, and those of its keys_file. Raises KeybookError where one can't be read."""
+    """The keys of the configuration ``file``: its own, and those of its keys_file. Raises KeyFileError for an unreadable file."""
 
     def __init__(self, file: Path, environ: Mapping[str, str] | None = None) -> None:
         self._file = file
@@ -72,12 +72,12 @@ class KeyFiles:
         self._files = [main, *([_read_file(file.parent / named)] if isinstance(named, str) and named else [])]
 
     def entry(self, identity: str) -> KeyEntry:
-        """The entry of an id. Raises KeybookError."""
+        """Return the entry of an id. Raises KeyFileError."""
         return self._find(identity)[1]
 
     @property
     def hashes(self) -> frozenset[str]:
-        """Those of all entries, as far as they are good."""
+        """Hashes of all entries, as far as they are valid."""
         written = (entry.value.get("hash") for page in self._files for entry in page.entries)
         each = (one for listed in written for one in (listed if isinstance(listed, list) else [listed]))
         texts = (one.get("hash") if isinstance(one, dict) else one for one in each)
@@ -85,17 +85,17 @@ class KeyFiles:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Those of all entries."""
+        """Ids of all entries."""
         return frozenset(str(entry.value.get("id")) for page in self._files for entry in page.entries)
 
     @property
     def teams(self) -> frozenset[str]:
-        """The ids of the configuration's teams."""
+        """Ids of the configuration's teams."""
         listed = self._files[0].source.at(("teams",))
         return frozenset(str(team.get("id")) for team in (listed if isinstance(listed, list) else []) if isinstance(team, dict))
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> Path:
-        """Write entries into the file's ``keys``, or where there are none into keys_file; returns the file. Raises KeybookError."""
+        """Add entries to the file's ``keys``, or to keys_file if it has none; returns the file. Raises KeyFileError."""
         page = self._target
         expected = copy.deepcopy(page.source.value) or {}
         if page.path:
@@ -108,7 +108,7 @@ class KeyFiles:
         return page.file
 
     def added_entry(self, problem: Problem) -> tuple[int, str] | None:
-        """Which of the entries that were to be added a problem is of, and the path in it; None where it is of something else."""
+        """Return the number of the added entry that a problem is about, and the path in it; None for other problems."""
         listed = self._target.source.at(self._target.path)
         found = _IN_ENTRY.match(problem.path)
         if found is None or os.path.abspath(problem.file) != os.path.abspath(self._target.file):
@@ -118,11 +118,11 @@ class KeyFiles:
 
     @property
     def _target(self) -> _KeyFile:
-        """The file that takes new entries."""
+        """The file that receives new entries."""
         return self._files[0] if self._files[0].source.at(("keys",)) is not None else self._files[-1]
 
     def change(self, identity: str, name: str, value: Any) -> Path:
-        """Set a member of an id's entry; returns the file. Raises KeybookError."""
+        """Set a field of an id's entry; returns the file. Raises KeyFileError."""
         page, entry = self._find(identity)
         expected = copy.deepcopy(page.source.value)
         target: Any = expected
@@ -143,20 +143,22 @@ class KeyFiles:
         try:
             text = edit(page.text)
         except UneditableError as error:
-            raise KeyFileError(f"{page.file} is not written in a form that can be edited ({error}); {by_hand}") from error
+            raise KeyFileError(f"{page.file} cannot be edited automatically ({error}); {by_hand}") from error
         made = parse(text, str(page.file) if page is self._files[0] else os.path.abspath(page.file))
         if not made.whole or made.value != expected:
-            raise KeyFileError(f"{page.file} is not written in a form that can be edited; {by_hand}")
+            raise KeyFileError(f"{page.file} cannot be edited automatically; {by_hand}")
         self._check(page, made)
         _replace_file(page, text)
 
     def _check(self, page: _KeyFile, made: Source) -> None:
-        """Raises SpoiledError for problems that the change brings. Others are none of its own: a secret may be out of reach here."""
+        """Check for problems that the change causes. Raises InvalidResultError. Earlier problems do not count: a secret may be
+        unavailable here.
+        """
         after = self._problems({Path(os.path.abspath(page.file)): made})
         before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
         new = [each for each in after if (each.file, each.path, each.message) not in before]
         if new:
-            raise InvalidResultError([replace(each, line=0) for each in new])  # the lines are those of a text that nobody sees
+            raise InvalidResultError([replace(each, line=0) for each in new])  # the line numbers are of the new text, which is not written
 
     def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
         try:
@@ -178,12 +180,12 @@ def _read_file(file: Path) -> _KeyFile:
 
 
 def _replace_file(page: _KeyFile, text: str) -> None:
-    """Replace the file, or what a link leads to, as a whole. Raises KeybookError."""
+    """Replace the file, or the target of a link, atomically. Raises KeyFileError."""
     target = Path(os.path.realpath(page.file))
     try:
         with _locked(target.parent):
             if target.read_bytes() != page.text.encode():
-                raise KeyFileError(f"{page.file} has been changed by somebody else in the meantime; try again")
+                raise KeyFileError(f"{page.file} was changed by another program in the meantime; try again")
             _replace(target, text.encode())
     except OSError as error:
         raise KeyFileError(f"{page.file} cannot be written: {reason(error)}") from error
@@ -191,9 +193,9 @@ def _replace_file(page: _KeyFile, text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """No other command replaces a file in this folder meanwhile. The files are no place for a lock: each is another one after."""
+    """Keep other commands from replacing files in this folder. The files cannot be locked, because each replacement is a new file."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a folder that may be written to and not read, a filesystem without locks
+        with suppress(OSError):  # a folder without read permission, or a file system without locks
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)

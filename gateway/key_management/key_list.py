@@ -1,6 +1,6 @@
-"""The entries of keys as operators see them: states, ends, limits, last use.
+"""List the entries of keys for operators: states, expiry, limits, last use. Pure.
 
-Pure. The rule: nothing that a key could be known by, its hash included, is shown.
+The rule: nothing that identifies a key, not even its hash, is shown.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 from gateway.config import Config, Key
 
 SOON = timedelta(days=14)
-"""What ends within this time is shown as ending soon."""
+"""What expires within this time is shown as ending soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """When entries were used last, by id, as far as the ledger goes back; ``unknown`` says why nothing is known, where that is so."""
+    """When entries were last used, by id, as far as the ledger goes back; ``unknown`` says why nothing is known."""
 
     times: Mapping[str, datetime] = field(default_factory=dict)
     unknown: str | None = None
 
 
 def list_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
-    """All entries, for programs. ``now`` is aware."""
+    """List all entries, for programs. ``now`` is aware."""
     of_tokens = token_entries(config)
     return {"keys": [_shown(key, use, now, key.id in of_tokens) for key in config.keys], "last_use_unknown": use.unknown}
 
 
 def token_entries(config: Config) -> frozenset[str]:
-    """The ids of the entries as which tokens of an identity provider count."""
+    """Return the ids of the entries that tokens of an identity provider count as."""
     return frozenset(name for issuer in config.jwt for name in issuer.keys)
 
 
@@ -53,7 +53,7 @@ def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, 
 
 
 def state(key: Key, now: datetime) -> str:
-    """In words."""
+    """Return the state of an entry, for people."""
     if key.revoked:
         return "revoked"
     last = expiry(key)
@@ -65,8 +65,10 @@ def state(key: Key, now: datetime) -> str:
 
 
 def expiry(key: Key) -> datetime | None:
-    """From when on nothing of an entry is good any more: its own end, or that of the last of its hashes. None if it does not end, or
-    has been revoked."""
+    """Return when the last key of an entry expires: its own expiry, or that of the last of its hashes.
+
+    None if it does not expire, or is revoked.
+    """
     if key.revoked:
         return None
     of_hashes = [one.expires for one in key.hashes]
@@ -75,5 +77,5 @@ def expiry(key: Key) -> datetime | None:
 
 
 def instant(moment: datetime) -> str:
-    """In UTC, to the second."""
+    """Write a time in UTC, to the second."""
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

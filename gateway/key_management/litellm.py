@@ -1,7 +1,7 @@
-"""LiteLLM's list of keys (``GET /key/list?return_full_object=true``), in the words of this configuration. Pure, from its text.
+"""Read LiteLLM's list of keys (``GET /key/list?return_full_object=true``) as entries of this configuration. Pure, from its text.
 
-Its ``token`` is the SHA-256 of the key, made as here. The rule: what holds a key back there either holds it back here, or is
-told as left out; nothing is dropped in silence.
+Its ``token`` is the SHA-256 of the key, as here. The rule: what restricts a key there either restricts it here, or is reported as
+left out; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _BUDGETS = {"1d": "cost_per_day", "24h": "cost_per_day", "30d": "cost_per_month"
 _ALL = "all-proxy-models"
 _TEAMS = "all-team-models"
 _ELSEWHERE = ("model_max_budget", "budget_id", "allowed_routes", "model_rpm_limit", "model_tpm_limit", "budget_limits")
-"""Members that hold a key back and have no place here; those for models may be in its ``metadata``."""
+"""Fields that restrict a key and do not exist here; those for models may be in its ``metadata``."""
 
 
 class FormatError(Exception):
-    """This is no list of LiteLLM's keys; the text says why."""
+    """The text is not a list of LiteLLM's keys; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiteLlmKey:
-    """One key. ``more``: the members of its entry besides id and hash; ``left_out``: what has no place there, in words."""
+    """One key. ``more``: the fields of its entry besides id and hash; ``left_out``: restrictions that do not exist here, in words."""
 
     alias: str | None
     hash: str
@@ -36,11 +36,11 @@ class LiteLlmKey:
 
 
 def keys_of(text: str) -> Iterator[LiteLlmKey]:
-    """The keys of a list. Raises FormatError."""
+    """Yield the keys of a list. Raises FormatError."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        raise FormatError("the file begins like JSON and is none") from None
+        raise FormatError("the file starts like JSON but is not valid JSON") from None
     listed = document.get("keys") if isinstance(document, dict) else document
     if not isinstance(listed, list):
         raise FormatError("the JSON has no list of keys")
@@ -55,7 +55,7 @@ def _key(number: int, one: object) -> LiteLlmKey:
         raise FormatError(f"key {number} has no `token` that is a SHA-256 in hexadecimal digits")
     alias, team = one.get("key_alias"), one.get("team_id")
     if not isinstance(alias, str | None) or not isinstance(team, str | None):
-        raise FormatError(f"key {number} has a key_alias or a team_id that is no text")
+        raise FormatError(f"key {number} has a key_alias or a team_id that is not text")
     limits = _limits(one) | _budget(one)
     more = {"models": _models(one), "expires": one.get("expires"), "limits": limits, "revoked": one.get("blocked") is True, "team": team}
     return LiteLlmKey(alias, f"sha256:{hashed[1].lower()}", {name: value for name, value in more.items() if value}, tuple(_left_out(one)))
@@ -79,7 +79,7 @@ def _left_out(one: Mapping[str, Any]) -> Iterator[str]:
     if one.get("max_budget") is not None and not _budget(one):
         yield f"max_budget {_budget_in_words(one)}"
     elif one.get("max_budget") and one.get("spend"):
-        yield "spend (its budget begins anew)"
+        yield "spend (its budget restarts at 0)"
     yield from (f"{theirs} 0 (a limit here is 1 or more)" for theirs in _LIMITS if one.get(theirs) == 0)
     if isinstance(one.get("models"), list) and _TEAMS in one["models"]:
         yield _TEAMS if _models(one) else f"{_TEAMS} (it may use all models here)"
@@ -91,7 +91,7 @@ def _left_out(one: Mapping[str, Any]) -> Iterator[str]:
 def _budget_in_words(one: Mapping[str, Any]) -> str:
     duration = one.get("budget_duration")
     if not one["max_budget"]:
-        return "0 (a limit here is more)"
+        return "0 (a limit here is more than 0)"
     if duration is None:
         return "without budget_duration (a limit here is for a day or a month)"
-    return "with a budget_duration that is no day and no month"
+    return "with a budget_duration other than a day or a month"

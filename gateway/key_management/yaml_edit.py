@@ -1,8 +1,8 @@
-"""Edits of a YAML text that leave every other byte as it is: comments, order, quotes, indentation.
+"""Edit a YAML text and leave every other byte unchanged: comments, order, quotes, indentation. Pure, from text to text.
 
-Pure, from text to text. What is written new is on lines of its own, or in flow style where it replaces something. The rule:
-who edits has read the text (``config.source``, which bounds how deep it is), reads the result and sees that it says what it should
-(``keybook`` does); there is YAML that these edits spoil, e.g. where an alias stands for the list.
+New text is on lines of its own, or in flow style if it replaces something. The rule: the caller has parsed the text
+(``config.source`` bounds its depth), parses the result and checks that it says what it should, as ``key_file`` does. Some YAML is
+damaged by these edits, for example an alias in place of the list.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import yaml
 from gateway.config.problems import Path
 
 _BOM = "\ufeff"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast; both count positions in characters, behind a BOM
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast; both count positions in characters, after a BOM
 _PLAIN = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class UneditableError(Exception):
-    """The text is not of a form that can be edited."""
+    """The text has a form that cannot be edited."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Splice:
-    """In place of what is between two positions, other text."""
+    """Replace the text between two positions."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class _Splice:
 
 
 def append_entries(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) -> str:
-    """The text with these mappings at the end of the list at ``path``, which is made at the end of the text where there is none.
+    """Return the text with these mappings appended to the list at ``path``, which is created at the end of the text if it is missing.
 
     Raises UneditableError.
     """
@@ -48,13 +48,13 @@ def append_entries(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) 
     if isinstance(node, yaml.ScalarNode) and not node.value:
         return _spliced(text, [_Splice(at := _line_end(text, node.end_mark.index), at, _lines(entries, 2))])
     if node is not None or len(path) != 1:
-        raise UneditableError("there is no list to add to")
-    begun = "" if text.endswith("\n") or not text else "\n"
-    return _spliced(text, [_Splice(len(text), len(text), f"{begun}{path[0]}:{_lines(entries, 2)}\n")])
+        raise UneditableError("there is no list to append to")
+    line_break = "" if text.endswith("\n") or not text else "\n"
+    return _spliced(text, [_Splice(len(text), len(text), f"{line_break}{path[0]}:{_lines(entries, 2)}\n")])
 
 
 def set_member(text: str, path: Path, name: str, value: Any) -> str:
-    """The text with a member of the mapping at ``path`` set. Raises UneditableError."""
+    """Return the text with a field of the mapping at ``path`` set. Raises UneditableError."""
     if text.startswith(_BOM):
         return _BOM + set_member(text.removeprefix(_BOM), path, name, value)
     node = _at(_root(text), path)
@@ -65,7 +65,7 @@ def set_member(text: str, path: Path, name: str, value: Any) -> str:
 
 
 def stanza(entry: Mapping[str, Any], indent: int) -> str:
-    """A mapping as a member of a block list, on lines of its own; quoted text is written as JSON, which YAML reads."""
+    """Write a mapping as an item of a block list, on lines of its own; quoted text is written as JSON, which is valid YAML."""
     first, *rest = (f"{name}: {_flow(value)}" for name, value in entry.items())
     return "\n".join([f"{' ' * indent}- {first}", *(f"{' ' * (indent + 2)}{line}" for line in rest)])
 
@@ -84,7 +84,7 @@ def _lines(entries: Sequence[Mapping[str, Any]], indent: int) -> str:
     return "".join(f"\n{stanza(entry, indent)}" for entry in entries)
 
 
-# Where things are
+# Positions
 
 
 def _root(text: str) -> yaml.Node | None:
@@ -107,7 +107,7 @@ def _at(node: yaml.Node | None, path: Path) -> yaml.Node | None:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where a node's own text ends. A block's mark is where the next token begins, behind comments and blank lines."""
+    """Return where a node's own text ends. The mark of a block is where the next token starts, after comments and blank lines."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -115,7 +115,7 @@ def _end(node: yaml.Node) -> int:
 
 
 def _line_end(text: str, at: int) -> int:
-    """The end of the line that a position is on; behind a line's end it is that line."""
+    """Return the end of the line of a position; the position after a line's end belongs to that line."""
     if at and text[at - 1] == "\n":
         at -= 1
     found = text.find("\n", at)
@@ -132,11 +132,11 @@ def _spliced(text: str, splices: Sequence[_Splice]) -> str:
 
 
 def _line_break(text: str) -> str:
-    """What the text's first line ends with."""
+    """Return the line break of the text's first line."""
     return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
 
 
-# What is put there
+# Edits
 
 
 def _append(text: str, node: yaml.SequenceNode, values: Sequence[Any]) -> list[_Splice]:
@@ -150,7 +150,7 @@ def _append(text: str, node: yaml.SequenceNode, values: Sequence[Any]) -> list[_
 
 
 def _set(text: str, node: yaml.MappingNode, name: str, value: Any) -> list[_Splice]:
-    """A new member behind the last one."""
+    """Add a field after the last one."""
     written = f"{name}: {_flow(value)}"
     if node.flow_style:
         return [_Splice(at := _end(node.value[-1][1]), at, f", {written}")]
@@ -158,7 +158,7 @@ def _set(text: str, node: yaml.MappingNode, name: str, value: Any) -> list[_Spli
 
 
 def _replace(text: str, node: yaml.Node, value: Any) -> Iterator[_Splice]:
-    """Another value in place of one; of a list that grows, only what differs."""
+    """Replace a value; of a list that grows, only what differs."""
     if isinstance(node, yaml.SequenceNode) and isinstance(value, list) and len(value) >= len(node.value) > 0:
         for child, one in zip(node.value, value, strict=False):
             if not (isinstance(child, yaml.ScalarNode) and child.value == one):

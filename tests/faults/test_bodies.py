@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.routes import ROUTES, Body
-from gateway.auth.body_policy import FORBIDDEN, MOST, REFUSED, STRIPPED
+from gateway.auth.body_policy import FORBIDDEN, MAXIMA, REFUSED, STRIPPED
 from gateway.snapshot.snapshot import BodyRules
 from tests.faults.conftest import FULL
 from tests.faults.invariants import longest_iteration, unharmed
@@ -208,7 +208,7 @@ async def test_no_forbidden_field_reaches_a_server(measured: Callable[[str], Non
 @pytest.mark.row(16)
 async def test_numbers_beyond_the_bounds_are_refused_wherever_they_stand() -> None:
     async with _served() as (served, server), client(served.port) as one:
-        for name, most in MOST.items():
+        for name, most in MAXIMA.items():
             for put in ("top-level", "in extra_body", "over a harmless one"):
                 reply = await one.ask(request(chat(**_PLACES[put](name, most + 1))))
                 assert (reply.status, reply.error["param"]) == (400, name)

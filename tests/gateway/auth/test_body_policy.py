@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
-from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MOST, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
+from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MAXIMA, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
 from gateway.proxy.body import JsonBody, parse, prepare
 from gateway.snapshot.snapshot import BodyRules
 from tests.support.rows import each_row
@@ -63,11 +63,11 @@ def test_what_a_template_is_given() -> None:
     assert refused({"chat_template_kwargs": {"chat_template": None}}) == "chat_template_kwargs.chat_template"
 
 
-@pytest.mark.parametrize("name", sorted(MOST))
+@pytest.mark.parametrize("name", sorted(MAXIMA))
 def test_the_largest_numbers(name: str) -> None:
-    for fine in (0, 1, MOST[name], True, float(MOST[name]), None):
+    for fine in (0, 1, MAXIMA[name], True, float(MAXIMA[name]), None):
         assert applied({name: fine}) == {name: fine}
-    wrongs: list[Any] = [MOST[name] + 1, MOST[name] + 0.5, 1e300, -1, "2", [1], {}]
+    wrongs: list[Any] = [MAXIMA[name] + 1, MAXIMA[name] + 0.5, 1e300, -1, "2", [1], {}]
     for wrong in wrongs:
         assert refused({name: wrong}) == name
     assert applied({name: 10**6}, allow=(name,)) == {name: 10**6}
@@ -317,4 +317,4 @@ def test_a_long_integer_costs_no_python_for_each_number(count: int) -> None:
 
 
 def test_the_table_has_each_field_once() -> None:
-    assert not STRIPPED & REFUSED and not FORBIDDEN & MOST.keys()
+    assert not STRIPPED & REFUSED and not FORBIDDEN & MAXIMA.keys()

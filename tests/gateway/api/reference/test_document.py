@@ -13,7 +13,7 @@ from gateway.admin.openapi import document as admin_document
 from gateway.api.errors import ERRORS, Refusal, anthropic_error, openai_error, render_event
 from gateway.api.reference import page, words
 from gateway.api.routes import ENDPOINTS, ROUTES, Body, Dialect
-from gateway.auth.body_policy import FORBIDDEN, MOST
+from gateway.auth.body_policy import FORBIDDEN, MAXIMA
 from tests.support.described import answer_problems, described, request_problems
 from tests.support.rows import each_row
 
@@ -83,7 +83,7 @@ def test_the_largest_numbers_are_those_of_the_policy() -> None:
     for path in ROUTES:
         if ROUTES[path].body is Body.JSON:
             for name, schema in SCHEMAS[request_name(path)]["properties"].items():
-                assert name not in MOST or "boolean" in schema["type"] or schema["maximum"] == MOST[name], (path, name)
+                assert name not in MAXIMA or "boolean" in schema["type"] or schema["maximum"] == MAXIMA[name], (path, name)
 
 
 def request_name(path: str) -> str:
