@@ -1,4 +1,4 @@
-"""What kind of response a client prefers, by its Accept header (RFC 9110, section 12.5.1)."""
+"""Decide by the Accept header which kind of response a client prefers (RFC 9110, section 12.5.1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _QUALITY = re.compile(r"(?:0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether an Accept header names HTML, as browsers do, and not JSON before it."""
+    """Check whether an Accept header names HTML, as browsers do, and does not prefer JSON."""
     weights = dict(map(_weighted, accept.split(",")))
     html = weights.get("text/html", 0.0)
     return html > 0 and html >= weights.get("application/json", 0.0)

@@ -1,7 +1,8 @@
-"""Every refusal a client can meet: one table, one renderer.
+"""Define every error that a client can receive, and render errors.
 
-The rule: whatever goes wrong, in whatever layer, becomes a ``Refusal`` with a row of ``ERRORS``, and
-``render`` alone turns it into bytes. A server's own errors become refusals in ``vllm_errors``.
+The rule: whatever fails, in whatever layer, becomes a ``Refusal`` with a row of ``ERRORS``, and only ``render`` turns it into
+bytes. The errors of vLLM are mapped in ``vllm_errors``. To add an error, add a row to ``ERRORS``; a test names the documents that
+need one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ INVALID_REQUEST, AUTHENTICATION, RATE_LIMIT, SERVER = "invalid_request_error", "
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpec:
-    """What a code means on the wire: the HTTP status and OpenAI's error type."""
+    """The HTTP status and OpenAI's error type of a code."""
 
     status: int
     type: str
@@ -75,22 +76,22 @@ AUTH_REASONS: Mapping[str, str] = MappingProxyType(
 """The ``reason`` label of ``vllm_gateway_auth_failures_total`` by the error's code."""
 
 NAME_LIMIT = 200
-"""Characters of a client's name for a model that a message repeats."""
+"""Characters of a client's model name that a message repeats."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status that metrics and log give to a request whose client left (nginx's number; it is never sent)."""
+"""The status in metrics and log of a request whose client disconnected (nginx's number; it is never sent)."""
 
 RETRY_AFTER: Mapping[str, int] = MappingProxyType(
     {"rate_limit_exceeded": 1, "model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
 )
-"""Seconds after which another request may succeed, for errors that do not say it themselves."""
+"""Seconds after which another request may succeed, for errors that do not set it themselves."""
 
 _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
-"""Errors below 500 that a retry of the same request may cure."""
+"""Errors below 500 that a retry of the same request may resolve."""
 
 
 class Refusal(Exception):
-    """A request ends with this error. ``code`` is a key of ``ERRORS``; ``param`` names the field at fault."""
+    """An error that ends a request. ``code`` is a key of ``ERRORS``; ``param`` names the invalid field."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -102,8 +103,11 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that belong to the error: ``WWW-Authenticate`` with 401, ``Retry-After`` where the same request may succeed
-        later, and ``x-should-retry: false`` where it can't (the SDKs of OpenAI and Anthropic obey it)."""
+        """Headers of the error.
+
+        ``WWW-Authenticate`` with 401, ``Retry-After`` if the same request may succeed later, and ``x-should-retry: false`` if it
+        cannot (the SDKs of OpenAI and Anthropic obey it).
+        """
         headers = dict(self._headers)
         if self.spec.status == 401:
             headers.setdefault("www-authenticate", "Bearer")
@@ -114,7 +118,7 @@ class Refusal(Exception):
         return headers
 
 
-# What is said in more than one place
+# Errors that several modules raise
 
 
 def draining() -> Refusal:
@@ -126,19 +130,19 @@ def none_healthy() -> Refusal:
 
 
 def unknown_model(model: str) -> Refusal:
-    """One wording for a model that does not exist and for one outside the key's scope."""
+    """Return one error for a model that does not exist and for a model outside the key's scope."""
     return Refusal("model_not_found", f"The model `{model[:NAME_LIMIT]}` does not exist or you do not have access to it.", param="model")
 
 
 def internal_error() -> Refusal:
-    return Refusal("internal_error", "The gateway failed. The request id tells the operator where to look.")
+    return Refusal("internal_error", "The gateway failed. The operator can find the cause by the request id.")
 
 
 _UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 
 
 def duration(seconds: int) -> str:
-    """Whole seconds in words, in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client comes too early."""
+    """Write whole seconds in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client comes too early."""
     for at, (name, size) in enumerate(_UNITS):
         if seconds >= size:
             smaller = _UNITS[at + 1] if at + 1 < len(_UNITS) else None
@@ -168,29 +172,29 @@ _ANTHROPIC_TYPES = {
 
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Return ``{"error": {"message", "type", "param", "code"}}``."""
     return {"error": {"message": refusal.message, "type": refusal.spec.type, "param": refusal.param, "code": refusal.code}}
 
 
 def anthropic_error(refusal: Refusal) -> dict[str, Any]:
-    """``{"type": "error", "error": {"type", "message"}}``, as Anthropic's API documents it."""
+    """Return ``{"type": "error", "error": {"type", "message"}}``, as Anthropic's API documents it."""
     fallback = "invalid_request_error" if refusal.spec.status < 500 else "api_error"
     message, param = refusal.message, refusal.param
-    if param is not None and param not in message:  # there is no member for it, so it is said as Anthropic says it
+    if param is not None and param not in message:  # Anthropic's shape has no field for it, so it is in the message as Anthropic writes it
         message = f"{param}: {message}"
     return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(refusal.spec.status, fallback), "message": message}}
 
 
 def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:
-    """The JSON body of an error."""
+    """Render the JSON body of an error."""
     return orjson.dumps(anthropic_error(refusal) if anthropic else openai_error(refusal))
 
 
 def render_event(refusal: Refusal, *, dialect: str, number: int = 0) -> bytes:
-    """The error as the last event of a stream that is already under way.
+    """Render the error as the last event of a stream that has started.
 
-    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events, those of
-    ``responses`` a ``number``: how many came before.
+    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events. Those of
+    ``responses`` have a ``number``: how many events came before.
     """
     if dialect == "messages":
         return b"event: error\ndata: " + render(refusal, anthropic=True) + b"\n\n"
@@ -206,18 +210,18 @@ _FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
     {
         ConnectFailed: ("upstream_unreachable", "The model's server could not be reached."),
         LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
-        StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it answered."),
-        Disconnected: ("upstream_disconnected", "The model's server broke off its answer."),
-        BadResponse: ("upstream_disconnected", "The model's server gave no valid answer."),
-        FirstByteTimeout: ("upstream_timeout", "The model's server did not begin to answer in time."),
-        IdleTimeout: ("upstream_timeout", "The model's server fell silent in its answer."),
-        TotalTimeout: ("upstream_timeout", "The answer took longer than this model's limit."),
+        StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it responded."),
+        Disconnected: ("upstream_disconnected", "The model's server closed the connection before the end of its response."),
+        BadResponse: ("upstream_disconnected", "The model's server sent an invalid response."),
+        FirstByteTimeout: ("upstream_timeout", "The model's server did not start to respond in time."),
+        IdleTimeout: ("upstream_timeout", "The model's server stopped sending in the middle of its response."),
+        TotalTimeout: ("upstream_timeout", "The response took longer than this model's limit."),
     }
 )
 
 
 def from_failure(error: UpstreamError) -> Refusal:
-    """What a client is told of a failure of the upstream side; the details are for the log."""
+    """Map a failure of a server to the error for the client; the details are for the log."""
     for kind in type(error).__mro__:
         if kind in _FAILURES:
             return Refusal(*_FAILURES[kind])

@@ -1,6 +1,6 @@
-"""HTML that cannot hold what it was not meant to: elements are made by calls, and every text is escaped on its way in.
+"""Write HTML safely: elements are made by calls, and every text is escaped.
 
-The rule: only ``tag`` makes ``Html``, and nothing but ``Html`` is taken as it is.
+The rule: only ``tag`` makes ``Html``, and only ``Html`` is inserted unescaped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Html(str):
 
 
 def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
-    """An element. Children that are no ``Html`` are text; an attribute that is None or False is left out.
+    """Return an element. Children that are not ``Html`` are text; an attribute that is None or False is omitted.
 
     ``class_`` is the attribute class, and other underscores are dashes.
     """
@@ -34,7 +34,7 @@ def _attribute(name: str, value: str | bool | None) -> str:
 
 
 def page_policy(style: str, script: str | None = None) -> dict[str, str]:
-    """The headers of a page that may apply this style, run this script, and nothing else (CSP Level 3)."""
+    """Return the headers of a page that may apply this style, run this script, and nothing else (CSP Level 3)."""
     scripts = f"script-src {_hash(script)}; connect-src 'self'; " if script is not None else ""
     return {
         "content-security-policy": (

@@ -1,8 +1,8 @@
-"""Where a server may be sent for pictures, sounds and videos: the URLs in a request's body. Pure.
+"""Decide from which URLs a server may fetch images, audio and video: the URLs in a request body. Pure.
 
-vLLM fetches whatever URL a message names, from inside the operator's network. The rule: a URL passes only if it can be
-read in one way; what two parsers might read differently (user info, backslashes, escapes or other letters in the host,
-addresses in odd bases, trailing dots) is refused without a look at the list. ``file:`` never passes, ``data:`` always does.
+vLLM fetches any URL in a message, from inside the operator's network. The rule: a URL passes only if it has a single
+interpretation. What two parsers might read differently (user info, backslashes, escapes or non-ASCII letters in the host, addresses
+in other bases, trailing dots) is refused before the list is consulted. ``file:`` never passes, ``data:`` always does.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"
-_NAME = rf"(?:{_LABEL}\.)*[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"  # the last label begins with a letter: no number in any base does
+_NAME = rf"(?:{_LABEL}\.)*[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"  # the last label starts with a letter, as no number in any base does
 _IPV4 = r"(?:(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"  # decimal, no leading zeros (RFC 3986)
 _URL = re.compile(rf"(https?)://({_NAME}|{_IPV4})(?::([1-9]\d{{0,4}}))?(?:[/?#][!-\[\]-~]*)?", re.IGNORECASE | re.ASCII)  # no backslash
 _ENTRY = re.compile(rf"(?:\*|(?:\*\.)?{_NAME}|{_IPV4})(?::[1-9]\d{{0,4}})?", re.ASCII)
 _NUMBERS = re.compile(r"[\d.]+", re.ASCII)
-_LONGEST = 8192  # characters of a URL that is no data: URL
+_LONGEST = 8192  # characters of a URL other than a data: URL
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
-MEMBERS = frozenset({"image_url", "input_image", "audio_url", "input_audio", "video_url", "input_video", "file_url", "source"})
-"""The members of a message's part that name a URL, or hold an object with a ``url``."""
+URL_FIELDS = frozenset({"image_url", "input_image", "audio_url", "input_audio", "video_url", "input_video", "file_url", "source"})
+"""Fields of a message part that contain a URL, or an object with a ``url``."""
 
 
 def is_entry(text: str) -> bool:
-    """Whether a text may stand in a list of hosts: ``images.example.com``, ``*.example.com``, ``10.0.0.7:8080`` or ``*``."""
+    """Check whether a text is valid in a list of hosts: ``images.example.com``, ``*.example.com``, ``10.0.0.7:8080`` or ``*``."""
     return _ENTRY.fullmatch(text) is not None
 
 
 class MediaHosts:
-    """The hosts of one model's list. Without any, only ``data:`` URLs pass.
+    """The hosts in a model's list. Without entries, only ``data:`` URLs pass.
 
-    ``*`` is every host by its name; an address passes only where it is listed itself. An entry without a port is for the
-    scheme's own port alone.
+    ``*`` is every host name; an IP address passes only if it is listed itself. An entry without a port is for the scheme's default
+    port only.
     """
 
     __slots__ = ("_any", "_exact", "_suffixes", "listed")
@@ -49,7 +49,7 @@ class MediaHosts:
         self._exact = frozenset(entry for entry in hosts if not entry.startswith("*"))
 
     def allows(self, url: str) -> bool:
-        """Whether a server may be given this URL."""
+        """Check whether a server may receive this URL."""
         if _is_data(url):
             return True
         found = _URL.fullmatch(url) if len(url) <= _LONGEST else None
@@ -57,27 +57,27 @@ class MediaHosts:
             return False
         scheme, host, port = found.groups("")
         host = host.lower()
-        place = f"{host}:{'' if port and port == _DEFAULT_PORTS[scheme.lower()] else port}"
-        if place in self._exact:
+        address = f"{host}:{'' if port and port == _DEFAULT_PORTS[scheme.lower()] else port}"
+        if address in self._exact:
             return True
         if _NUMBERS.fullmatch(host):
             return False
-        return place[len(host) :] in self._any or place.endswith(self._suffixes)
+        return address[len(host) :] in self._any or address.endswith(self._suffixes)
 
 
-_NAME_LENGTH = 64  # characters of a client's own name in a path
-_MAX_SEARCHED = 16_384  # values among which the place of a refused URL is looked for
-_SHORT = 32  # members that are looked at one by one as quickly
+_NAME_LENGTH = 64  # characters of a client's field name in a path
+_MAX_SEARCHED = 16_384  # values that are searched for the path of a refused URL
+_SHORT = 32  # items that are examined one by one just as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
-"""The types of JSON values that hold no others."""
+"""Types of JSON values without nested values."""
 CONTAINERS = frozenset({dict, list})
-"""And those that do."""
+"""Types of JSON values with nested values."""
 
 
 def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> tuple[dict[str, Any], str] | None:
-    """Look for a URL that may not be sent below the objects and lists in ``pending``, which is emptied.
+    """Search for a refused URL in the objects and lists in ``pending``, which is emptied.
 
-    Returns the object that holds it and the name of its member, or None. Stops after about ``budget`` values; what is left stays in
+    Returns the object that contains it and the name of its field, or None. Stops after about ``budget`` values; the rest stays in
     ``pending``.
     """
     while pending and budget > 0:
@@ -88,7 +88,7 @@ def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxs
             name = _refused_of(node, hosts, pending)
             if name is not None:
                 return node, name
-        elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):  # else a prompt of tokens, a batch of texts
+        elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):  # otherwise it is a prompt of tokens, or a batch of texts
             for value in node:
                 kind = type(value)
                 if kind is dict:
@@ -101,9 +101,9 @@ def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxs
 
 
 def _refused_of(node: dict[str, Any], hosts: MediaHosts, pending: list[Any]) -> str | None:
-    """The same for an object itself. What is below it goes to ``pending``."""
-    if not MEMBERS.isdisjoint(node):
-        for name in MEMBERS & node.keys():
+    """Search one object. Its nested values are added to ``pending``."""
+    if not URL_FIELDS.isdisjoint(node):
+        for name in URL_FIELDS & node.keys():
             url = _url(name, node[name])
             if url is not None and not (type(url) is str and hosts.allows(url)):
                 return name
@@ -115,7 +115,7 @@ def _refused_of(node: dict[str, Any], hosts: MediaHosts, pending: list[Any]) -> 
 
 
 def path_to(root: Any, sought: dict[str, Any], budget: int = _MAX_SEARCHED) -> str:
-    """The path to an object below a value, with a dot behind it; empty where the object is not among the first ``budget`` values."""
+    """Return the path to a nested object, with a trailing dot; empty if it is not among the first ``budget`` values."""
     level: list[tuple[Any, Any]] = [(root, None)]
     while level and budget > 0:
         below: list[tuple[Any, Any]] = []
@@ -130,7 +130,7 @@ def path_to(root: Any, sought: dict[str, Any], budget: int = _MAX_SEARCHED) -> s
 
 
 def _dotted(link: Any) -> str:
-    """The names of a path, of which each knows the one before."""
+    """Join the names of a path, each of which links to its parent."""
     names = []
     while link is not None:
         name, link = link
@@ -139,16 +139,16 @@ def _dotted(link: Any) -> str:
 
 
 def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
-    """The ``data:`` URLs of the media below the objects and lists in ``pending``, which is emptied: in the same places.
+    """Yield the ``data:`` URLs of media in the objects and lists in ``pending``, which is emptied.
 
-    Stops after about ``budget`` values; what is left stays in ``pending``.
+    Stops after about ``budget`` values; the rest stays in ``pending``.
     """
     while pending and budget > 0:
         node = pending.pop()
         budget -= len(node) + 1
         if type(node) is dict:
-            if not MEMBERS.isdisjoint(node):
-                for name in MEMBERS & node.keys():
+            if not URL_FIELDS.isdisjoint(node):
+                for name in URL_FIELDS & node.keys():
                     url = _url(name, node[name])
                     if type(url) is str and _is_data(url):
                         yield url
@@ -160,12 +160,12 @@ def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
 
 
 def _is_a_tools(name: str, value: Mapping[str, Any]) -> bool:
-    """Whether a member is what a tool is called with."""
+    """Check whether a field contains the arguments of a tool call."""
     return name == "arguments" or (name == "input" and value.get("type") == "tool_use")
 
 
 def _url(name: str, value: Any) -> Any:
-    """A member is a URL or an object with one; ``source`` and the like may also be words that nobody fetches."""
+    """Return the URL in a field. ``source`` and ``input_audio`` may also be plain text, which vLLM does not fetch."""
     if isinstance(value, dict):
         return value.get("url")
     return None if name in ("source", "input_audio") else value

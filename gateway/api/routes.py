@@ -1,8 +1,9 @@
-"""The routes that reach a server, and vLLM's routes that are refused on purpose: two tables.
+"""List the routes that reach a server, and the routes of vLLM that are refused on purpose: two tables.
 
-Each row of the first says the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
-root), the ``endpoint`` label of the metrics, the dialect of its answers, and how its body is read. The rule: what is not in it is
-never forwarded. The second table only gives reasons to clients; docs/routes.md shows both, and a test holds them to the real vLLM.
+A row of the first table contains the path at the gateway, the path at the server (vLLM has /classify and /pooling only at the
+root), the ``endpoint`` label of the metrics, the dialect of its responses, and how its body is read. The rule: a path outside the
+table is never forwarded. The second table only gives reasons to clients. docs/routes.md shows both, and a test compares them with
+the real vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 
 class Dialect(StrEnum):
-    """Whose shapes a route speaks: decides usage, the ends of streams and the shape of errors."""
+    """The API whose shapes a route has: usage, ends of streams and errors."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -34,8 +35,7 @@ class Body(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. ``injects`` says that ``stream_options.include_usage`` exists there; ``input_field`` is the member
-    that holds the text."""
+    """One row. ``injects``: ``stream_options.include_usage`` exists there; ``input_field`` is the field with the text."""
 
     path: str
     upstream: str
@@ -46,17 +46,17 @@ class Route:
     input_field: str = "input"
 
     anthropic: bool = field(init=False)
-    """Errors have Anthropic's shape, and ``x-api-key`` is a key."""
+    """Errors have Anthropic's shape, and ``x-api-key`` is read."""
     takes_form: bool = field(init=False)
     """The body is a form."""
     streams: bool = field(init=False)
-    """A JSON body may ask for a stream there; elsewhere vLLM ignores that it does."""
+    """A JSON body may request a stream; elsewhere vLLM ignores that."""
     guided: bool = field(init=False)
-    """The constraints on the output have had older names there."""
+    """Constraints on the output have older names there."""
     translated: bool = field(init=False)
-    """Requests in older forms are translated there (see ``translate``)."""
+    """Requests in older forms are translated there (see ``translation``)."""
     takes: frozenset[str] = field(init=False)
-    """Which of the fields that a key may bring vLLM 0.32 knows there (its ``entrypoints``, each protocol.py)."""
+    """The fields of a key that vLLM 0.32 knows there (its ``entrypoints``, each protocol.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
@@ -65,22 +65,22 @@ class Route:
         object.__setattr__(self, "streams", generates and self.path != _BATCH)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
         object.__setattr__(self, "translated", self.dialect is Dialect.CHAT and self.path != _BATCH)
-        object.__setattr__(self, "takes", self._taken())
+        object.__setattr__(self, "takes", self._key_fields())
 
-    def _taken(self) -> frozenset[str]:
+    def _key_fields(self) -> frozenset[str]:
         if self.body is Body.FORM or self.path in _UNSCHEDULED:
             return frozenset()
-        return _TAKEN.get(self.dialect, frozenset({"cache_salt", "priority"}))
+        return _KEY_FIELDS.get(self.dialect, frozenset({"cache_salt", "priority"}))
 
 
-_TAKEN: Mapping[Dialect, frozenset[str]] = MappingProxyType(
+_KEY_FIELDS: Mapping[Dialect, frozenset[str]] = MappingProxyType(
     {Dialect.MESSAGES: frozenset({"cache_salt"}), Dialect.COHERE: frozenset({"priority"})}
 )
 _BATCH = "/v1/chat/completions/batch"
 _UNSCHEDULED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
-def _plain(path: str, upstream: str | None = None, endpoint: str | None = None) -> Route:
+def _simple_route(path: str, upstream: str | None = None, endpoint: str | None = None) -> Route:
     return Route(path, upstream or path, endpoint or upstream or path)
 
 
@@ -91,35 +91,35 @@ _ROWS = (
     Route("/v1/responses", "/v1/responses", "/v1/responses", Dialect.RESPONSES),
     Route("/v1/messages", "/v1/messages", "/v1/messages", Dialect.MESSAGES, input_field="messages"),
     Route("/v1/messages/count_tokens", "/v1/messages/count_tokens", "/v1/messages/count_tokens", Dialect.MESSAGES, input_field="messages"),
-    _plain("/v1/embeddings"),
+    _simple_route("/v1/embeddings"),
     Route("/v2/embed", "/v2/embed", "/v2/embed", Dialect.COHERE, input_field="texts"),
-    _plain("/v1/rerank"),
-    _plain("/rerank", endpoint="/v1/rerank"),
-    _plain("/v2/rerank", endpoint="/v1/rerank"),
-    _plain("/v1/score"),
-    _plain("/score", endpoint="/v1/score"),
-    _plain("/v1/classify", "/classify"),
-    _plain("/classify"),
-    _plain("/v1/pooling", "/pooling"),
-    _plain("/pooling"),
+    _simple_route("/v1/rerank"),
+    _simple_route("/rerank", endpoint="/v1/rerank"),
+    _simple_route("/v2/rerank", endpoint="/v1/rerank"),
+    _simple_route("/v1/score"),
+    _simple_route("/score", endpoint="/v1/score"),
+    _simple_route("/v1/classify", "/classify"),
+    _simple_route("/classify"),
+    _simple_route("/v1/pooling", "/pooling"),
+    _simple_route("/pooling"),
     Route("/v1/audio/transcriptions", "/v1/audio/transcriptions", "/v1/audio/transcriptions", body=Body.FORM),
     Route("/v1/audio/translations", "/v1/audio/translations", "/v1/audio/translations", body=Body.FORM),
-    _plain("/tokenize"),
-    _plain("/detokenize"),
+    _simple_route("/tokenize"),
+    _simple_route("/detokenize"),
 )
 
 ROUTES: Mapping[str, Route] = MappingProxyType({route.path: route for route in _ROWS})
-"""By the path at the gateway; every one is a POST."""
+"""Routes by the path at the gateway; every route is a POST."""
 
 ENDPOINTS: tuple[str, ...] = tuple(dict.fromkeys(route.endpoint for route in _ROWS))
 """The values of the ``endpoint`` label."""
 
 
 class Output(NamedTuple):
-    """How a body bounds its answer: the members' names, the one to be set last; and how many tokens there are when none is there.
-    ``batch``: the bound is that of each conversation in the field of this name.
+    """How a body limits its response: the names of the fields, the last of which is set; and the default number of tokens.
 
-    A member of another route's name is ignored (vLLM 0.32, ``OpenAIBaseModel`` in entrypoints/serve/engine/protocol.py).
+    ``batch``: the limit is for each conversation in the field of this name. The field of another route is ignored (vLLM 0.32,
+    ``OpenAIBaseModel`` in entrypoints/serve/engine/protocol.py).
     """
 
     names: tuple[str, ...]
@@ -136,18 +136,18 @@ OUTPUTS: Mapping[str, Output] = MappingProxyType(
         "/v1/messages": Output(("max_tokens",)),
     }
 )
-"""By the path at the server. What is not here generates nothing, or takes its bound in a form."""
+"""Limits by the path at the server. Other routes generate nothing, or have their limit in a form."""
 
 
 class Reason(StrEnum):
-    """Why a route of vLLM is not served, as clients read it."""
+    """Why a route of vLLM is not served, as shown to clients."""
 
-    NO_STORE = "responses are not stored, so there is none to return or cancel"
+    NO_STORE = "responses are not stored, so they cannot be returned or canceled"
     WEBSOCKET = "WebSockets are not served"
-    OPERATOR = "it shows the inside of a server and is for its operator"
+    OPERATOR = "it shows internals of a server and is for its operator"
     CONTROL = "it changes a server and is for its operator"
-    BETWEEN_SERVERS = "servers use it among themselves"
-    ANY_ROUTE = "its body decides which route it is, so no rule could be applied to it"
+    BETWEEN_SERVERS = "it is for communication between servers"
+    ANY_ROUTE = "its body selects the route, so no rule can be applied to it"
     NOT_COVERED = "the rules for request bodies and the usage accounting do not cover it"
 
 

@@ -1,7 +1,7 @@
-"""What a client reads about a path that is not served: why, and which mistake in a base URL leads to it. Pure.
+"""Write the error for a path that is not served: the reason, and the mistake in a base URL that leads to it. Pure.
 
-The rule: the words depend on the path and on public tables alone, never on the configuration, so a client without a key learns
-nothing about the models here. What is quoted of the path is bounded and has only visible ASCII characters.
+The rule: the text depends only on the path and public tables, never on the configuration. So an unauthenticated client learns
+nothing about the models. Quoted parts of the path are bounded and visible ASCII.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gateway.api.routes import REFUSED, ROUTES
 LONGEST = 200
 """Characters of a path that are shown."""
 
-_VISIBLE = string.punctuation  # a percent sign too: the path is shown as it was sent
+_VISIBLE = string.punctuation  # including the percent sign: the path is shown as sent
 _MAY_BE_A_KEY = re.compile(r"sk-[^/]+|[^/]{65,}")
 _LISTED = frozenset({*ROUTES, "/v1/models"})
-_NAME = re.compile(r"\\{\w+\\}")  # a part of a path that varies, as re.escape writes it
+_NAME = re.compile(r"\\{\w+\\}")  # a parameter of a path, as re.escape writes it
 _PATTERNS = tuple((re.compile(_NAME.sub("[^/]+", re.escape(path))), path) for path in sorted(REFUSED, key=lambda path: "{" in path))
 _OLLAMA = "This is a path of Ollama's API. Use an OpenAI client with a base URL that ends in /v1."
 _NOT_IN_VLLM = "vLLM does not have this part of the API."
@@ -48,34 +48,33 @@ OTHER_APIS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Paths of other APIs, with everything below them, and what to say of them."""
+"""Paths of other APIs, including everything below them, and the advice for each."""
 
 
 def unserved(method: str, path: str) -> Refusal:
-    """The error for a path that is not served. ``path``: as it was sent, without the query."""
+    """Return the error for a path that is not served. ``path`` is as sent, without the query."""
     splits = tuple(_splits(path.removesuffix("/"))) if len(path) <= LONGEST else ()
     if (known := _of_vllm(splits)) is not None:
         refused_method, reason = REFUSED[known]
         return Refusal("not_found", f"The route {refused_method} {known} of vLLM is not served by this gateway: {reason}.")
-    told = f"There is no route {shown(method)} {shown(path)}."
-    cure = _cure(splits)
-    return Refusal("not_found", told if cure is None else f"{told} {cure}")
+    message = f"There is no route {shown(method)} {shown(path)}."
+    advice = _advice(splits)
+    return Refusal("not_found", message if advice is None else f"{message} {advice}")
 
 
 def shown(text: str) -> str:
-    """A client's text as it may stand in a message or a line of the log: visible ASCII, no longer than ``LONGEST``, and without what may
-    be a key."""
+    """Return a client's text for a message or the log: visible ASCII, at most ``LONGEST`` characters, and without what may be a key."""
     text = _MAY_BE_A_KEY.sub("...", quote(text, safe=_VISIBLE, encoding="latin-1", errors="replace"))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _splits(path: str) -> Iterator[tuple[str, str]]:
-    """The path cut in two before each of its slashes, with the longest second part first."""
+    """Yield the path split before each of its slashes, the longest second part first."""
     return ((path[:at], path[at:]) for at, letter in enumerate(path) if letter == "/")
 
 
 def _of_vllm(splits: Iterable[tuple[str, str]]) -> str | None:
-    """The route of vLLM that is refused at this path, or at this path behind a prefix, such as that of an instance URL."""
+    """Return the refused route of vLLM at this path, or at this path after a prefix such as a mount."""
     for prefix, rest in splits:
         for pattern, known in _PATTERNS:
             if pattern.fullmatch(rest) and (not prefix or known.startswith("/v1/")):
@@ -83,8 +82,8 @@ def _of_vllm(splits: Iterable[tuple[str, str]]) -> str | None:
     return None
 
 
-def _cure(splits: Iterable[tuple[str, str]]) -> str | None:
-    """What to change in the base URL, or which other API the path is of."""
+def _advice(splits: Iterable[tuple[str, str]]) -> str | None:
+    """Return what to change in the base URL, or which other API the path belongs to."""
     for prefix, rest in splits:
         if rest in _LISTED:
             return f"{_change(prefix, rest)}: the route is {rest}."
@@ -95,7 +94,7 @@ def _cure(splits: Iterable[tuple[str, str]]) -> str | None:
 
 
 def _change(prefix: str, route: str) -> str:
-    """What to do about a prefix that stands before a route."""
+    """Return what to do about a prefix before a route."""
     if prefix.endswith("/v1") and route.startswith("/v1/"):
         return "Remove one /v1 from the base URL"
     if prefix.endswith("/"):

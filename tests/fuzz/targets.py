@@ -352,7 +352,7 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
 def _alike(body: bytes) -> bytes:
     """Without what may differ: the last blank lines may not have come, and what follows an answer is seen only where it came with it."""
     lines = re.sub(rb"\n{2,}", b"\n\n", re.sub(rb"\r\n?", b"\n", body))
-    return lines.replace(b"server gave no valid answer", b"server broke off its answer")
+    return lines.replace(b"server sent an invalid response", b"server closed the connection before the end of its response")
 
 
 def connection(data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""The data port as OpenAPI 3.1: the routes' table and the errors' table, with the shapes of their bodies.
+"""Write the data port as OpenAPI 3.1, from the tables of routes and errors and the shapes of their bodies.
 
-The rule: paths, methods, kinds of bodies, statuses and codes come from the tables that serve; only the words and shapes are told here.
+The rule: paths, methods, kinds of bodies, statuses and codes come from the tables that serve; only texts and shapes are added here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gateway.api.routes import ROUTES, Body, Dialect, Route
 
 JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stream"
 
-_ABOUT = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Answers are the model
-server's own bytes, so they may have members that are not told here.
+_DESCRIPTION = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Responses are
+the model server's own bytes, so they may contain fields not documented here.
 
-A model may also have an instance URL of its own, such as `/i-7f3a/3900`: all routes but `/health` are below it too,
-`/i-7f3a/3900/v1/chat/completions`, and serve that model alone; `model` may then be left out. Elsewhere it may be left out where the key may
-use one model only, or where the operator has set a `default_model`. A slash at the end of a path changes nothing.
+A model may also have an instance URL of its own, such as `/i-7f3a/3900`. All routes but `/health` exist below it too, for example
+`/i-7f3a/3900/v1/chat/completions`, and serve only that model; `model` may be omitted there. Elsewhere it may be omitted if the key may use
+only one model, or if the operator has set a `default_model`. A trailing slash changes nothing.
 
-Errors have OpenAI's shape, on `/v1/messages` Anthropic's. `code` is for programs, `message` for people. Once a streamed answer has begun,
-an error is an event of the stream."""
+Errors have OpenAI's shape, on `/v1/messages` Anthropic's. `code` is for programs, `message` for people. After a streamed response has
+started, an error is an event of the stream."""
 
 _LIMITS = {
     f"x-ratelimit-{what}-{kind}": f"{words.format(kind)}; for keys with a limit per minute"
@@ -32,20 +32,20 @@ _LIMITS = {
     for what, words in (
         ("limit", "the limit on {}"),
         ("remaining", "{} that are left"),
-        ("reset", "time until all {} are there again, such as `6m0s`"),
+        ("reset", "time until all {} are available again, such as `6m0s`"),
     )
 }
 _HEADERS = {
-    "x-request-id": "the request's id, for the operator",
-    "x-vllm-gateway-fallback": "the model that answered, where it is not the one that was asked for",
+    "x-request-id": "the id of the request, for the operator",
+    "x-vllm-gateway-fallback": "the model that served the request, if it is not the requested one",
     "retry-after": "seconds to wait",
-    "x-should-retry": "`false` where a retry of the same request cannot succeed; the SDKs of OpenAI and Anthropic obey it",
+    "x-should-retry": "`false` if a retry of the same request cannot succeed; the SDKs of OpenAI and Anthropic obey it",
     "www-authenticate": "`Bearer`",
     "allow": "the method that the route takes",
     **_LIMITS,
 }
 _ALWAYS = ("x-request-id",)
-_OF_STATUS: Mapping[int, tuple[str, ...]] = {
+_STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
     200: ("x-vllm-gateway-fallback", *_LIMITS),
     **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
     401: ("www-authenticate", "x-should-retry"),
@@ -53,25 +53,25 @@ _OF_STATUS: Mapping[int, tuple[str, ...]] = {
     429: ("retry-after", "x-should-retry", *_LIMITS),
     503: ("retry-after",),
 }
-_ASKED = {
-    "x-session-id": "requests with the same one go to the same server, as long as it is there (for models with `balance: prefix`)",
-    "traceparent": "a trace to go on with (W3C Trace Context), where the operator traces",
+_REQUEST_HEADERS = {
+    "x-session-id": "requests with the same value go to the same server while it is available (for models with `balance: prefix`)",
+    "traceparent": "a trace to continue (W3C Trace Context), if the operator traces",
 }
 _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]
 _STATUSES = tuple(dict.fromkeys(row.status for row in ERRORS.values()))
 _NO_BODY = (400, 401, 404, 405, 408, 431, 500)
-"""What a request without a body can end with."""
+"""Statuses with which a request without a body can end."""
 
 
 def document() -> dict[str, Any]:
-    """The description as OpenAPI 3.1."""
+    """Return the description as OpenAPI 3.1."""
     shapes = read()
-    paths: dict[str, Any] = {path: {"post": _posted(route, shapes.routes[path])} for path, route in ROUTES.items()}
-    paths |= {path: {"get": _read(path, told)} for path, told in shapes.gets.items()}
+    paths: dict[str, Any] = {path: {"post": _post_operation(route, shapes.routes[path])} for path, route in ROUTES.items()}
+    paths |= {path: {"get": _get_operation(path, description)} for path, description in shapes.gets.items()}
     tags = dict.fromkeys(operation["tags"][0] for methods in paths.values() for operation in methods.values())
     return {
         "openapi": "3.1.0",
-        "info": {"title": "vllm-gateway", "version": __version__, "description": _ABOUT},
+        "info": {"title": "vllm-gateway", "version": __version__, "description": _DESCRIPTION},
         "tags": [{"name": tag} for tag in tags],
         "security": [{"bearer": []}],
         "paths": paths,
@@ -84,7 +84,7 @@ def _components(shapes: Shapes) -> dict[str, Any]:
         "schemas": shapes.schemas | _errors(),
         "headers": {name: {"description": words, "schema": {"type": "string"}} for name, words in _HEADERS.items()},
         "responses": {
-            f"{prefix}{status}": _refused(status, schema)
+            f"{prefix}{status}": _error_response(status, schema)
             for prefix, schema in (("Error", "Error"), ("MessagesError", "MessagesError"))
             for status in _STATUSES
         },
@@ -98,44 +98,53 @@ def _components(shapes: Shapes) -> dict[str, Any]:
 # Operations
 
 
-def _posted(route: Route, told: RouteDescription) -> dict[str, Any]:
+def _post_operation(route: Route, description: RouteDescription) -> dict[str, Any]:
     prefix = "MessagesError" if route.anthropic else "Error"
     refusals = {str(status): {"$ref": f"#/components/responses/{prefix}{status}"} for status in _STATUSES}
     kind = FORM if route.body is Body.FORM else JSON
-    body: dict[str, Any] = {"schema": _ref(told.request)} | ({"example": told.example} if told.example else {})
-    asked = [{"name": name, "in": "header", "description": words, "schema": {"type": "string"}} for name, words in _ASKED.items()]
+    body: dict[str, Any] = {"schema": _ref(description.request)} | ({"example": description.example} if description.example else {})
+    parameters = [
+        {"name": name, "in": "header", "description": words, "schema": {"type": "string"}} for name, words in _REQUEST_HEADERS.items()
+    ]
     security: dict[str, Any] = {"security": _BY_EITHER} if route.anthropic else {}
     return {
-        **_head(told),
+        **_summary(description),
         **security,
-        "parameters": asked,
+        "parameters": parameters,
         "requestBody": {"required": True, "content": {kind: body}},
-        "responses": {"200": _answer(told, route), **refusals},
+        "responses": {"200": _response(description, route), **refusals},
     }
 
 
-def _read(path: str, told: RouteDescription) -> dict[str, Any]:
+def _get_operation(path: str, description: RouteDescription) -> dict[str, Any]:
     named = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
     open_to_all = path == "/health"
     statuses = [status for status in _NO_BODY if not open_to_all or status not in (401, 404, 405)]
     refusals = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses}
     security: list[Any] = [] if open_to_all else _BY_EITHER
-    return {**_head(told), "security": security, "parameters": named, "responses": {"200": _answer(told, None), **refusals}}
+    return {
+        **_summary(description),
+        "security": security,
+        "parameters": named,
+        "responses": {"200": _response(description, None), **refusals},
+    }
 
 
-def _head(told: RouteDescription) -> dict[str, Any]:
-    about: dict[str, Any] = {"description": told.about} if told.about else {}
-    return {"operationId": told.id, "tags": [told.tag], "summary": told.summary, **about}
+def _summary(description: RouteDescription) -> dict[str, Any]:
+    about: dict[str, Any] = {"description": description.about} if description.about else {}
+    return {"operationId": description.id, "tags": [description.tag], "summary": description.summary, **about}
 
 
-def _answer(told: RouteDescription, route: Route | None) -> dict[str, Any]:
-    names = _ALWAYS if route is None else (*_ALWAYS, *_OF_STATUS[200])
-    content: dict[str, Any] = {JSON: {"schema": _ref(told.response)}}
-    if route is not None and told.event is not None:
-        content[STREAM] = {"schema": {"description": "the data of each event", "anyOf": [_ref(told.event), _ref(_STREAMED[route.dialect])]}}
+def _response(description: RouteDescription, route: Route | None) -> dict[str, Any]:
+    names = _ALWAYS if route is None else (*_ALWAYS, *_STATUS_HEADERS[200])
+    content: dict[str, Any] = {JSON: {"schema": _ref(description.response)}}
+    if route is not None and description.event is not None:
+        content[STREAM] = {
+            "schema": {"description": "the data of each event", "anyOf": [_ref(description.event), _ref(_STREAMED[route.dialect])]}
+        }
     if route is not None and route.body is Body.FORM:
         content["text/plain"] = {"schema": {"type": "string"}}
-    return {"description": "the answer", "headers": _headers(names), "content": content}
+    return {"description": "the response", "headers": _headers(names), "content": content}
 
 
 # Errors
@@ -145,11 +154,11 @@ _STREAMED = {
     Dialect.RESPONSES: "ResponsesError",
     Dialect.MESSAGES: "MessagesError",
 }
-"""How an error within a stream looks (``errors.render_event``)."""
+"""The schema of an error within a stream (``errors.render_event``)."""
 
 
 def _errors() -> dict[str, Any]:
-    text, name = {"type": "string"}, {"type": ["string", "null"], "description": "the field at fault"}
+    text, name = {"type": "string"}, {"type": ["string", "null"], "description": "the invalid field"}
     code = {"type": "string", "enum": list(ERRORS)}
     kinds = {"type": "string", "enum": sorted({row.type for row in ERRORS.values()})}
     return {
@@ -163,13 +172,13 @@ def _closed(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(properties), "additionalProperties": False, "properties": properties}
 
 
-def _refused(status: int, schema: str) -> dict[str, Any]:
-    names = (*_ALWAYS, *_OF_STATUS.get(status, ()))
+def _error_response(status: int, schema: str) -> dict[str, Any]:
+    names = (*_ALWAYS, *_STATUS_HEADERS.get(status, ()))
     return {"description": _codes(status), "headers": _headers(names), "content": {JSON: {"schema": _ref(schema)}}}
 
 
 def _codes(status: int) -> str:
-    """The codes that have a status, in words."""
+    """Return the codes with a status, in words."""
     by_status = groupby(sorted(ERRORS, key=lambda code: ERRORS[code].status), key=lambda code: ERRORS[code].status)
     return ", ".join(f"`{code}`" for found, codes in by_status if found == status for code in codes)
 

@@ -1,6 +1,6 @@
-"""An OpenAPI document as an HTML page that needs nothing else: no script, no file from anywhere.
+"""Render an OpenAPI document as an HTML page without scripts and without files from elsewhere.
 
-The rule: what is told stands in ``words``; here is how it looks.
+The rule: ``words`` decides what a schema says; here is how it looks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADERS = page_policy(_STYLE)
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Render the whole page."""
     info, schemas = document["info"], document["components"].get("schemas", {})
     head = tag("head", tag("meta", charset="utf-8"), tag("title", info["title"]), tag("style", Html(_STYLE)))
     about = (tag("p", *_prose(part)) for part in info.get("description", "").split("\n\n") if part)
@@ -54,8 +54,8 @@ def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
         "section",
         tag("h3", f"{operation.method} {operation.path}"),
         *(tag("p", *_prose(told[name])) for name in ("summary", "description") if name in told),
-        *([tag("p", "Takes ", *_kinds(operation.request_kinds), class_="quiet")] if operation.request_kinds else []),
-        tag("p", "Answers ", *_kinds(operation.response_kinds), class_="quiet"),
+        *([tag("p", "Request: ", *_kinds(operation.request_kinds), class_="quiet")] if operation.request_kinds else []),
+        tag("p", "Response: ", *_kinds(operation.response_kinds), class_="quiet"),
         *([tag("pre", call)] if (call := words.curl(operation)) else []),
         _table(operation.parameters),
         tag("dl", *answers),
@@ -93,5 +93,5 @@ def _pieces(pieces: Iterable[str]) -> Iterable[str]:
 
 
 def _prose(text: str) -> list[str]:
-    """Text with what is between backticks as code."""
+    """Return text with the parts between backticks as code."""
     return [tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))]

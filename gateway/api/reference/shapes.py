@@ -1,7 +1,8 @@
-"""The shapes of bodies, read from the YAML files beside this and written out as JSON Schema (2020-12).
+"""Read the shapes of bodies from the YAML files beside this, as JSON Schema (2020-12).
 
-The files are in short: ``type: text|null`` is a string or null, ``$ref: Name`` a schema of these files, and ``also: [name, …]`` adds the
-properties of those entries of the file's ``shared`` behind a schema's own. The rule: ``read`` is the one that knows of that.
+The files use abbreviations: ``type: text|null`` is a string or null, ``$ref: Name`` is a schema of these files, and ``also: [name,
+…]`` adds the properties of those entries of the file's ``shared`` after a schema's own. The rule: only ``read`` knows the
+abbreviations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FILES = ("generation.yaml", "messages.yaml", "others.yaml")
 
 @dataclass(frozen=True, slots=True)
 class RouteDescription:
-    """What is said of one route. ``request``, ``answer`` and ``event`` are names of schemas; an event is one of a streamed answer."""
+    """The description of one route. ``request``, ``response`` and ``event`` are names of schemas; an event is part of a stream."""
 
     id: str
     tag: str
@@ -35,7 +36,7 @@ class RouteDescription:
 
 @dataclass(slots=True)
 class Shapes:
-    """All schemas by their names, the routes that reach a server by their paths, and those that are only read."""
+    """All schemas by name, the routes that reach a server by path, and the GET routes."""
 
     schemas: dict[str, Schema] = field(default_factory=dict)
     routes: dict[str, RouteDescription] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Shapes:
 
 
 def read() -> Shapes:
-    """Everything in the files."""
+    """Read all files."""
     shapes = Shapes()
     for name in _FILES:
         content = yaml.load((files(__package__) / name).read_text(encoding="utf-8"), _LOADER)  # noqa: S506  both are safe ones
@@ -58,9 +59,9 @@ def _schema(short: Any, shared: Mapping[str, Any]) -> Any:
         return [_schema(each, shared) for each in short]
     if not isinstance(short, dict):
         return short
-    whole = {name: _keyword(name, value, shared) for name, value in short.items() if name not in ("also", "properties")}
+    schema = {name: _keyword(name, value, shared) for name, value in short.items() if name not in ("also", "properties")}
     properties = dict(_properties(short, shared))
-    return whole | ({"properties": properties} if properties else {})
+    return schema | ({"properties": properties} if properties else {})
 
 
 def _keyword(name: str, value: Any, shared: Mapping[str, Any]) -> Any:
@@ -73,7 +74,7 @@ def _keyword(name: str, value: Any, shared: Mapping[str, Any]) -> Any:
 
 
 def _properties(short: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Those that are required first, then a schema's own, then the shared ones."""
+    """Yield the required properties first, then a schema's own, then the shared ones."""
     own = short.get("properties", {})
     added = {name: each for group in short.get("also", ()) for name, each in shared[group].items()}
     needed = short.get("required", ())

@@ -1,7 +1,7 @@
-"""An OpenAPI document in words, for whoever writes it out as a page: its operations, and its schemas as rows of tables. Pure.
+"""Describe an OpenAPI document in words: its operations, and its schemas as rows of tables. Pure.
 
-The rule: what a schema says is said here once; how it looks is the business of the writers. A ``Ref`` in a row is the name of another
-schema, which has a table of its own; objects that have no name are told in rows of their own, by dotted paths.
+The rule: what a schema says is decided here once; its look is up to the writers. A ``Ref`` in a row is the name of another schema,
+which has its own table. Objects without a name get rows of their own, by dotted paths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ref(str):
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A member of an object. ``kind`` is what it may hold; pieces that are a ``Ref`` lead on."""
+    """A field of an object. ``kind`` is its type; pieces that are a ``Ref`` are links."""
 
     name: str
     kind: tuple[str, ...]
@@ -33,7 +33,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. ``kinds`` are the media types of what is sent, and of a 200, each with its schema where it has a name."""
+    """One method of one path, with the media types of its request and of its successful response."""
 
     method: str
     path: str
@@ -50,7 +50,7 @@ class Operation:
 
     @property
     def examples(self) -> Iterator[Any]:
-        """Bodies that may be sent."""
+        """Example request bodies."""
         for each in self.document.get("requestBody", {}).get("content", {}).values():
             if "example" in each:
                 yield each["example"]
@@ -61,7 +61,7 @@ class Operation:
 
 
 def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
-    """All of them, in the document's order."""
+    """Yield all operations in the document's order."""
     for path, methods in document["paths"].items():
         for method, told in methods.items():
             yield Operation(method.upper(), path, told)
@@ -91,7 +91,7 @@ _V1 = "/v1/"
 
 
 def responses(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:
-    """The statuses of an operation's answers, and what each means."""
+    """Yield the statuses of an operation's responses, and what each means."""
     for status, told in operation.document["responses"].items():
         shared = document["components"]["responses"][told["$ref"].rpartition("/")[2]] if "$ref" in told else told
         yield status, shared["description"]
@@ -106,7 +106,7 @@ def _choices(schema: Schema) -> tuple[str, ...]:
 
 
 def rows(schema: Schema, path: str = "") -> Iterator[TableRow]:
-    """The members of an object, and of the objects in them."""
+    """Yield the fields of an object, and of nested objects."""
     required = schema.get("required", ())
     for name, each in schema.get("properties", {}).items():
         yield TableRow(path + name, tuple(kind_of(each)), each.get("description", ""), name in required)
@@ -115,7 +115,7 @@ def rows(schema: Schema, path: str = "") -> Iterator[TableRow]:
 
 
 def kind_of(schema: Schema) -> Iterator[str]:
-    """What a schema admits, in words and references."""
+    """Yield what a schema admits, in words and references."""
     if "$ref" in schema:
         yield Ref(schema["$ref"].rpartition("/")[2])
     elif "anyOf" in schema and "properties" not in schema:

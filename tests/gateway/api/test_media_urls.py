@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.media_urls import MEMBERS, MediaHosts, is_entry, path_to, refused_member
+from gateway.api.media_urls import URL_FIELDS, MediaHosts, is_entry, path_to, refused_member
 from tests.support.rows import each_row
 
 NONE, LISTED, ANY = (
@@ -169,8 +169,8 @@ def part(member: str, url: object) -> dict[str, Any]:
 
 URL = "http://169.254.169.254/"
 INSIDE: list[Any] = [
-    *([part(member, {"url": URL})] for member in sorted(MEMBERS)),
-    *([part(member, URL)] for member in sorted(MEMBERS - {"source", "input_audio"})),
+    *([part(member, {"url": URL})] for member in sorted(URL_FIELDS)),
+    *([part(member, URL)] for member in sorted(URL_FIELDS - {"source", "input_audio"})),
     [{"image_url": URL}],
     [{"image_url": URL, "uuid": "1", "type": "text", "text": "x"}],
     [{"image_url": URL, "content": "x"}],
@@ -214,7 +214,7 @@ def test_a_url_anywhere_in_a_message(value: Any) -> None:
     path = forbidden(value, NONE)
     assert path is not None
     *above, last = path.split(".")
-    assert last in MEMBERS and last in functools.reduce(_below, above, value), "the path leads to it"
+    assert last in URL_FIELDS and last in functools.reduce(_below, above, value), "the path leads to it"
 
 
 @each_row(

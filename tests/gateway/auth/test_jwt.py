@@ -108,9 +108,9 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "made in the future": (lambda: ISSUER.token(iat=int(time.time()) + 90), "invalid_api_key: The token is not valid yet."),
     "an unknown issuer": (
         lambda: ISSUER.token(iss="https://evil.example.com/"),
-        "invalid_api_key: The token is of an issuer that is not known here.",
+        "invalid_api_key: The token's issuer is not known here.",
     ),
-    "no issuer": (lambda: ISSUER.token(iss=None), "invalid_api_key: The token is of an issuer that is not known here."),
+    "no issuer": (lambda: ISSUER.token(iss=None), "invalid_api_key: The token's issuer is not known here."),
     "somebody else's key": (lambda: ISSUER.token(OTHER.keys[0]), "invalid_api_key: The token's signature is wrong."),
     "an unknown key": (
         lambda: ISSUER.token(SigningKey("ES256", "new")),
@@ -139,9 +139,9 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
         "invalid_api_key: The token is not valid.",
     ),
     "too large": (lambda: ISSUER.token(more="x" * 8192), "invalid_api_key: The token is larger than 8192 bytes."),
-    "no subject": (lambda: ISSUER.token(sub=None), "invalid_api_key: The token's claim sub is no name."),
-    "a subject with a line break": (lambda: ISSUER.token(sub="a\nb"), "invalid_api_key: The token's claim sub is no name."),
-    "a subject without end": (lambda: ISSUER.token(sub="a" * 201), "invalid_api_key: The token's claim sub is no name."),
+    "no subject": (lambda: ISSUER.token(sub=None), "invalid_api_key: The token's claim sub is not a name."),
+    "a subject with a line break": (lambda: ISSUER.token(sub="a\nb"), "invalid_api_key: The token's claim sub is not a name."),
+    "a subject without end": (lambda: ISSUER.token(sub="a" * 201), "invalid_api_key: The token's claim sub is not a name."),
     "an end beyond all": (
         lambda: _signed(b'{"iss":"https://login.example.com/","aud":"vllm-gateway","sub":"a","exp":1e999}'),
         "invalid_api_key: ",
@@ -361,7 +361,7 @@ def test_what_a_key_set_may_hold() -> None:
         with pytest.raises(KeySetError, match="no public key"):
             list(found(unfit))
     private = ECAlgorithm.to_jwk(ES.private, as_dict=True)
-    for document, words in ((b"no", "not JSON"), (b"[]", "no key set"), (b'{"keys": {}}', "no key set")):
+    for document, words in ((b"no", "not JSON"), (b"[]", "not a key set"), (b'{"keys": {}}', "not a key set")):
         with pytest.raises(KeySetError, match=words):
             verification_keys(document)
     with pytest.raises(KeySetError, match="private key"):

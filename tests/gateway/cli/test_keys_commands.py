@@ -194,7 +194,7 @@ def test_a_form_that_cannot_be_edited_is_left_alone(folder: Path) -> None:
     text = "models: [{id: m, launch: {}}]\nkeys: ~\n"
     (folder / "gateway.yaml").write_text(text)
     ran = gateway("keys", "new", "--id", "a", "--write", folder=folder)
-    assert ran.code == 1 and ran.out == "" and "gateway.yaml is not written in a form that can be edited" in ran.err
+    assert ran.code == 1 and ran.out == "" and "gateway.yaml cannot be edited automatically" in ran.err
     assert (folder / "gateway.yaml").read_text() == text
 
 
@@ -238,7 +238,7 @@ def test_of_commands_at_the_same_time_none_undoes_another(folder: Path) -> None:
     with ThreadPoolExecutor(len(books)) as pool:
         said = set(pool.map(add, range(len(books))))
     written = {key.id for key in load(folder / "gateway.yaml").keys if key.id.startswith("new-")}
-    assert written and said - written == {f"{folder}/gateway.yaml has been changed by somebody else in the meantime; try again"}
+    assert written and said - written == {f"{folder}/gateway.yaml was changed by another program in the meantime; try again"}
 
 
 def test_a_secret_that_is_out_of_reach_here_is_no_reason_to_refuse(folder: Path) -> None:
@@ -351,10 +351,10 @@ def test_what_litellm_holds_a_key_back_by_comes_along_or_is_told(folder: Path) -
         "month": {"cost_per_month": 5.0}, "day": {"cost_per_day": 0.5},
     }  # fmt: skip
     assert (made["month"].team, made["day"].team) == ("research", None)
-    week = "max_budget with a budget_duration that is no day and no month"
-    nothing = "max_budget 0 (a limit here is more), rpm_limit 0 (a limit here is 1 or more)"
+    week = "max_budget with a budget_duration other than a day or a month"
+    nothing = "max_budget 0 (a limit here is more than 0), rpm_limit 0 (a limit here is 1 or more)"
     assert [line.removeprefix("vllm-gateway: keys.json: ") for line in ran.err.splitlines()] == [
-        "key 1 (month): left out: spend (its budget begins anew)",
+        "key 1 (month): left out: spend (its budget restarts at 0)",
         "key 2 (day): left out: team_id (the configuration has no such team)",
         "key 3 (ever): left out: max_budget without budget_duration (a limit here is for a day or a month)",
         f"key 4 (the week): left out: the spaces of its key_alias, {week}, all-team-models (it may use all models here)",
