@@ -1,4 +1,4 @@
-"""One inference request as its handler sees it: what came, and the way back to its client.
+"""One inference request as its handler sees it: its headers, its body, and the response to its client.
 
 The rules: a response starts once and ends once, and a connection whose response cannot be completed is closed. When the client
 disconnects, in any state, the request's handler is cancelled at once.
@@ -41,7 +41,7 @@ def request_ids() -> Iterator[str]:
 
 
 class ClientRequest(msgspec.Struct, eq=False):
-    """One inference request, and the way back to its client."""
+    """One inference request and its response."""
 
     connection: ClientConnection
     target: Target
@@ -51,8 +51,8 @@ class ClientRequest(msgspec.Struct, eq=False):
     keep_alive: bool
     received_at: float = field(default_factory=monotonic)
     trace: Trace | None = None
-    """The position of the request in its trace, if it is traced."""
-    permit: Reservation | None = None
+    """The request's position in its trace, if it is traced."""
+    reservation: Reservation | None = None
     """The request's share of its key's limits, if the key has any."""
     handler: InlineTask | None = None
     disconnected: bool = False
@@ -141,7 +141,7 @@ class ClientRequest(msgspec.Struct, eq=False):
         self.response_started = True
         self.status = status
         if not self.body.complete:
-            self.keep_alive = self.body.is_awaited = False  # the rest of the body is of no use: say so, read it, close
+            self.keep_alive = self.body.is_awaited = False  # the rest of the body is discarded, and the connection closed
         if not self.keep_alive:
             framing += b"connection: close\r\n"
         elif self.head.http10:
@@ -151,8 +151,8 @@ class ClientRequest(msgspec.Struct, eq=False):
             framing += worker.active.cors.lines(self.head.headers[b"origin"])
         if self.extra_headers:
             framing += self.extra_headers
-        if self.permit is not None:
-            framing += self.permit.header_lines()
+        if self.reservation is not None:
+            framing += self.reservation.header_lines()
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read

@@ -134,9 +134,9 @@ class RequestContext(msgspec.Struct, eq=False):
 
     def settle_limits(self, status: int) -> None:
         """Settle what the request has used of its key's limits, unless that was done before the end of its response was sent."""
-        if (permit := self.request.permit) is not None and permit.is_unsettled:
+        if (reservation := self.request.reservation) is not None and reservation.is_unsettled:
             was_sent = self.attempt is not None and bool(self.attempt.tried)
-            permit.settle(Outcome(was_sent, status, self.response_relay.usage, self.response_relay.uncounted_events, self.incomplete))
+            reservation.settle(Outcome(was_sent, status, self.response_relay.usage, self.response_relay.uncounted_events, self.incomplete))
 
     def _failures(self, attempt: Attempt) -> tuple[tuple[str, str, str], ...]:
         owner = self.model.model.base if self.model is not None else OTHER

@@ -56,8 +56,8 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
             active.concurrency_limit.admit(request.requests_in_flight, inflight.in_flight, monotonic())
         with inflight:
             if key.allowances:
-                request.permit = worker.limiter.reservation(key, request.id)
-                await request.permit.reserve_request()
+                request.reservation = worker.limiter.reservation(key, request.id)
+                await request.reservation.reserve_request()
             # Read the body, resolve its model and apply the model's policy.
             encoding = _check_media_type(request)
             if request.target.route.takes_form:
@@ -72,8 +72,8 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                 del body  # the response may take long
             # Send it and relay the response; once more for each fallback.
             while True:
-                if request.permit is not None:
-                    await request.permit.reserve_tokens()
+                if request.reservation is not None:
+                    await request.reservation.reserve_tokens()
                 try:
                     return await _forward(upstream, context, key)
                 except (NoServerError, ConnectFailed, Refusal) as error:
@@ -155,15 +155,15 @@ async def _apply_policy(
 ) -> UpstreamRequest:
     """Apply a model's policy and the key's limits to a merged document, and make the request of it. ``body``: as received."""
     request, size = context.request, len(body)
-    route, permit = request.target.route, request.permit
+    route, reservation = request.target.route, request.reservation
     if pace is None:
         prepared = prepare(document, model.policy, route, size, key.fields)
-        if permit is not None:
-            permit.estimate_usage(prepared.document, prepared.path, body, model.model)
+        if reservation is not None:
+            reservation.estimate_usage(prepared.document, prepared.path, body, model.model)
     else:
         prepared = await pace.run(prepare_in_steps(document, model.policy, route, size, key.fields))
-        if permit is not None:
-            await pace.run(permit.estimate_usage_in_steps(prepared.document, prepared.path, body, model.model))
+        if reservation is not None:
+            await pace.run(reservation.estimate_usage_in_steps(prepared.document, prepared.path, body, model.model))
     context.stream = prepared.stream
     facts = NO_FACTS
     if required := model.pool.required_facts:
@@ -207,7 +207,7 @@ async def _prepare_form(context: RequestContext, key: Key) -> UpstreamRequest:
 
 async def _prepare_form_for(form: Form, request: ClientRequest, name: str, model: CatalogEntry) -> UpstreamRequest:
     """Apply a model's policy and the key's limits to the part of a form that has been read, and make the request."""
-    form.apply_policy(model.policy, None if request.permit is None else request.permit.estimate_form(model.model))
+    form.apply_policy(model.policy, None if request.reservation is None else request.reservation.estimate_form(model.model))
     return UpstreamRequest(request, model, name, FormBody.of(form, request))
 
 

@@ -97,9 +97,9 @@ class ResponseRelay:
 
     def _settle(self) -> None:
         """Settle the key's limits before the end of the response is sent: the client's next request must find them settled."""
-        if (permit := self._request.permit) is not None:
+        if (reservation := self._request.reservation) is not None:
             incomplete = "upstream" if self.aborted or self.failure is not None else None
-            permit.settle(Outcome(True, self._response.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
+            reservation.settle(Outcome(True, self._response.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
 
     def _note_aborted(self) -> None:
         self.aborted = True
@@ -321,7 +321,7 @@ class EventRelay(ResponseRelay):
             self._last = received
         if self._name is not None:
             events = b"".join(renamed(event, self._name) for event in split(events))
-        if request.permit is not None and self._has_ended():
+        if request.reservation is not None and self._has_ended():
             self._settle()
         if request.response_started:
             request.write(events)
