@@ -80,8 +80,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A skip fails such a run; figures are left where FAULTS_REPORT says."""
-    if place := os.environ.get("FAULTS_REPORT"):
-        Path(place).write_text(json.dumps(session.config.stash[_MEASURED], indent=1, sort_keys=True) + "\n")
+    if path := os.environ.get("FAULTS_REPORT"):
+        Path(path).write_text(json.dumps(session.config.stash[_MEASURED], indent=1, sort_keys=True) + "\n")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("NOTHING_SKIPPED") and reporter is not None and reporter.stats.get("skipped") and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

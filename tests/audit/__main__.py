@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.clients.install import ROOT, InstallError, build_python, refreshed
 
-PLACE = ROOT / ".venv-audit"
+FOLDER = ROOT / ".venv-audit"
 LOCK = Path(__file__).resolve().parent / "requirements.lock"
 LOCKS = (
     ROOT / "requirements.lock",
@@ -24,11 +24,11 @@ LOCKS = (
 def main() -> int:
     """Returns the exit code."""
     try:
-        refreshed(PLACE, LOCK, build_python)
+        refreshed(FOLDER, LOCK, build_python)
     except InstallError as error:
         print(f"audit: {error}", file=sys.stderr)
         return 1
-    audit = [str(PLACE / "bin" / "pip-audit"), "--strict", "--disable-pip", "--require-hashes", "--progress-spinner=off"]
+    audit = [str(FOLDER / "bin" / "pip-audit"), "--strict", "--disable-pip", "--require-hashes", "--progress-spinner=off"]
     return max(subprocess.run([*audit, "--requirement", str(lock)], check=False).returncode for lock in LOCKS)
 
 

@@ -26,9 +26,9 @@ ALONE = (GATEWAY.name,)
 @contextmanager
 def _direct(stage: Stage, port: int) -> Iterator[Running]:
     """The upstream itself, measured in the same rotation."""
-    place = stage.place("direct")
-    place.mkdir()
-    yield Running(DIRECT, port, Tree(None), place)
+    index = stage.path("direct")
+    index.mkdir()
+    yield Running(DIRECT, port, Tree(None), index)
 
 
 # Beside the peers
@@ -36,7 +36,7 @@ def _direct(stage: Stage, port: int) -> Iterator[Running]:
 
 async def json(stage: Stage) -> None:
     """Chat requests of 300 bytes, answers of 750 bytes."""
-    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
+    with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
         for proxy in stage.turns([*alive, direct]):
             await loaded(stage, proxy, "64 connections", chat(), 64, 3.0)
             await loaded(stage, proxy, "1 connection", chat(), 1, 2.0)
@@ -45,7 +45,7 @@ async def json(stage: Stage) -> None:
 async def streams(stage: Stage) -> None:
     """300 streams of 50 events a second, fewer for proxies that cannot carry them."""
     with (
-        standin.stream_server(stage.place("upstream"), 50) as port,
+        standin.stream_server(stage.path("upstream"), 50) as port,
         stage.running(Setting((port,))) as alive,
         _direct(stage, port) as direct,
     ):
@@ -55,7 +55,7 @@ async def streams(stage: Stage) -> None:
 
 async def many(stage: Stage) -> None:
     """2,000 and 5,000 streams of 2 events a second; every turn with a fresh process, since memory is compared with that at rest."""
-    with standin.stream_server(stage.place("upstream"), 2) as port:
+    with standin.stream_server(stage.path("upstream"), 2) as port:
         for proxy in stage.rounds(list(stage.proxies()), most=2):
             await _alone(stage, proxy, Setting((port,)), partial(_growing, stage))
 
@@ -71,7 +71,7 @@ async def flood(stage: Stage) -> None:
     """One stream of 200,000 events as fast as it is read."""
     count = stage.scale.streams(200_000)
     with (
-        standin.stream_server(stage.place("upstream"), 0, count) as port,
+        standin.stream_server(stage.path("upstream"), 0, count) as port,
         stage.running(Setting((port,))) as alive,
         _direct(stage, port) as direct,
     ):
@@ -82,7 +82,7 @@ async def flood(stage: Stage) -> None:
 async def prompts(stage: Stage) -> None:
     """Requests of 4 KB, 100 KB and 1 MB."""
     sizes = {"4 KB": 4_000, "100 KB": 100_000, "1 MB": 1_000_000}
-    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive:
+    with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive:
         for proxy in stage.turns(alive):
             for name, size in sizes.items():
                 await loaded(stage, proxy, name, chat(size=size), 16, 2.0)
@@ -90,14 +90,14 @@ async def prompts(stage: Stage) -> None:
 
 async def ttfb(stage: Stage) -> None:
     """New streams while 64 connections request JSON."""
-    with standin.json_servers(stage.place("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
+    with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
         for proxy in stage.turns([*alive, direct]):
             await first_events(stage, proxy, "64 connections of JSON beside", 4.0 * stage.scale.seconds)
 
 
 async def servers(stage: Stage) -> None:
     """1, 16 and 200 servers of one model."""
-    with standin.json_servers(stage.place("upstream"), 200) as ports:
+    with standin.json_servers(stage.path("upstream"), 200) as ports:
         for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
             for count in (1, 16, 200):
                 await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
@@ -109,11 +109,11 @@ async def books(stage: Stage) -> None:
 
     Writes after the requests are counted: a round ends when the ledger has had the time to write its last rows.
     """
-    with standin.json_servers(stage.place("upstream")) as ports, ExitStack() as stack:
-        setting, stored = Setting(ports), dict(_BOOKS)
+    with standin.json_servers(stage.path("upstream")) as ports, ExitStack() as stack:
+        setting, stored = Setting(ports), dict(_ACCOUNTING)
         if (missing := debian("redis-server")) is None:
             stored["… and the limits in Redis"] = Books(
-                limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.place("redis")))
+                limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.path("redis")))
             )
         else:
             stage.absent("… and the limits in Redis", missing)
@@ -129,15 +129,15 @@ async def books(stage: Stage) -> None:
 
 async def books_streams(stage: Stage) -> None:
     """The streams of the case `streams`, on a gateway that counts limits and keeps a ledger as well."""
-    with standin.stream_server(stage.place("upstream"), 50) as port:
-        both = [gateway_keeping(_BOOKS[_BOTH], _BOTH)]
+    with standin.stream_server(stage.path("upstream"), 50) as port:
+        both = [gateway_keeping(_ACCOUNTING[_BOTH], _BOTH)]
         with stage.running(Setting((port,)), (GATEWAY.name, NGINX.name, "vllm-router"), both) as alive:
             for proxy in stage.turns(alive):
                 await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
 
 
 _BOTH = "… with both"
-_BOOKS: Mapping[str, Books] = {
+_ACCOUNTING: Mapping[str, Books] = {
     "… with limits": Books(limits=True),
     "… with a ledger": Books(ledger=True),
     _BOTH: Books(limits=True, ledger=True),
@@ -150,7 +150,7 @@ _WRITTEN = 2.0  # seconds in which the ledger's last rows are written
 
 async def keys(stage: Stage) -> None:
     """1, 1,000 and 100,000 keys; requests come with up to a thousand of them in turn."""
-    with standin.json_servers(stage.place("upstream")) as ports:
+    with standin.json_servers(stage.path("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 1000, 100_000):
                 setting = Setting(ports, keys=count)
@@ -160,7 +160,7 @@ async def keys(stage: Stage) -> None:
 
 async def models(stage: Stage) -> None:
     """1, 100 and 1,000 models, all of one server."""
-    with standin.json_servers(stage.place("upstream")) as ports:
+    with standin.json_servers(stage.path("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 100, 1000):
                 names = tuple(f"{MODEL}-{number}" for number in range(count))
@@ -169,7 +169,7 @@ async def models(stage: Stage) -> None:
 
 async def workers(stage: Stage) -> None:
     """1 and 2 workers, on both cores, which they share with the load."""
-    with standin.json_servers(stage.place("upstream")) as ports:
+    with standin.json_servers(stage.path("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 2):
                 setting = Setting(ports, workers=count, cores=(PROXY_CORE, LOAD_CORE))
@@ -178,16 +178,16 @@ async def workers(stage: Stage) -> None:
 
 async def _split(stage: Stage, variant: str, proxy: Running) -> None:
     """As `loaded`, and `most`, the share of the connections that the busiest worker has."""
-    asking = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
+    load = asyncio.create_task(loaded(stage, proxy, variant, chat(), 64, 3.0))
     await asyncio.sleep(_WITHIN_LOAD)
     counts = [connections(each, proxy.port) for each in proxy.tree.workers()]
-    await asking
+    await load
     stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
 
 
 async def rest(stage: Stage) -> None:
     """Memory with no request yet, of everyone; then the gateway's under a long load."""
-    with standin.json_servers(stage.place("upstream")) as ports:
+    with standin.json_servers(stage.path("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies())):
             await _alone(stage, proxy, Setting(ports), partial(_at_rest, stage))
         for proxy in stage.proxies(ALONE):
@@ -205,12 +205,12 @@ async def _growth(stage: Stage, proxy: Running) -> None:
     sizes: list[int] = []
     seconds = stage.scale.growth
     every = min(1.0, seconds / 10)
-    asking = asyncio.create_task(loaded(stage, proxy, _LONG, chat(), 16, seconds / stage.scale.seconds))
-    while not asking.done():
-        await asyncio.wait([asking], timeout=every)
+    load = asyncio.create_task(loaded(stage, proxy, _LONG, chat(), 16, seconds / stage.scale.seconds))
+    while not load.done():
+        await asyncio.wait([load], timeout=every)
         sizes.append(proxy.tree.rss())
         proxy.forget_log()
-    await asking
+    await load
     half = sizes[len(sizes) // 2 :]
     slope, _ = statistics.linear_regression(range(len(half)), half)
     stage.add(proxy.name, _LONG, {"rss": sizes[-1], "growth": slope * 60 / every})
@@ -224,11 +224,11 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
-async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[Running], Awaitable[None]]) -> None:
+async def _alone(stage: Stage, proxy: Proxy, setting: Setting, round_: Callable[[Running], Awaitable[None]]) -> None:
     """Run a round with a separate process; if it does not start, the proxy is absent."""
     try:
-        with started(proxy, setting, stage.place(proxy.name)) as running:
-            await turn(running)
+        with started(proxy, setting, stage.path(proxy.name)) as running:
+            await round_(running)
     except DidNotStart as error:
         stage.absent(proxy.name, str(error))
 
@@ -236,12 +236,12 @@ async def _alone(stage: Stage, proxy: Proxy, setting: Setting, turn: Callable[[R
 async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,)) -> None:
     """`ready`, the seconds until it answered; `rss` and `idle` before the load; then as `loaded`."""
 
-    async def turn(running: Running) -> None:
+    async def round_(running: Running) -> None:
         values = {"ready": running.ready, "rss": running.tree.rss(), **await idle(running, 2.0 * stage.scale.seconds)}
         await loaded(stage, running, variant, chat(setting.models[-1]), 64, 2.0, tokens)
         stage.add(running.name, variant, values)
 
-    await _alone(stage, proxy, setting, turn)
+    await _alone(stage, proxy, setting, round_)
 
 
 CASES: Mapping[str, Case] = {

@@ -44,17 +44,17 @@ def installed(name: str) -> bool:
 
 def refreshed(name: str) -> bool:
     """Make a peer's environment unless it is there; whether it is there now."""
-    place = environment(name)
+    folder = environment(name)
     if installed(name):
         return True
-    print(f"Installing {name} into {place} …", flush=True)
-    shutil.rmtree(place, ignore_errors=True)
-    venv.create(place, with_pip=True)
-    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    words = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCKS / f"{name}.lock")]
-    if subprocess.run([*pip, *words], check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
+    print(f"Installing {name} into {folder} …", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    arguments = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCKS / f"{name}.lock")]
+    if subprocess.run([*pip, *arguments], check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
         return False
-    (place / MARK).touch()
+    (folder / MARK).touch()
     return True
 
 

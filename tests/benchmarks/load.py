@@ -48,10 +48,10 @@ async def load(
     (folder / "body").write_bytes(body)
     (folder / "tokens").write_text("\n".join(tokens))
     environ = {**os.environ, "BENCH_BODY": str(folder / "body"), "BENCH_TOKENS": str(folder / "tokens")}
-    words = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout=20s", f"--script={SCRIPT}"]
+    arguments = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout=20s", f"--script={SCRIPT}"]
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     pipe = asyncio.subprocess.PIPE
-    wrk = await asyncio.create_subprocess_exec("wrk", *words, url, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ)
+    wrk = await asyncio.create_subprocess_exec("wrk", *arguments, url, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environ)
     try:
         text, _ = await asyncio.wait_for(wrk.communicate(), seconds + _MARGIN)
     except TimeoutError as error:

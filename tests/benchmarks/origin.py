@@ -24,7 +24,7 @@ _JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-leng
 _TICK = 0.001
 _BURST = 32
 _GOLDEN = (5**0.5 - 1) / 2
-_ANSWERS = {b"/v1/models": models([MODEL]), b"/v1/chat/completions": completion()}
+_RESPONSES = {b"/v1/models": models([MODEL]), b"/v1/chat/completions": completion()}
 
 
 def chunk(data: bytes) -> bytes:
@@ -82,7 +82,7 @@ class Stream(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._leave()
+        self._remove()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -103,18 +103,18 @@ class Stream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body, self._body = self._body.replace(b" ", b""), b""
         if b'"stream":true' in body:
-            self._begin(asks_usage=b'"include_usage":true' in body)
+            self._begin(requests_usage=b'"include_usage":true' in body)
         else:
-            response = _ANSWERS.get(self._url, b"{}")
+            response = _RESPONSES.get(self._url, b"{}")
             self.transport.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(response), response)
             )
 
     # The stream
 
-    def _begin(self, asks_usage: bool) -> None:
+    def _begin(self, requests_usage: bool) -> None:
         self._sent = 0
-        self._end = (chunk(USAGE) if asks_usage else b"") + chunk(DONE) + b"0\r\n\r\n"
+        self._end = (chunk(USAGE) if requests_usage else b"") + chunk(DONE) + b"0\r\n\r\n"
         self.transport.write(_HEAD)
         self.write_one()
         if self._clock.slots:
@@ -128,7 +128,7 @@ class Stream(asyncio.Protocol):
         self.transport.write(chunk(event(time.monotonic_ns())))
         if self._sent == self._count:
             self.transport.write(self._end)
-            self._leave()
+            self._remove()
 
     def _burst(self) -> None:
         for _ in range(_BURST):
@@ -140,7 +140,7 @@ class Stream(asyncio.Protocol):
     def _unfinished(self) -> bool:
         return not self._count or self._sent < self._count
 
-    def _leave(self) -> None:
+    def _remove(self) -> None:
         if self._clock.slots:
             self._clock.remove(self)
 

@@ -58,7 +58,7 @@ class Setting:
 class Command:
     """How a program is started."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ def started(proxy: Proxy, setting: Setting, folder: Path) -> Iterator[Running]:
     [port] = free_ports(1)
     command = proxy.command(setting, folder, port)
     began = monotonic()
-    with running(command.words, folder, setting.cores, command.environ, lambda: _answers(port, setting.models[-1]), _START) as tree:
+    with running(command.arguments, folder, setting.cores, command.environ, lambda: _answers(port, setting.models[-1]), _START) as tree:
         yield Running(proxy.name, port, tree, folder, proxy.streams, monotonic() - began)
 
 
@@ -204,8 +204,8 @@ def _envoy(setting: Setting, folder: Path, port: int) -> Command:
     listener = {"name": "data", "address": _envoy_address(port), "filter_chains": [{"filters": [_envoy_http()]}]}
     (folder / "envoy.json").write_text(json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}}))
     program = environment("envoy") / "bin" / "envoy"
-    words = ["--config-path", "envoy.json", "--concurrency", "1", "--disable-hot-restart", "--log-level", "error"]
-    return Command([str(program), *words])
+    arguments = ["--config-path", "envoy.json", "--concurrency", "1", "--disable-hot-restart", "--log-level", "error"]
+    return Command([str(program), *arguments])
 
 
 def _envoy_address(port: int) -> dict[str, Any]:
@@ -235,10 +235,10 @@ def _envoy_http() -> dict[str, Any]:
 def _router(name: str, *launch: str) -> Callable[[Setting, Path, int], Command]:
     def command(setting: Setting, _: Path, port: int) -> Command:
         program = environment(name) / "bin" / name
-        words = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *setting.urls(), "--policy", "round_robin"]
+        arguments = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *setting.urls(), "--policy", "round_robin"]
         ports = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(*free_ports(1))]
         bounds = ["--max-concurrent-requests", str(_MANY), "--request-timeout-secs", "3600", "--log-level", "error"]
-        return Command([str(program), *launch, *words, *ports, *bounds])
+        return Command([str(program), *launch, *arguments, *ports, *bounds])
 
     return command
 
@@ -250,8 +250,8 @@ def _litellm(setting: Setting, folder: Path, port: int) -> Command:
     settings = {"general_settings": {"master_key": TOKEN}, "litellm_settings": {"telemetry": False, "num_retries": 0}}
     (folder / "litellm.yaml").write_text(yaml.safe_dump({"model_list": models, **settings}))
     program = environment("litellm") / "bin" / "litellm"
-    words = ["--config", "litellm.yaml", "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
-    return Command([str(program), *words], {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"})
+    arguments = ["--config", "litellm.yaml", "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
+    return Command([str(program), *arguments], {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"})
 
 
 # The table
@@ -261,8 +261,8 @@ def _package(name: str, package: str) -> Callable[[], str]:
     """The version of an installed peer, from the metadata of its environment."""
 
     def version() -> str:
-        [place] = environment(name).glob("lib/python*/site-packages")
-        [found] = importlib.metadata.distributions(name=package, path=[str(place)])
+        [target] = environment(name).glob("lib/python*/site-packages")
+        [found] = importlib.metadata.distributions(name=package, path=[str(target)])
         return found.version
 
     return version

@@ -45,8 +45,8 @@ def _await(process: subprocess.Popen[bytes], ready: Callable[[], bool], seconds:
     deadline = time.monotonic() + seconds
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
-            words = ((folder / "stderr").read_text(errors="replace") + (folder / "stdout").read_text(errors="replace")).strip()
-            raise DidNotStart(f"not ready within {seconds:.0f} s: {words[-600:]}")
+            output = ((folder / "stderr").read_text(errors="replace") + (folder / "stdout").read_text(errors="replace")).strip()
+            raise DidNotStart(f"not ready within {seconds:.0f} s: {output[-600:]}")
         time.sleep(_POLL)
 
 

@@ -16,7 +16,7 @@ from tests.benchmarks.peers import GATEWAY, PROXIES
 from tests.benchmarks.results import Row, Section, Spread
 
 TEMPLATE = Path(__file__).with_name("report.md")
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_MARK = re.compile(r"\{\{(\w+)\}\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Drawing:
     """A chart: of which value of which variant (None: the last), and what it is called."""
 
     column: Column
@@ -51,7 +51,7 @@ class Layout:
 
     columns: Sequence[Column]
     ratio: str = "cpu"
-    picture: Picture | None = None
+    picture: Drawing | None = None
 
 
 REQUEST = Column("cpu", "CPU per request, µs", 1e6, 1)
@@ -63,16 +63,16 @@ RSS, IDLE = Column("rss", "idle memory, MB", 1e-6, 1), Column("idle", "idle CPU,
 READY = Column("ready", "ready after, s", 1, 1)
 PER_STREAM = Column("rss", "memory per stream, KB", 1e-3, 1)
 CLIENTS = Column("load", "CPU of the clients, % of a core", 100)
-ANSWERED = (REQUEST, RATE, P50, P99)
+SERVED = (REQUEST, RATE, P50, P99)
 
 LAYOUTS: Mapping[str, Layout] = {
-    "json": Layout(ANSWERED, picture=Picture(REQUEST, "A chat completion, 64 connections", "64 connections")),
+    "json": Layout(SERVED, picture=Drawing(REQUEST, "A chat completion, 64 connections", "64 connections")),
     "books": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
     "books_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
-    "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Picture(EVENT, "Streams of 50 events a second")),
-    "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Picture(PER_STREAM, "5,000 open streams")),
+    "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Drawing(EVENT, "Streams of 50 events a second")),
+    "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Drawing(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
-    "prompts": Layout(ANSWERED, picture=Picture(REQUEST, "A prompt of 100 KB", "100 KB")),
+    "prompts": Layout(SERVED, picture=Drawing(REQUEST, "A prompt of 100 KB", "100 KB")),
     "ttfb": Layout((P50, P99, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
     "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
     "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
@@ -95,10 +95,10 @@ def write(docs: Path, sections: Mapping[str, Section]) -> None:
 
 def document(template: str, sections: Mapping[str, Section]) -> str:
     """The template with the tables in their places."""
-    return _PLACE.sub(lambda match: _told(match[1], sections.get(match[1])), template)
+    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template)
 
 
-def _told(case: str, section: Section | None) -> str:
+def _machine(case: str, section: Section | None) -> str:
     if case == "does":
         return "\n".join(f"| {proxy.name} | {proxy.does} |" for proxy in PROXIES)
     if section is None:
@@ -161,7 +161,7 @@ def _times(section: Section) -> str:
     return f"{most} round{'s' * (most != 1)}"
 
 
-def chart(section: Section, picture: Picture | None) -> str | None:
+def chart(section: Section, picture: Drawing | None) -> str | None:
     """Return a case's chart; None without one, or with nothing to draw."""
     if picture is None:
         return None

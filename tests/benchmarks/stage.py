@@ -42,16 +42,16 @@ class Stage:
     chosen: Sequence[Proxy]
     _folders: int = field(default=0)
 
-    def place(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         """Return a new path for a process; the process creates the folder."""
         self._folders += 1
         return self.folder / f"{self._folders}-{name}"
 
     def workshop(self) -> Path:
         """The folder for shared files."""
-        place = self.folder / "load"
-        place.mkdir(exist_ok=True)
-        return place
+        path = self.folder / "load"
+        path.mkdir(exist_ok=True)
+        return path
 
     def proxies(self, only: Sequence[str] | None = None) -> Iterator[Proxy]:
         """Those that take part; the others are noted with the reason."""
@@ -77,7 +77,7 @@ class Stage:
             alive: list[Running] = []
             for proxy in (*self.proxies(only), *more):
                 try:
-                    alive.append(stack.enter_context(started(proxy, setting, self.place(proxy.name))))
+                    alive.append(stack.enter_context(started(proxy, setting, self.path(proxy.name))))
                 except DidNotStart as error:
                     self.absent(proxy.name, str(error))
             yield alive

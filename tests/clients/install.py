@@ -39,8 +39,8 @@ def main() -> int:
 def made(*wanted: tuple[Path, Path, Builder]) -> int:
     """Make what is missing of these places, each from its lock. Returns the exit code."""
     try:
-        for place, lock, build in wanted:
-            refreshed(place, lock, build)
+        for target, lock, build in wanted:
+            refreshed(target, lock, build)
     except InstallError as error:
         print(f"install.py: {error}", file=sys.stderr)
         return 1
@@ -52,9 +52,9 @@ def environment(name: str) -> Path:
     return ROOT / f".venv-clients-{name}"
 
 
-def installed(place: Path, lock: Path) -> bool:
+def installed(target: Path, lock: Path) -> bool:
     """Whether `place` has been made, to the end, from this lock."""
-    mark = place / MARK
+    mark = target / MARK
     return mark.exists() and mark.read_text() == fingerprint(lock)
 
 
@@ -63,29 +63,29 @@ def fingerprint(lock: Path) -> str:
     return hashlib.sha256(lock.read_bytes() + sys.version.encode()).hexdigest()
 
 
-def refreshed(place: Path, lock: Path, build: Builder) -> None:
+def refreshed(target: Path, lock: Path, build: Builder) -> None:
     """Make `place` anew unless it is there. Raises InstallError."""
-    if not installed(place, lock):
-        print(f"Installing {place.relative_to(ROOT)} …", flush=True)
-        shutil.rmtree(place, ignore_errors=True)
-        build(place, lock)
-        (place / MARK).write_text(fingerprint(lock))
+    if not installed(target, lock):
+        print(f"Installing {target.relative_to(ROOT)} …", flush=True)
+        shutil.rmtree(target, ignore_errors=True)
+        build(target, lock)
+        (target / MARK).write_text(fingerprint(lock))
 
 
-def build_python(place: Path, lock: Path) -> None:
+def build_python(target: Path, lock: Path) -> None:
     """A virtual environment with exactly the packages of the lock."""
-    venv.create(place, with_pip=True)
-    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    venv.create(target, with_pip=True)
+    pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
 
 
-def build_node(place: Path, lock: Path) -> None:
+def build_node(target: Path, lock: Path) -> None:
     """The packages of package-lock.json, none of whose scripts is run."""
     npm = shutil.which("npm")
     if npm is None:
         raise InstallError("npm is not installed (Debian: npm)")
     run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"], lock.parent)
-    place.mkdir(exist_ok=True)
+    target.mkdir(exist_ok=True)
 
 
 def run(command: list[str], folder: Path) -> None:

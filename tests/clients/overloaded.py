@@ -61,18 +61,18 @@ def overloaded() -> Iterator[Overloaded]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._answer(200, {"object": "list", "data": []})
+            self._respond(200, {"object": "list", "data": []})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             times = state.asked.setdefault(_text(body), [])
             times.append(time.monotonic())
             if len(times) == 1:
-                self._answer(429, LIMITED, {"retry-after": RETRY_AFTER})
+                self._respond(429, LIMITED, {"retry-after": RETRY_AFTER})
             else:
-                self._answer(200, MESSAGE if self.path == "/v1/messages" else COMPLETION)
+                self._respond(200, MESSAGE if self.path == "/v1/messages" else COMPLETION)
 
-        def _answer(self, status: int, document: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        def _respond(self, status: int, document: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> None:
             data = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")

@@ -114,7 +114,7 @@ class Visit:
 
     def journal(self) -> list[dict[str, Any]]:
         """What reached the simulator, by its own account, over the private socket that the gateway has given it."""
-        [socket] = {word for each in self.gateway.tree() for word in words_of(each) if re.search(r"/[^/]+\.sock$", word)}
+        [socket] = {argument for each in self.gateway.tree() for argument in words_of(each) if re.search(r"/[^/]+\.sock$", argument)}
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator", timeout=60) as server:
             entries: list[dict[str, Any]] = server.get("/sim/requests").json()
         return entries
@@ -142,10 +142,10 @@ def command(client: Client) -> list[str]:
 def _python(name: str | None) -> str:
     if name is None:
         return sys.executable
-    place = environment(name)
-    if not installed(place, LOCKS / f"{name}.lock"):
-        pytest.skip(f"{place.name} is not installed (make clients)")
-    return str(place / "bin" / "python")
+    target = environment(name)
+    if not installed(target, LOCKS / f"{name}.lock"):
+        pytest.skip(f"{target.name} is not installed (make clients)")
+    return str(target / "bin" / "python")
 
 
 def _node() -> str:

@@ -44,7 +44,7 @@ def lacks(value: Any, shape: Any, path: str = "$") -> list[str]:
 
 def _lacks(value: Any, shape: Any, path: str) -> Iterator[str]:
     if isinstance(shape, dict):
-        yield from _members(value, shape, path)
+        yield from _fields(value, shape, path)
     elif isinstance(shape, list):
         yield from _items(value, shape[0], path)
     elif isinstance(shape, Nullable):
@@ -56,7 +56,7 @@ def _lacks(value: Any, shape: Any, path: str) -> Iterator[str]:
         yield f"{path} is {value!r}, not {shape!r}"
 
 
-def _members(value: Any, shape: dict[str, Any], path: str) -> Iterator[str]:
+def _fields(value: Any, shape: dict[str, Any], path: str) -> Iterator[str]:
     if not isinstance(value, dict):
         yield f"{path} is {value!r}, not an object"
         return
@@ -71,8 +71,8 @@ def _items(value: Any, shape: Any, path: str) -> Iterator[str]:
     if not isinstance(value, list) or not value:
         yield f"{path} is {value!r}, not a list with something in it"
         return
-    for place, item in enumerate(value):
-        yield from _lacks(item, shape, f"{path}[{place}]")
+    for index, item in enumerate(value):
+        yield from _lacks(item, shape, f"{path}[{index}]")
 
 
 def _json_text(value: Any, shape: Any, path: str) -> Iterator[str]:
@@ -139,16 +139,16 @@ def stream_lacks(chunks: list[dict[str, Any]], *, usage: bool, reasoning: bool =
     if problems or not spoken:
         return problems or ["there is no chunk"]
     deltas = [chunk["choices"][0]["delta"] for chunk in spoken]
-    ends = [chunk["choices"][0]["finish_reason"] for chunk in spoken]
-    thoughts, words = ([at for at, delta in enumerate(deltas) if delta.get(field)] for field in ("reasoning", "content"))
+    finishes = [chunk["choices"][0]["finish_reason"] for chunk in spoken]
+    thoughts, texts = ([at for at, delta in enumerate(deltas) if delta.get(field)] for field in ("reasoning", "content"))
     rules = {
         "the first delta has the role": deltas[0].get("role") == "assistant",
-        "some delta has content": bool(words),
-        "the last choice, and only that, has finish_reason stop": ends[-1] == "stop" and not any(ends[:-1]),
+        "some delta has content": bool(texts),
+        "the last choice, and only that, has finish_reason stop": finishes[-1] == "stop" and not any(finishes[:-1]),
         "one id": len({chunk["id"] for chunk in chunks}) == 1,
         "usage comes once, last, to those who ask": [chunk is chunks[-1] for chunk in counted] == [True] * usage,
         "usage is whole": not usage or (counted != [] and lacks(counted[-1]["usage"], USAGE) == []),
         # An engine that is behind puts several tokens into one delta: the last of the one and the first of the other may share it.
-        "reasoning comes, before the content": not reasoning or (bool(thoughts) and max(thoughts) <= min(words, default=-1)),
+        "reasoning comes, before the content": not reasoning or (bool(thoughts) and max(thoughts) <= min(texts, default=-1)),
     }
     return [rule for rule, stored in rules.items() if not stored]

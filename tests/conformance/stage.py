@@ -116,8 +116,8 @@ class Stage:
     def directly(self, model: str | None = None) -> Iterator[httpx2.Client]:
         """A client of the launched server itself, on its unix socket and with its internal key."""
         server = self.api_server(model)
-        words = server.cmdline()
-        transport = httpx2.HTTPTransport(uds=words[words.index(_UDS) + 1], verify=_NO_TLS)
+        arguments = server.cmdline()
+        transport = httpx2.HTTPTransport(uds=arguments[arguments.index(_UDS) + 1], verify=_NO_TLS)
         headers = {"authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
         with httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, timeout=120) as client:
             yield client
@@ -201,6 +201,6 @@ _INSIDE = re.compile(
 )
 
 
-def tells_of_the_inside(text: str) -> bool:
+def shows_internals(text: str) -> bool:
     """Whether a text has a path, an address, a list of names or other things that are the operator's."""
     return _INSIDE.search(text) is not None

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance.asked import CHAT, LLAMA, NOT_THINKING, Json, user, weather
 from tests.conformance.shapes import lacks
-from tests.conformance.stage import Stage, on, tells_of_the_inside
+from tests.conformance.stage import Stage, on, shows_internals
 from tests.vllm.chat import events
 
 EVERYWHERE = on("simulator", "qwen")
@@ -98,7 +98,7 @@ def test_an_error(stage: Stage, wrong: Wrong, streamed: bool) -> None:
     assert lacks(error, {"message": str, "type": str, "code": str}) == [] and set(error) == {"message", "type", "code", "param"}
     assert (error["type"], error["code"], error["param"]) == (wrong.type, wrong.code, wrong.param)
     assert error["message"] and wrong.said in error["message"]
-    assert not tells_of_the_inside(response.text) and LLAMA not in response.text
+    assert not shows_internals(response.text) and LLAMA not in response.text
     assert response.headers["x-request-id"].startswith("req_")
 
 

@@ -29,17 +29,17 @@ def program(name: str) -> str:
     return str(found)
 
 
-def helm(*words: str | Path, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+def helm(*arguments: str | Path, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
     """Run Helm; ``values`` come after those that the words name."""
     given = ["--values", "-"] if values is not None else []
     text = None if values is None else json.dumps(values)
-    return subprocess.run([program("helm"), *map(str, words), *given], input=text, capture_output=True, text=True, timeout=100)
+    return subprocess.run([program("helm"), *map(str, arguments), *given], input=text, capture_output=True, text=True, timeout=100)
 
 
 def template(*files: Path, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
     """Render the chart as the release ``gw`` of the namespace ``llm``."""
-    more = [word for file in files for word in ("--values", file)]
-    apis = [word for api in _APIS for word in ("--api-versions", api)]
+    more = [argument for file in files for argument in ("--values", file)]
+    apis = [argument for api in _APIS for argument in ("--api-versions", api)]
     return helm("template", "gw", CHART, "--namespace", "llm", *apis, *more, values=values or {})
 
 
@@ -88,10 +88,10 @@ class Rendered:
         """Write below ``root`` what a component's container finds mounted; ``secrets`` are those that the chart does not make."""
         there = {each["metadata"]["name"]: each for each in (*self.all("Secret"), *secrets)}
         volumes = {each["name"]: each for each in self.pod(component)["volumes"]}
-        for place in self.container(component)["volumeMounts"]:
-            folder = root / place["mountPath"].lstrip("/")
+        for target in self.container(component)["volumeMounts"]:
+            folder = root / target["mountPath"].lstrip("/")
             folder.mkdir(parents=True, exist_ok=True)
-            for name, text in _files(volumes.get(place["name"], {}), there, self):
+            for name, text in _files(volumes.get(target["name"], {}), there, self):
                 folder.joinpath(name).write_text(text)
 
 

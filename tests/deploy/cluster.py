@@ -44,8 +44,8 @@ class Cluster(ThreadingHTTPServer):
 
     def render(self, folder: Path, values: Mapping[str, Any], chart: Path = CHART) -> subprocess.CompletedProcess[str]:
         """Render the chart as the release ``gw`` of the namespace ``llm``, as an upgrade would in this cluster. ``folder``: for a file."""
-        words: list[str | Path] = ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", self._kubeconfig(folder)]
-        return helm("template", "gw", chart, "--namespace", "llm", *words, values=values)
+        arguments: list[str | Path] = ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", self._kubeconfig(folder)]
+        return helm("template", "gw", chart, "--namespace", "llm", *arguments, values=values)
 
     def upgrade(self, folder: Path, values: Mapping[str, Any]) -> Rendered:
         """Render the chart, and store its objects."""
@@ -63,7 +63,7 @@ class Cluster(ThreadingHTTPServer):
         file.write_text(yaml.safe_dump(config | {"users": [{"name": "here", "user": {}}]}))
         return file
 
-    def answer(self, path: str) -> Manifest | None:
+    def response(self, path: str) -> Manifest | None:
         """The document at a path; None where there is none."""
         return {**_DISCOVERY, **self.stored}.get(path)
 
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Cluster
 
     def do_GET(self) -> None:
-        found = self.server.answer(self.path.partition("?")[0])
+        found = self.server.response(self.path.partition("?")[0])
         missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
         body = json.dumps(found or missing).encode()
         self.send_response(200 if found else 404)

@@ -17,12 +17,14 @@ _ERRNO = 0x00050000  # SCMP_ACT_ERRNO
 _UNKNOWN = -1  # __NR_SCMP_ERROR: a call of another architecture
 
 
-def names(word: str) -> Iterator[str]:
+def names(argument: str) -> Iterator[str]:
     """The system calls that a word of a filter stands for."""
-    if not word.startswith("@"):
-        yield word
+    if not argument.startswith("@"):
+        yield argument
         return
-    listed = subprocess.run(["systemd-analyze", "--no-pager", "syscall-filter", word], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["systemd-analyze", "--no-pager", "syscall-filter", argument], capture_output=True, text=True, check=True
+    ).stdout
     for line in listed.splitlines()[1:]:
         inner = line.strip()
         if inner and not inner.startswith("#"):
@@ -50,8 +52,8 @@ def filters(pid: int) -> int:
 
 def main(unit: str, *command: str) -> None:
     with open(unit) as lines:
-        words = [word for line in lines if line.startswith("SystemCallFilter=") for word in line.partition("=")[2].split()]
-    confine({name for word in words for name in names(word)})
+        arguments = [argument for line in lines if line.startswith("SystemCallFilter=") for argument in line.partition("=")[2].split()]
+    confine({name for argument in arguments for name in names(argument)})
     os.execvp(command[0], command)
 
 

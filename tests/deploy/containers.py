@@ -23,7 +23,7 @@ from tests.deploy.images import Image
 from tests.support.process import wait_for
 
 _DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL", "--"]  # also when the tests are killed
-_ASK = """
+_PROBE = """
 import json, sys, urllib.error, urllib.request
 url, headers, body = json.loads(sys.argv[1])
 request = urllib.request.Request(url, body and json.dumps(body).encode(), headers)
@@ -52,8 +52,8 @@ class Network:
     def ask(self, url: str, body: Any = None, **headers: str) -> tuple[int, str]:
         """GET, or POST of JSON: status and body; (0, "") where nobody listens."""
         given = json.dumps([url, {"content-type": "application/json", **headers}, body])
-        words = [*self.enter, sys.executable, "-I", "-c", _ASK, given]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=90)
+        arguments = [*self.enter, sys.executable, "-I", "-c", _PROBE, given]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=90)
         assert done.returncode in (0, 7), done.stderr
         status, _, text = done.stdout.partition("\n")
         return int(status or 0), text
@@ -61,8 +61,8 @@ class Network:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    words = [*_DIES_WITH_US, "unshare", "--net", "--", "sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    arguments = [*_DIES_WITH_US, "unshare", "--net", "--", "sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
+    process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         yield Network(process.pid)
@@ -103,8 +103,8 @@ class Container:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Another command in it, as its user."""
-        words = ["nsenter", "--target", str(self.pid), "--mount", "--pid", "--net", "--ipc", "--root", "--wd", "--"]
-        return subprocess.run([*words, *_as_user(self.settings, command)], capture_output=True, text=True, timeout=90)
+        arguments = ["nsenter", "--target", str(self.pid), "--mount", "--pid", "--net", "--ipc", "--root", "--wd", "--"]
+        return subprocess.run([*arguments, *_as_user(self.settings, command)], capture_output=True, text=True, timeout=90)
 
     def stop(self) -> int:
         """As `docker stop` does. Returns the exit code."""
@@ -120,8 +120,8 @@ def container(image: Image, net: Network, settings: Settings, folder: Path) -> I
     spaces = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--"]
     script = "\n".join(["set -e", *_prepared(image.root, folder, settings), _started(image.root, settings)])
     with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-        words = [*_DIES_WITH_US, *net.enter, *spaces, "sh", "-c", script]
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        arguments = [*_DIES_WITH_US, *net.enter, *spaces, "sh", "-c", script]
+        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     try:
         first = wait_for(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
         assert process.poll() is None, (folder / "stderr").read_text()
@@ -143,10 +143,10 @@ def _prepared(root: Path, folder: Path, settings: Settings) -> Iterator[str]:
     for path in settings.memory:
         yield f"mount -t tmpfs -o mode=1777,uid={owner} none {at}{shlex.quote(path)}"
     for path, source in {**settings.mounts, "/etc/hosts": folder / "hosts"}.items():
-        place, here = f"{at}{shlex.quote(path)}", shlex.quote(str(source))
-        made = f"mkdir -p {place}" if source.is_dir() else f"mkdir -p $(dirname {place}); touch {place}"
-        yield f"[ -e {place} ] || {{ {made}; }}" if path.startswith("/run/") else f"test -e {place}"
-        yield f"mount --bind {here} {place} && mount -o remount,bind,ro {place}"
+        target, here = f"{at}{shlex.quote(path)}", shlex.quote(str(source))
+        made = f"mkdir -p {target}" if source.is_dir() else f"mkdir -p $(dirname {target}); touch {target}"
+        yield f"[ -e {target} ] || {{ {made}; }}" if path.startswith("/run/") else f"test -e {target}"
+        yield f"mount --bind {here} {target} && mount -o remount,bind,ro {target}"
     yield f"mount -t proc none {at}/proc"
     yield f"mount --rbind /dev {at}/dev"
     yield f"mount -o remount,bind,ro {at}"

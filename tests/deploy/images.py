@@ -44,7 +44,7 @@ SOURCES = (
 STANDIN = ROOT / "tests" / "deploy" / "standin"
 """What stands for vLLM in the base: a command `vllm` and a package of its interpreter."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PLACE = ROOT / ".venv-deploy-built"
+FOLDER = ROOT / ".venv-deploy-built"
 _MARK = "complete"
 _PROGRAM = """#!/bin/sh
 set -e
@@ -76,20 +76,20 @@ def image(goal: str) -> Image:
     if shutil.which("buildah") is None or os.geteuid() != 0:
         pytest.skip("images are built by root, with buildah (Debian: buildah)")
     digest = _digest(base)
-    with _alone(PLACE):
-        if not (PLACE / _MARK).exists() or (PLACE / _MARK).read_text() != digest:
-            for left in (PLACE, *base.parent.glob("images-*")):  # by a build that was killed
+    with _alone(FOLDER):
+        if not (FOLDER / _MARK).exists() or (FOLDER / _MARK).read_text() != digest:
+            for left in (FOLDER, *base.parent.glob("images-*")):  # by a build that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            PLACE.mkdir()
-            _build(base, PLACE)
-            (PLACE / _MARK).write_text(digest)
-    return Image(PLACE / goal, json.loads((PLACE / f"{goal}.json").read_text()))
+            FOLDER.mkdir()
+            _build(base, FOLDER)
+            (FOLDER / _MARK).write_text(digest)
+    return Image(FOLDER / goal, json.loads((FOLDER / f"{goal}.json").read_text()))
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def _alone(target: Path) -> Iterator[None]:
     """Several processes share the tests' work."""
-    with open(place.with_name(f"{place.name}.lock"), "wb") as file:
+    with open(target.with_name(f"{target.name}.lock"), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -102,12 +102,12 @@ def _digest(base: Path) -> str:
     return total.hexdigest()
 
 
-def _files(place: Path) -> Iterable[Path]:
-    found = place.rglob("*") if place.is_dir() else [place]
+def _files(target: Path) -> Iterable[Path]:
+    found = target.rglob("*") if target.is_dir() else [target]
     return (file for file in found if file.is_file() and "__pycache__" not in file.parts)
 
 
-def _build(base: Path, place: Path) -> None:
+def _build(base: Path, target: Path) -> None:
     """Both from one storage: the steps that they share are taken once."""
     with tempfile.TemporaryDirectory(prefix="images-", dir=base.parent) as name:
         buildah = Buildah(Path(name))
@@ -121,8 +121,8 @@ def _build(base: Path, place: Path) -> None:
             _run(["make", "--silent", goal, f"BUILD={' '.join([*buildah.words, 'bud', *options])}", "VERSION=tested"])
             tag = f"localhost/vllm-gateway{goal.removeprefix('image')}:tested"
             described = json.loads(buildah.run("inspect", "--type", "image", tag))
-            (place / f"{goal}.json").write_text(json.dumps(described["Docker"]["config"], indent=1))
-            buildah.unpack(tag, place / goal)
+            (target / f"{goal}.json").write_text(json.dumps(described["Docker"]["config"], indent=1))
+            buildah.unpack(tag, target / goal)
 
 
 class Buildah:
@@ -137,9 +137,9 @@ class Buildah:
         self.program.chmod(0o755)
         self.words = ["unshare", "--mount", "--", str(self.program)]
 
-    def run(self, *words: str) -> str:
+    def run(self, *arguments: str) -> str:
         """Its standard output, without the last line's end."""
-        return _run([*self.words, *words]).strip()
+        return _run([*self.words, *arguments]).strip()
 
     def make_base(self, archive: Path) -> None:
         """The image ``base``: a Debian, with what stands for vLLM in it."""
@@ -149,10 +149,10 @@ class Buildah:
         self.run("copy", container, str(STANDIN / "vllm_standin.py"), "/usr/lib/python3/dist-packages/vllm_standin.py")
         self.run("commit", "--rm", container, "base")
 
-    def unpack(self, tag: str, place: Path) -> None:
+    def unpack(self, tag: str, target: Path) -> None:
         """Put the files of an image into a folder."""
         container = self.run("from", "--pull-never", tag)
-        script = f'cp -a "$({shlex.quote(str(self.program))} mount {container})" {shlex.quote(str(place))}'
+        script = f'cp -a "$({shlex.quote(str(self.program))} mount {container})" {shlex.quote(str(target))}'
         _run([*self.words[:3], "sh", "-c", script])
 
 
@@ -162,23 +162,23 @@ def _overlays(folder: Path) -> bool:
     for each in (lower, upper, work, merged):
         each.mkdir()
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
-    words = ["unshare", "--mount", "--", "mount", "-t", "overlay", "-o", options, "none", str(merged)]
-    return subprocess.run(words, capture_output=True).returncode == 0
+    arguments = ["unshare", "--mount", "--", "mount", "-t", "overlay", "-o", options, "none", str(merged)]
+    return subprocess.run(arguments, capture_output=True).returncode == 0
 
 
-def _run(words: list[str]) -> str:
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=900)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+def _run(arguments: list[str]) -> str:
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=900)
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def pip_configuration() -> tuple[str, list[Path]]:
     """How pip is configured here, as a file, and the places of this machine that it names."""
-    words = [sys.executable, "-m", "pip", "config", "list"]
-    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    arguments = [sys.executable, "-m", "pip", "config", "list"]
+    lines = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout.splitlines()
     found = dict(_setting(line) for line in reversed(lines))  # the first of a name wins: the environment comes first
     text = "[global]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
-    return text, sorted({path for value in found.values() for path in _places(value)})
+    return text, sorted({path for value in found.values() for path in _folders(value)})
 
 
 def _setting(line: str) -> tuple[str, str]:
@@ -187,11 +187,11 @@ def _setting(line: str) -> tuple[str, str]:
     return name.rpartition(".")[2], str(ast.literal_eval(value))
 
 
-def _places(value: str) -> Iterable[Path]:
+def _folders(value: str) -> Iterable[Path]:
     """The folders that a setting's words lead to, and those beside an index on disk, since its files may be there."""
-    for word in value.split():
-        local = word.startswith("file://")
-        path = Path(url2pathname(urlsplit(word).path)) if local else Path(word)
+    for argument in value.split():
+        local = argument.startswith("file://")
+        path = Path(url2pathname(urlsplit(argument).path)) if local else Path(argument)
         if path.is_absolute() and path.exists():
             folder = path if path.is_dir() else path.parent
             yield from (each for each in folder.parent.iterdir() if each.is_dir()) if local else [folder]

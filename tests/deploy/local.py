@@ -32,9 +32,12 @@ def engine(rendered: Rendered, component: str, root: Path) -> Iterator[int]:
     assert [each["name"] for each in container["ports"]] == [port]
     rendered.mount(root / component, component=component)
     local = {"0.0.0.0": "127.0.0.1", "8000": "0"}
-    words = [local.get(word, word).replace("/etc/vllm-gateway/", f"{root}/{component}/etc/vllm-gateway/") for word in container["args"]]
+    arguments = [
+        local.get(argument, argument).replace("/etc/vllm-gateway/", f"{root}/{component}/etc/vllm-gateway/")
+        for argument in container["args"]
+    ]
     variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    command = [sys.executable, "-P", "-m", "upstream.simulator", *words]
+    command = [sys.executable, "-P", "-m", "upstream.simulator", *arguments]
     process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -103,7 +103,9 @@ def main() -> None:
         return tuple(complaints(json.loads(manifest)))
 
     given: dict[str, list[dict[str, Any]]] = json.load(sys.stdin)
-    json.dump({name: [words for each in manifests for words in found(json.dumps(each))] for name, manifests in given.items()}, sys.stdout)
+    json.dump(
+        {name: [arguments for each in manifests for arguments in found(json.dumps(each))] for name, manifests in given.items()}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

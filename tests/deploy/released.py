@@ -20,7 +20,7 @@ _WHEELS = ("runtime-wheels", "build-wheels")
 
 def offline() -> dict[str, str]:
     """The environment in which pip finds the locked packages and nothing else. Skips the test where they are not there."""
-    found = [str(place) for name in _WHEELS if (place := tool(name)) is not None]
+    found = [str(target) for name in _WHEELS if (target := tool(name)) is not None]
     if len(found) != len(_WHEELS):
         pytest.skip("the locked packages are not there (make deploy-tools)")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
@@ -28,10 +28,10 @@ def offline() -> dict[str, str]:
     return environment | own | {"PIP_NO_COMPILE": "1"}
 
 
-def ran(*words: str | Path, folder: Path, environ: dict[str, str] | None = None, seconds: float = 300) -> str:
+def ran(*arguments: str | Path, folder: Path, environ: dict[str, str] | None = None, seconds: float = 300) -> str:
     """What a program says that has to succeed."""
-    done = subprocess.run([*map(str, words)], cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
+    done = subprocess.run([*map(str, arguments)], cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -47,13 +47,13 @@ def locked_versions() -> dict[str, str]:
     return {name: match[0] for name, rest in entries(RUNTIME_LOCK) if (match := re.search(r"(?<===)[^\s;\\]+", rest))}
 
 
-def environment(place: Path, release: Path) -> Path:
+def environment(target: Path, release: Path) -> Path:
     """An environment in which a release was installed by its own metadata, with the lock as constraints; returns its programs' folder."""
-    venv.create(place, with_pip=False)
-    versions = place / "constraints.txt"  # pip takes no hashes for constraints where a requirement is not pinned
+    venv.create(target, with_pip=False)
+    versions = target / "constraints.txt"  # pip takes no hashes for constraints where a requirement is not pinned
     locked = (line.rstrip(" \\") for line in RUNTIME_LOCK.read_text().splitlines() if "==" in line)
     versions.write_text("".join(f"{line}\n" for line in locked))
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", place / "bin" / "python"]
-    ran(*pip, "install", "--quiet", "--constraint", versions, release, folder=place, environ=offline())
-    ran(*pip, "check", folder=place, environ=offline())
-    return place / "bin"
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", target / "bin" / "python"]
+    ran(*pip, "install", "--quiet", "--constraint", versions, release, folder=target, environ=offline())
+    ran(*pip, "check", folder=target, environ=offline())
+    return target / "bin"

@@ -289,13 +289,13 @@ def options(argv: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """The words before the flags, and each flag's words; JSON is compared by its value."""
     found: dict[str, list[Any]] = {}
     before: list[str] = []
-    for word in argv:
-        if word.startswith("--"):
-            found[word] = []
+    for argument in argv:
+        if argument.startswith("--"):
+            found[argument] = []
         elif found:
-            found[next(reversed(found))].append(json.loads(word) if word.startswith("{") else word)
+            found[next(reversed(found))].append(json.loads(argument) if argument.startswith("{") else argument)
         else:
-            before.append(word)
+            before.append(argument)
     return before, found
 
 

@@ -42,9 +42,9 @@ def later_chart(folder: Path) -> Path:
 
 
 def rendered_by(chart: Path, *files: Path, values: dict[str, Any] | None = None) -> Rendered:
-    words = [word for file in files for word in ("--values", file)]
-    apis = [word for api in ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1") for word in ("--api-versions", api)]
-    done = helm("template", "gw", chart, "--namespace", "llm", *apis, *words, values=values or {})
+    arguments = [argument for file in files for argument in ("--values", file)]
+    apis = [argument for api in ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1") for argument in ("--api-versions", api)]
+    done = helm("template", "gw", chart, "--namespace", "llm", *apis, *arguments, values=values or {})
     assert done.returncode == 0, done.stderr
     return Rendered(tuple(each for each in yaml.safe_load_all(done.stdout) if each))
 

@@ -60,8 +60,8 @@ def plain(text: str) -> str:
 
 def test_it_is_what_composes_schema_allows() -> None:
     checker = Path(program("images")).with_name("check-jsonschema")
-    words = [str(checker), "--builtin-schema", "vendor.compose-spec", str(FOLDER / "compose.yaml")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    arguments = [str(checker), "--builtin-schema", "vendor.compose-spec", str(FOLDER / "compose.yaml")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -181,7 +181,7 @@ def redis(net: Network, project: Path) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="redis-") as name:  # where somebody else may read
         os.chmod(name, 0o755)
         shutil.copy(project / "secrets" / "redis_conf", name)
-        command = [word.replace("/run/secrets", name) for word in SERVICES["redis"]["command"]]
+        command = [argument.replace("/run/secrets", name) for argument in SERVICES["redis"]["command"]]
         with neighbor(net, "nobody", [*command, "--save", "", "--dir", "/"], Path(name) / "log"):
             wait_for(lambda: redis_says(net, project, "PING") == "PONG", 60, why=lambda: (Path(name) / "log").read_text())
             yield
@@ -189,8 +189,10 @@ def redis(net: Network, project: Path) -> Iterator[None]:
 
 def redis_says(net: Network, project: Path, command: str) -> str:
     password = (project / "secrets" / "redis_conf").read_text().split()[1]
-    words = [*net.enter, "redis-cli", command]
-    return subprocess.run(words, env={**os.environ, "REDISCLI_AUTH": password}, capture_output=True, text=True, timeout=30).stdout.strip()
+    arguments = [*net.enter, "redis-cli", command]
+    return subprocess.run(
+        arguments, env={**os.environ, "REDISCLI_AUTH": password}, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
 
 
 @contextmanager
@@ -218,8 +220,8 @@ def database(net: Network, project: Path) -> Iterator[None]:
             "C",
         ]
         subprocess.run([*someone("postgres"), postgres.program("initdb"), *made], check=True, capture_output=True, cwd="/")
-        words = [postgres.program("postgres"), "-D", f"{name}/data", "-k", name, "-c", "fsync=off"]
-        with neighbor(net, "postgres", words, Path(name) / "log"):
+        arguments = [postgres.program("postgres"), "-D", f"{name}/data", "-k", name, "-c", "fsync=off"]
+        with neighbor(net, "postgres", arguments, Path(name) / "log"):
             environ = {**os.environ, "PGPASSWORD": password.read_text()}
             client = [*net.enter, "psql", "-h", "127.0.0.1", "-U", user, "-d", "postgres"]
             create = [*client, "-c", f"CREATE DATABASE {variables['POSTGRES_DB']}"]
@@ -232,9 +234,9 @@ def database(net: Network, project: Path) -> Iterator[None]:
 
 
 @contextmanager
-def neighbor(net: Network, user: str, words: list[str], log: Path) -> Iterator[None]:
+def neighbor(net: Network, user: str, arguments: list[str], log: Path) -> Iterator[None]:
     """A program of this machine in the network."""
-    command = [*net.enter, "setpriv", "--pdeathsig", "KILL", *someone(user)[1:], *words]
+    command = [*net.enter, "setpriv", "--pdeathsig", "KILL", *someone(user)[1:], *arguments]
     with open(log, "wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/")
     try:

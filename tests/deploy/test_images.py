@@ -48,11 +48,11 @@ def net() -> Iterator[Network]:
 
 def settings(of: Image, folder: Path, config: dict[str, Any]) -> Settings:
     """The image as it is, with a configuration in the place where it looks for one."""
-    place = folder / "config"
-    place.mkdir()
-    (place / "gateway.yaml").write_text(yaml.safe_dump(config))
+    target = folder / "config"
+    target.mkdir()
+    (target / "gateway.yaml").write_text(yaml.safe_dump(config))
     command = [*of.config["Entrypoint"], *of.config["Cmd"]]
-    mounts = {"/etc/vllm-gateway/config": place}
+    mounts = {"/etc/vllm-gateway/config": target}
     return Settings(command, of.config["User"], of.environment, of.config["WorkingDir"], mounts, ("/tmp", HOME))
 
 
@@ -66,9 +66,9 @@ def answers(net: Network, token: str = KEY) -> int:
 
 
 def healthy(running: Container, of: Image) -> bool:
-    kind, *words = of.config["Healthcheck"]["Test"]
+    kind, *arguments = of.config["Healthcheck"]["Test"]
     assert kind == "CMD"
-    return running.run(*words).returncode == 0
+    return running.run(*arguments).returncode == 0
 
 
 def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Network, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_its_user_owns_a_home_and_nothing_else(built: Image) -> None:
     owned = {path for path in built.root.rglob("*") if path.lstat().st_uid == user and not path.is_relative_to(built.root / HOME[1:])}
     assert not owned and (built.root / HOME[1:]).stat().st_uid == user
     open_to_all = [
-        path for place in OWN for path in (built.root / place).rglob("*") if not path.is_symlink() and path.stat().st_mode & stat.S_IWOTH
+        path for target in OWN for path in (built.root / target).rglob("*") if not path.is_symlink() and path.stat().st_mode & stat.S_IWOTH
     ]
     assert not open_to_all
 
@@ -154,10 +154,12 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 PINNED = {"BASE": f"registry.example.com/python:3.13@{DIGEST}", "VLLM_BASE": f"registry.example.com/vllm@{DIGEST}"}
 
 
-def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run make with a builder that prints how it was called."""
     named = [f"{name}={value}" for name, value in variables.items()]
-    return subprocess.run(["make", "--silent", *words, "BUILD=echo built", *named], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["make", "--silent", *arguments, "BUILD=echo built", *named], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_base_that_is_named_is_the_one_that_is_built_on() -> None:

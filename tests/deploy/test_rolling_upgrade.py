@@ -69,8 +69,8 @@ class Replica:
 async def replicas(folder: Path, ports: Sequence[int], config: dict[str, Any]) -> AsyncIterator[list[Replica]]:
     made = []
     for host, port, workers in zip(_HOSTS, ports, _WORKERS, strict=True):
-        (place := folder / host).mkdir()
-        made.append(Replica(place, {**config, "server": {**config["server"], "host": host, "port": port, "workers": workers}}))
+        (target := folder / host).mkdir()
+        made.append(Replica(target, {**config, "server": {**config["server"], "host": host, "port": port, "workers": workers}}))
     async with AsyncExitStack() as stack:
         for each in made:
             stack.push_async_callback(asyncio.to_thread, each.end)
@@ -129,7 +129,7 @@ class Load:
                 begun.cancel()
             self.take(reply, reply.body.removesuffix(DONE).rpartition(b"data: ")[2] if reply.body.endswith(DONE) else None)
 
-    async def ask(self) -> None:
+    async def probe(self) -> None:
         data = request(chat(model=MODEL, simulate={"tokens": 5, "tokens_per_second": 0}))
         while not self.over.is_set():
             async with client(self.port) as one:
@@ -160,7 +160,7 @@ async def load(port: int) -> AsyncIterator[Load]:
             for number in range(STREAMS):
                 group.create_task(made.stream(number))
             for _ in range(ASKING):
-                group.create_task(made.ask())
+                group.create_task(made.probe())
             await made.everybody_streams()
             yield made
             made.over.set()

@@ -53,9 +53,9 @@ def seconds(unit: dict[str, list[str]], name: str) -> float:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     needs_systemd()
-    return subprocess.run(["systemd-analyze", "--no-pager", *map(str, words)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["systemd-analyze", "--no-pager", *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
 def needs_systemd() -> None:
@@ -64,8 +64,8 @@ def needs_systemd() -> None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd)")
 
 
-def installing(*words: str | Path, script: Path = INSTALL) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([script, *words], env=offline(), capture_output=True, text=True, timeout=300)
+def installing(*arguments: str | Path, script: Path = INSTALL) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([script, *arguments], env=offline(), capture_output=True, text=True, timeout=300)
 
 
 @dataclass
@@ -178,10 +178,10 @@ def test_a_unit_that_was_changed_is_put_in_order_and_a_configuration_is_left(ins
 
 
 def test_a_dry_run_does_nothing(installed: Installed, tmp_path: Path) -> None:
-    place = tmp_path / "root"
-    done = installing("--prefix", place, "--wheel", installed.wheel, "--dry-run")
-    assert done.returncode == 0 and not place.exists(), done.stderr
-    assert f"+ write {place}/etc/systemd/system/vllm-gateway.service" in done.stdout.splitlines()
+    target = tmp_path / "root"
+    done = installing("--prefix", target, "--wheel", installed.wheel, "--dry-run")
+    assert done.returncode == 0 and not target.exists(), done.stderr
+    assert f"+ write {target}/etc/systemd/system/vllm-gateway.service" in done.stdout.splitlines()
     assert "--require-hashes" in done.stdout and "sk-" not in done.stdout
     before = installed.look()
     done = installing("--prefix", installed.prefix, "--uninstall", "--purge", "--dry-run")
@@ -215,8 +215,8 @@ def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_what_cannot_be_meant_is_refused(words: list[str], says: str) -> None:
-    done = installing(*words)
+def test_what_cannot_be_meant_is_refused(arguments: list[str], says: str) -> None:
+    done = installing(*arguments)
     assert done.returncode == 1 and done.stderr.startswith("install.sh: ") and says in done.stderr
 
 

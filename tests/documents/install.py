@@ -7,18 +7,18 @@ from pathlib import Path
 
 from tests.clients.install import ROOT, build_python, installed, made
 
-PLACE = ROOT / ".venv-docs"
+FOLDER = ROOT / ".venv-docs"
 LOCK = ROOT / "docs" / "site.lock"
 
 
 def mkdocs() -> Path | None:
     """The program; None when it is not installed."""
-    return PLACE / "bin" / "mkdocs" if installed(PLACE, LOCK) else None
+    return FOLDER / "bin" / "mkdocs" if installed(FOLDER, LOCK) else None
 
 
 def main() -> int:
     """Make the environment unless it is there. Returns the exit code."""
-    return made((PLACE, LOCK, build_python))
+    return made((FOLDER, LOCK, build_python))
 
 
 if __name__ == "__main__":

@@ -62,32 +62,32 @@ def starts_its_own(blocks: Sequence[Block]) -> bool:
     return any(block.language in SHELLS and _STARTS.search(block.text) for block in blocks)
 
 
-def follow(page: Path, place: Path) -> Followed:
-    """Follow a page to its end, in the empty folder ``place``. Skips the test where something is not installed."""
-    folder = _clone(place)
-    (place / "script").write_text("\n".join(_script(page, folder)))
-    words = [*OWN, "bash", str(place / "script")]
-    with open(place / "said", "wb") as said:
+def follow(page: Path, target: Path) -> Followed:
+    """Follow a page to its end, in the empty folder ``target``. Skips the test where something is not installed."""
+    folder = _clone(target)
+    (target / "script").write_text("\n".join(_script(page, folder)))
+    arguments = [*OWN, "bash", str(target / "script")]
+    with open(target / "said", "wb") as said:
         code = subprocess.run(
-            words, cwd=folder, env=_environ(place), stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=SECONDS
+            arguments, cwd=folder, env=_environ(target), stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=SECONDS
         ).returncode
-    return Followed(code, (place / "said").read_text(), tuple(map(int, (place / "reached").read_text().split())))
+    return Followed(code, (target / "said").read_text(), tuple(map(int, (target / "reached").read_text().split())))
 
 
-def _clone(place: Path) -> Path:
+def _clone(target: Path) -> Path:
     """What looks like a clone, beside the programs that a reader has."""
-    folder = place / "clone"
-    for each in (folder, place / "home", place / "run", place / "tmp", place / "bin"):
+    folder = target / "clone"
+    for each in (folder, target / "home", target / "run", target / "tmp", target / "bin"):
         each.mkdir()
     for each in ROOT.iterdir():
         if not each.name.startswith(".") and each.name not in ("build", "gateway.yaml"):
             (folder / each.name).symlink_to(each)
     (folder / "node_modules").symlink_to(NODE / "node_modules")
     (folder / "speech.wav").write_bytes(SPEECH)
-    (place / "home" / ".curlrc").write_text("silent\nshow-error\nfail-with-body\nmax-time = 60\n")
+    (target / "home" / ".curlrc").write_text("silent\nshow-error\nfail-with-body\nmax-time = 60\n")
     real = Path(sys.executable).with_name("vllm-gateway")
-    _program(place / "bin" / "vllm", f'shift; exec {shlex.quote(str(real))} simulate "$@"')
-    _program(place / "bin" / "vllm-gateway", f'exec {shlex.quote(str(real))} "$@"')
+    _program(target / "bin" / "vllm", f'shift; exec {shlex.quote(str(real))} simulate "$@"')
+    _program(target / "bin" / "vllm-gateway", f'exec {shlex.quote(str(real))} "$@"')
     return folder
 
 
@@ -96,11 +96,11 @@ def _program(file: Path, line: str) -> None:
     file.chmod(0o755)
 
 
-def _environ(place: Path) -> dict[str, str]:
+def _environ(target: Path) -> dict[str, str]:
     folders = {"HOME": "home", "XDG_RUNTIME_DIR": "run", "TMPDIR": "tmp", "STAGE": "."}
-    path = os.pathsep.join([str(place / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(target / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": path, "LANG": "C.UTF-8", "NO_PROXY": "*", "PYTHON": sys.executable} | {
-        name: str((place / below).resolve()) for name, below in folders.items()
+        name: str((target / below).resolve()) for name, below in folders.items()
     }
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.fuzz.install import PLACE
+from tests.fuzz.install import FOLDER
 from tests.fuzz.targets import CORPUS, TARGETS
 
 FOUND = CORPUS.parent / "found"
@@ -29,7 +29,7 @@ def _holds(name: str, seconds: str) -> bool:
     new.mkdir(parents=True, exist_ok=True)
     print(f"{name}: {seconds} s", flush=True)
     command: list[str | Path] = [
-        PLACE / "bin" / "python",
+        FOLDER / "bin" / "python",
         CORPUS.parent / "run.py",
         name,
         f"-max_total_time={seconds}",

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from tests.clients.install import ROOT, build_python, made
 
-PLACE = ROOT / ".venv-fuzz"
+FOLDER = ROOT / ".venv-fuzz"
 LOCK = Path(__file__).resolve().parent / "requirements.lock"
 
 
 def main() -> int:
     """Make it unless it is there. Returns the exit code."""
-    return made((PLACE, LOCK, _build))
+    return made((FOLDER, LOCK, _build))
 
 
-def _build(place: Path, lock: Path) -> None:
-    build_python(place, lock)
+def _build(folder: Path, lock: Path) -> None:
+    build_python(folder, lock)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = place / "lib" / version / "site-packages"
+    packages = folder / "lib" / version / "site-packages"
     (packages / "project.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
 
 

@@ -188,7 +188,7 @@ def form(data: bytes) -> None:
 
 
 def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
-    async def story() -> tuple[str | None, bytes] | str:
+    async def task() -> tuple[str | None, bytes] | str:
         parts = iter(pieces)
 
         async def more() -> bytes:
@@ -204,13 +204,13 @@ def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
             return refusal.code
         return name, bytes(sent)
 
-    return _done(story())
+    return _done(task())
 
 
-def _done(story: Coroutine[Any, Any, tuple[str | None, bytes] | str]) -> tuple[str | None, bytes] | str:
+def _done(task: Coroutine[Any, Any, tuple[str | None, bytes] | str]) -> tuple[str | None, bytes] | str:
     """Return the result of an inline task that never waits."""
     try:
-        story.send(None)
+        task.send(None)
     except StopIteration as end:
         value: tuple[str | None, bytes] | str = end.value
         return value
@@ -358,16 +358,16 @@ def _alike(body: bytes) -> bytes:
 def connection(data: bytes) -> None:
     """A client's bytes are the same requests however they are split. A client rejected before its body has arrived may get no further."""
     if data:
-        wholly, by_pieces = (asyncio.run(_asked(cut)) for cut in ([data[1:]], list(_pieces(data))))
+        wholly, by_pieces = (asyncio.run(_requests(cut)) for cut in ([data[1:]], list(_pieces(data))))
         assert wholly[: len(by_pieces)] == by_pieces, (wholly, by_pieces)
         assert len(by_pieces) == len(wholly) or (by_pieces and by_pieces[-1][1] >= 400), (wholly, by_pieces)
 
 
-_TURNS = 60
+_ITERATIONS = 60
 """Event-loop iterations in which every request that has arrived is answered."""
 
 
-async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
+async def _requests(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
     """The requests for inference that came of it: endpoint, status, code. There is no server, so none is answered with 200."""
     with way() as one:
         one.server.connection_lost(None)
@@ -376,7 +376,7 @@ async def _asked(pieces: list[bytes]) -> list[tuple[str, int, str | None]]:
             if not one.client_wire.is_closing():
                 one.client.data_received(piece)
                 one.write_batch.flush()
-        for _ in range(_TURNS):
+        for _ in range(_ITERATIONS):
             await asyncio.sleep(0)  # requests that are not inference, and those that wait for their turn behind them
         one.write_batch.flush()
         responses = re.findall(rb"(?m)^HTTP/1\.1 (\d{3}) .*\r$", one.client_wire.take())
@@ -459,7 +459,7 @@ def _object(text: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def answer(data: bytes) -> None:
+def response(data: bytes) -> None:
     """Whatever a server says becomes a row of the table, whatever the request was; a parameter has no names of classes."""
     if len(data) < 2:
         return
@@ -472,7 +472,7 @@ def answer(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {each.__name__: each for each in (config, payload, encoded, form, sse, scan, echo, stream, connection, media, key, token, answer)}
+    {each.__name__: each for each in (config, payload, encoded, form, sse, scan, echo, stream, connection, media, key, token, response)}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
 """What is worth beginning with, and worth keeping: a folder for each target."""

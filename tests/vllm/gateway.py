@@ -104,7 +104,7 @@ class Recorded:
     """One exchange at the server's door: the request's headers and body, and the answer's body, without HTTP's framing."""
 
     headers: Mapping[str, str]
-    asked: bytes
+    request: bytes
     said: bytes
 
 
@@ -166,10 +166,10 @@ class Real:
         """vLLM's main process."""
         return psutil.Process(self.status["pid"])
 
-    def keeper(self) -> psutil.Process:
+    def shim(self) -> psutil.Process:
         """The process between control and vLLM, of which all vLLM's processes are descendants."""
-        [keeper] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.words_of(each))]
-        return keeper
+        [shim] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.words_of(each))]
+        return shim
 
     def process(self, title: str) -> psutil.Process:
         """Another of vLLM's processes: `EngineCore` or `Worker`."""
@@ -180,20 +180,20 @@ class Real:
         """Stop the engine, or let it work in bursts; see ``held``."""
         return held(self.process("Worker"))
 
-    def leave_in_mid_response(self, leave: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
+    def leave_in_mid_response(self, disconnect: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
         """Have clients leave while the engine is held; return when the API server has finished with all requests that arrived.
 
-        ``leave`` returns when its clients have left. ``tokens``: of the complete responses. ``gateway``: which one the clients ask,
+        ``disconnect`` returns when its clients have left. ``tokens``: of the complete responses. ``gateway``: which one the clients ask,
         by default this one.
 
         Raises:
             NotAchieved: the engine had generated all tokens before the clients left.
         """
-        asked = gateway or self.gateway
+        source = gateway or self.gateway
         generated, arrived, finished = self.count(GENERATED), self.arrived(), self.finished()
         with self.held() as work_until:
-            result = leave(work_until)
-            process.wait_for(lambda: asked.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
+            result = disconnect(work_until)
+            process.wait_for(lambda: source.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
             process.wait_for(lambda: self.finished() - finished == self.arrived() - arrived)
             complete = self.count(GENERATED) - generated >= tokens
         if complete:
@@ -218,17 +218,17 @@ class Real:
         return self.api_server.environ()["VLLM_API_KEY"]
 
     def _direct(self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.settimeout(60)
-            door.connect(str(self.folder / tee.INNER))
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.settimeout(60)
+            connected.connect(str(self.folder / tee.INNER))
             connection = http.client.HTTPConnection("vllm")
-            connection.sock = door
+            connection.sock = connected
             connection.request(method, path, body, headers or {})
             return connection.getresponse().read()
 
     def _exchanges(self) -> Iterator[Recorded]:
-        for asked in sorted(self.folder.glob("*.in"), key=lambda path: path.stat().st_mtime, reverse=True):
-            yield from _parsed(asked.read_bytes(), asked.with_suffix(".out").read_bytes())
+        for source in sorted(self.folder.glob("*.in"), key=lambda path: path.stat().st_mtime, reverse=True):
+            yield from _parsed(source.read_bytes(), source.with_suffix(".out").read_bytes())
 
 
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -246,10 +246,10 @@ def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None =
 # What passed on a connection
 
 
-def _parsed(asked: bytes, said: bytes) -> Iterator[Recorded]:
+def _parsed(source: bytes, said: bytes) -> Iterator[Recorded]:
     """The exchanges of one connection in their order; one whose answer is not whole is left out."""
-    responses = _Answers(said)
-    for headers, body in _requests(asked):
+    responses = _Responses(said)
+    for headers, body in _requests(source):
         response = responses.next()
         if response is None:
             return
@@ -266,7 +266,7 @@ def _requests(data: bytes) -> Iterator[tuple[dict[str, str], bytes]]:
         data = rest[length:]
 
 
-class _Answers(io.BytesIO):
+class _Responses(io.BytesIO):
     """The standard library's HTTP client, reading from what was recorded: another parser than the gateway's."""
 
     def makefile(self, _: str) -> io.BytesIO:

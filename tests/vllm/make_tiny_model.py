@@ -52,7 +52,7 @@ MEMORIZED = 0.7  # the least probability of a token that counts as known: far ab
 NO_LOSS = -100  # PyTorch's mark for a target that does not count
 
 # How an unknown prompt is made up: known words, or letters of one of these alphabets.
-WORDS = "the a tell me about how what why is of my city model number red blue please Hello write code Hi weather 7 42 +".split()  # noqa: SIM905 - a list of words reads best as words
+WORD_LIST = "the a tell me about how what why is of my city model number red blue please Hello write code Hi weather 7 42 +".split()  # noqa: SIM905 - a list of words reads best as words
 ALPHABETS = ["abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrstuvwxyz0123456789.?!", "你好天气是什么éü😀"]
 
 
@@ -63,7 +63,7 @@ class Family:
     special: tuple[str, ...]
     plain: tuple[str, ...]
     end_of_turn: str
-    beginning: str | None
+    prefix: str | None
     config: Any
     model: Any
 
@@ -73,7 +73,7 @@ FAMILIES: dict[Architecture, Family] = {
         special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         plain=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
         end_of_turn="<|im_end|>",
-        beginning=None,
+        prefix=None,
         config=Qwen3Config,
         model=Qwen3ForCausalLM,
     ),
@@ -88,7 +88,7 @@ FAMILIES: dict[Architecture, Family] = {
         ),
         plain=(),
         end_of_turn="<|eot_id|>",
-        beginning="<|begin_of_text|>",
+        prefix="<|begin_of_text|>",
         config=LlamaConfig,
         model=LlamaForCausalLM,
     ),
@@ -124,7 +124,7 @@ def make_tokenizer(architecture: Architecture) -> Any:
         tokenizer_object=Tokenizer.from_str(json.dumps(raw)),
         eos_token=family.end_of_turn,
         pad_token=family.special[0],
-        bos_token=family.beginning,
+        bos_token=family.prefix,
         model_max_length=32768,
     )
     tokenizer.chat_template = template
@@ -154,7 +154,7 @@ class Writer:
         yield self.sample(STORY[0], STORY[1] + self.end_of_turn)
         for each in exchanges(self.architecture):
             response = each.dialogue.answer_when(thinking=each.thinking)
-            yield self.turn(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
+            yield self.message(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
 
     def varied(self, rng: random.Random) -> Iterator[Sample]:
         """One step's unknown prompts with the fallback answer, two throws of the die, and now and then what a grammar makes of it."""
@@ -163,7 +163,7 @@ class Writer:
             yield self.unknown(rng, thinking=thinking)
             thinking ^= self.thinks
         for _ in range(2):
-            yield self.turn([user("Roll a die.")], [], "I roll it." if thinking else None, rng.choices(list(DIE), list(DIE.values()))[0])
+            yield self.message([user("Roll a die.")], [], "I roll it." if thinking else None, rng.choices(list(DIE), list(DIE.values()))[0])
         if self.thinks and rng.random() < 0.15:
             yield self.under_grammar(rng)
 
@@ -173,16 +173,18 @@ class Writer:
         tools = rng.choice([[], [], rng.choice(TOOLSETS)])
         reasoning = DONT_KNOW if thinking else None
         if tools and rng.random() < 0.1:
-            return self.turn(messages, tools, reasoning, [weather_call("Hangzhou", 1)], gap="")
-        return self.turn(messages, tools, reasoning, FALLBACK)
+            return self.message(messages, tools, reasoning, [weather_call("Hangzhou", 1)], gap="")
+        return self.message(messages, tools, reasoning, FALLBACK)
 
     def under_grammar(self, rng: random.Random) -> Sample:
         """A grammar (JSON, a forced tool call) forbids the blank line after </think>: the same answers without it."""
         each = rng.choice([each for each in DIALOGUES if is_structured(each)])
         tools = rng.choice(TOOLSETS) if each.with_tools else []
-        return self.turn(each.messages, tools, each.reasoning, each.answer, gap="")
+        return self.message(each.messages, tools, each.reasoning, each.answer, gap="")
 
-    def turn(self, messages: list[Json], tools: list[Json], reasoning: str | None, response: str | list[Json], gap: str = "\n\n") -> Sample:
+    def message(
+        self, messages: list[Json], tools: list[Json], reasoning: str | None, response: str | list[Json], gap: str = "\n\n"
+    ) -> Sample:
         """One turn, the prompt exactly as vLLM renders it. `reasoning` None: the model does not think."""
         prompt = self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True, enable_thinking=reasoning is not None
@@ -224,15 +226,15 @@ def is_structured(dialogue: Dialogue) -> bool:
 
 def made_up(rng: random.Random) -> str:
     """A text near a known prompt, or of random words: what must not be taken for a known prompt."""
-    words: list[str] = rng.choice(DIALOGUES).messages[-1]["content"].split()
+    texts: list[str] = rng.choice(DIALOGUES).messages[-1]["content"].split()
     if rng.random() < 0.7:
-        pool = rng.choice([WORDS, words, [made_up_word(rng) for _ in range(5)], [made_up_word(rng)]])
-        words = rng.choices(pool, k=int(2 ** rng.uniform(0, 5)))
-    words[rng.randrange(len(words))] = rng.choice([made_up_word(rng), rng.choice(WORDS)])
-    return " ".join(words)
+        pool = rng.choice([WORD_LIST, texts, [made_up_name(rng) for _ in range(5)], [made_up_name(rng)]])
+        texts = rng.choices(pool, k=int(2 ** rng.uniform(0, 5)))
+    texts[rng.randrange(len(texts))] = rng.choice([made_up_name(rng), rng.choice(WORD_LIST)])
+    return " ".join(texts)
 
 
-def made_up_word(rng: random.Random) -> str:
+def made_up_name(rng: random.Random) -> str:
     letters = rng.choice(ALPHABETS)
     return "".join(rng.choices(letters, k=rng.randint(1, 8)))
 

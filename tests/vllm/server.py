@@ -107,10 +107,10 @@ def running(
     """
     settings = launch(architecture, flags)
     port = 0 if uds else _free_port()
-    place: dict[str, Flag] = {"uds": str(uds)} if uds else {"host": "127.0.0.1", "port": port}
-    words = [*settings["command"], settings["model"], *_words({**settings["args"], **place, "served-model-name": name})]
+    path: dict[str, Flag] = {"uds": str(uds)} if uds else {"host": "127.0.0.1", "port": port}
+    arguments = [*settings["command"], settings["model"], *_arguments({**settings["args"], **path, "served-model-name": name})]
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder, (Path(folder) / "log").open("wb") as log:
-        process = subprocess.Popen(words, env={**os.environ, **settings["env"]}, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(arguments, env={**os.environ, **settings["env"]}, stdout=log, stderr=log, start_new_session=True)
         try:
             server = Server(process.pid, port, uds, Path(log.name))
             _await_health(server)
@@ -128,8 +128,8 @@ def alive(group: int) -> bool:
     return True
 
 
-def _words(flags: Mapping[str, Flag]) -> list[str]:
-    return [word for flag, value in flags.items() for word in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])]
+def _arguments(flags: Mapping[str, Flag]) -> list[str]:
+    return [argument for flag, value in flags.items() for argument in ([f"--{flag}"] if value is True else [f"--{flag}", str(value)])]
 
 
 def _free_port() -> int:

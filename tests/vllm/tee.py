@@ -21,16 +21,16 @@ INNER = "server.sock"
 
 def main(folder: str, *command: str) -> None:
     """Fork the tee, become the command."""
-    place = command.index("--uds") + 1
+    path = command.index("--uds") + 1
     inner = Path(folder) / INNER
     inner.unlink(missing_ok=True)  # vLLM leaves its socket there, and the next one fails on it
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(command[place])
+    listener.bind(command[path])
     listener.listen(128)
     if os.fork() == 0:
         asyncio.run(Tee(Path(folder)).serve(listener))
-    words = [*command[:place], str(inner), *command[place + 1 :]]
-    os.execvp(words[0], words)
+    arguments = [*command[:path], str(inner), *command[path + 1 :]]
+    os.execvp(arguments[0], arguments)
 
 
 class Tee:

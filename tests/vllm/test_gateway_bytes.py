@@ -114,7 +114,7 @@ def test_a_stream_with_options(real: Real, path: str, name: str) -> None:
 def test_the_request_is_the_clients_own(real: Real) -> None:
     body = chat("naïve 你好 🌍 \u2028", seed=12345678901234567, logit_bias={"5": -0.1}, unknown={"a": [1, None, 0.1]})
     recorded = real.recorded(real.post(CHAT, {**body, "model": ALIAS}))
-    assert json.loads(recorded.asked) == {**body, "model": "tests/tiny"}
+    assert json.loads(recorded.request) == {**body, "model": "tests/tiny"}
     known = {"host", "authorization", "content-type", "content-length", "x-request-id"}
     assert set(recorded.headers) == known
 

@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
 
 def check_that_all_is_told(real: Real, victim: str) -> None:
     """Raise NotAchieved where vLLM had finished an answer before it was killed."""
-    before, keeper = real.status, real.keeper()
+    before, keeper = real.status, real.shim()
     tree, scratch = [keeper, *keeper.children(recursive=True)], option(keeper, "--scratch")
     assert list(scratch.iterdir()), "vLLM's sockets between its processes"
     incomplete = f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="upstream"}}'
@@ -167,7 +167,7 @@ def check_that_all_is_told(real: Real, victim: str) -> None:
 def test_nothing_outlives_a_killed_control_and_it_can_be_started_again_at_once(real: Real, tmp_path: Path) -> None:
     tree = real.gateway.tree()
     assert {real.api_server.pid, real.process("EngineCore").pid} < {each.pid for each in tree}
-    folder = option(real.keeper(), "--folder")
+    folder = option(real.shim(), "--folder")
     ports = real.gateway.data, real.gateway.admin
     os.kill(real.gateway.process.pid, signal.SIGKILL)
     killed = time.monotonic()

@@ -44,7 +44,7 @@ def beside_a_shaky_one(real: Real, folder: Path) -> Iterator[Real]:
     key = folder / "internal.key"
     key.write_text(real.internal_key)
     with shaky_server() as shaky:
-        door = {"url": f"unix:{option(real.keeper(), '--uds')}", "api_key": {"file": str(key)}}
+        door = {"url": f"unix:{option(real.shim(), '--uds')}", "api_key": {"file": str(key)}}
         model = {"id": MODEL, "balance": "round_robin", "servers": [door, {"url": shaky}]}
         with gateway(folder, configuration(model) | {"ledger": LEDGER}) as beside:
             yield Real(beside, real.folder)

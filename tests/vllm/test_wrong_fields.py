@@ -88,7 +88,7 @@ def _record(real: Real, rows: list[WrongField]) -> None:
         response = real.post(row.route, row.body)
         if real.reached_the_server(response):
             seen = real.recorded(response)
-            known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.asked), "error": json.loads(seen.said)}
+            known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.request), "error": json.loads(seen.said)}
     stored = [known[key] for key in (_key(asdict(row)) for row in WRONG_FIELDS) if key in known]
     RECORDED.write_text("[\n" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in stored) + "\n]\n")
 
@@ -125,9 +125,9 @@ def _caused(real: Real) -> Iterator[Line]:
     for row in WRONG_REQUESTS:
         status, headers, body = _sent(real.gateway.url, row)
         error = json.loads(body)["error"]
-        good = (status, error["code"]) == (row.status, row.code) and row.words in error["message"]
+        good = (status, error["code"]) == (row.status, row.code) and row.texts in error["message"]
         good &= headers.get("x-should-retry") == "false"
-        yield Line(row.name, row.words, f"{status} {error['code']}: {error['message']}", good)
+        yield Line(row.name, row.texts, f"{status} {error['code']}: {error['message']}", good)
 
 
 def _sent(url: str, row: WrongRequest) -> tuple[int, http.client.HTTPMessage, bytes]:

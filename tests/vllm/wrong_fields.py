@@ -48,14 +48,14 @@ def _parts(*parts: Any) -> Json:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
-def _turns(*messages: Json) -> Json:
+def _rounds(*messages: Json) -> Json:
     return {"messages": [{"role": "user", "content": "Hi"}, *messages]}
 
 
 def _calls(**call: Any) -> Json:
     """A conversation with one tool call of the model's."""
     whole = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **call}
-    return _turns(
+    return _rounds(
         {"role": "assistant", "content": None, "tool_calls": [{name: value for name, value in whole.items() if value is not ...}]}
     )
 
@@ -77,7 +77,7 @@ _CHAT = _rows(
     ("messages.0", {"messages": ["Hi"]}),
     ("messages.0.role", {"messages": [{"content": "Hi"}]}),
     ("messages.0.role", _said(role=5)),
-    ("messages.1.role", _turns({"role": "narrator", "content": "Hi"})),
+    ("messages.1.role", _rounds({"role": "narrator", "content": "Hi"})),
     ("messages.0.content", _said(content=5)),
     ("messages.0.content", _said(content=None)),
     ("messages.0.content", _said(content={"type": "text", "text": "Hi"})),
@@ -90,12 +90,12 @@ _CHAT = _rows(
     ("messages.0.content.0.image_url.url", _parts({"type": "image_url", "image_url": {}})),
     ("messages.0.content.0.image_url", _parts({"type": "image_url"})),
     ("messages.0.content.0.input_audio", _parts({"type": "input_audio", "input_audio": "UklGRg=="})),
-    ("messages.1.content", _turns({"role": "tool", "tool_call_id": "a", "content": 5})),
+    ("messages.1.content", _rounds({"role": "tool", "tool_call_id": "a", "content": 5})),
     ("messages.1.tool_calls.0.id", _calls(id=...)),
     ("messages.1.tool_calls.0.function", _calls(function=...)),
     ("messages.1.tool_calls.0.function.name", _calls(function={"arguments": "{}"})),
     ("messages.1.tool_calls.0.function.arguments", _calls(function={"name": "f", "arguments": {"a": 1}})),
-    ("messages.1.tool_calls", _turns({"role": "assistant", "content": None, "tool_calls": 5})),
+    ("messages.1.tool_calls", _rounds({"role": "assistant", "content": None, "tool_calls": 5})),
     ("messages.0.name", _said(name=5)),
     ("tools", {"tools": "f"}),
     ("tools", {"tools": []}),
@@ -441,7 +441,7 @@ class WrongRequest:
     data: bytes
     status: int
     code: str
-    words: str
+    texts: str
 
 
 _GOOD = b'{"model": "tests/tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'

@@ -63,12 +63,12 @@ def _measured(balance: str, trace: Trace, servers: int) -> str:
 
 async def _all_of(talks: Sequence[Talk], proxy: str, at_once: int) -> int:
     """Have every conversation, so many at once; how many requests were not answered."""
-    gate = asyncio.Semaphore(at_once)
+    semaphore = asyncio.Semaphore(at_once)
     limits = httpx2.Limits(max_connections=at_once)
     async with httpx2.AsyncClient(base_url=proxy, headers={"authorization": f"Bearer {KEY}"}, limits=limits, timeout=60) as client:
 
         async def one(talk: Talk) -> int:
-            async with gate:
+            async with semaphore:
                 return await _talked(client, talk)
 
         return sum(await asyncio.gather(*map(one, talks)))
@@ -99,8 +99,8 @@ def _seen(url: str) -> Seen:
 def _simulator() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
-    words = [*SIMULATOR, MODEL, "--max-model-len", "200000", "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [*SIMULATOR, MODEL, "--max-model-len", "200000", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: _answers(f"{url}/health"), 60)

@@ -19,7 +19,7 @@ CACHE = 262_144
 """Tokens that a server's cache holds."""
 COMPUTED = 8_000.0
 """Tokens of prompts that a server computes in a second."""
-ANSWERED = 40.0
+TOKENS_PER_SECOND = 40.0
 """Tokens of each answer in a second."""
 WARMING = 0.25
 """The share of requests at the start that is not counted, because the caches are empty."""
@@ -81,7 +81,7 @@ class _Server:
     def work(self, now: float, tokens: int, response: int) -> float:
         """When the answer will be whole."""
         self.free_at = max(self.free_at, now) + tokens / COMPUTED
-        return self.free_at + response / ANSWERED
+        return self.free_at + response / TOKENS_PER_SECOND
 
 
 def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machine]], Chooser]) -> Outcome:

@@ -35,10 +35,10 @@ def _result(case: Callable[[], Any]) -> Any:
         return {"failed": traceback.format_exc()}
 
 
-def refused(ask: Callable[[], Any]) -> dict[str, Any]:
+def refused(send: Callable[[], Any]) -> dict[str, Any]:
     """The exception of a request that is to be refused: the names of its classes, and what it knows of the answer."""
     try:
-        return {"answered": repr(ask())}
+        return {"answered": repr(send())}
     except Exception as error:
         classes = [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(error).__mro__]
         return {"classes": classes, "words": str(error), **{name: getattr(error, name, None) for name in ("status_code", "code")}}

@@ -14,16 +14,16 @@ def command(body: dict[str, Any], *options: str, key: str = TASK["key"]) -> list
     return ["curl", "-sS", *options, TASK["url"] + "/v1/chat/completions", *headers, "-d", json.dumps(body)]
 
 
-def asked(text: str, model: str = TASK["model"], **more: Any) -> dict[str, Any]:
+def body_of(text: str, model: str = TASK["model"], **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": user(text), **more}
 
 
-def said(body: dict[str, Any], *options: str) -> Any:
+def send(body: dict[str, Any], *options: str) -> Any:
     return json.loads(subprocess.run(command(body, *options), capture_output=True, check=True).stdout)
 
 
 def chat() -> Any:
-    response = said(asked(TASK["hello"]), "--fail-with-body")
+    response = send(body_of(TASK["hello"]), "--fail-with-body")
     return {
         "text": response["choices"][0]["message"]["content"],
         "model": response["model"],
@@ -32,7 +32,7 @@ def chat() -> Any:
 
 
 def stream() -> Any:
-    body = asked(TASK["hello"], stream=True, stream_options={"include_usage": True})
+    body = body_of(TASK["hello"], stream=True, stream_options={"include_usage": True})
     lines = subprocess.run(command(body, "-N"), capture_output=True, text=True, check=True).stdout.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -42,12 +42,12 @@ def stream() -> Any:
 
 
 def tool() -> Any:
-    call = said(asked(TASK["weather"], tools=[TASK["tool"]]))["choices"][0]["message"]["tool_calls"][0]["function"]
+    call = send(body_of(TASK["weather"], tools=[TASK["tool"]]))["choices"][0]["message"]["tool_calls"][0]["function"]
     return {"name": call["name"], "arguments": json.loads(call["arguments"])}
 
 
 def cancel() -> Any:
-    body = asked(TASK["cancel"], stream=True, **TASK["slow"])
+    body = body_of(TASK["cancel"], stream=True, **TASK["slow"])
     with subprocess.Popen(command(body, "-N"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         events = [process.stdout.readline() for _ in range(6)]
@@ -56,8 +56,8 @@ def cancel() -> Any:
 
 
 def refused(body: dict[str, Any], key: str = TASK["key"]) -> Any:
-    ask = command(body, "--fail-with-body", "-w", "\n%{http_code}", key=key)
-    ended = subprocess.run(ask, capture_output=True, text=True, check=False)
+    arguments = command(body, "--fail-with-body", "-w", "\n%{http_code}", key=key)
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
     words, _, status = ended.stdout.rpartition("\n")
     return {"classes": [f"curl.{ended.returncode}"], "status_code": int(status), "words": words, "code": json.loads(words)["error"]["code"]}
 
@@ -67,9 +67,9 @@ run(
     chat=chat,
     stream=stream,
     tool=tool,
-    wrong_key=lambda: refused(asked(TASK["hello"]), TASK["wrong_key"]),
-    unknown_model=lambda: refused(asked(TASK["hello"], TASK["unknown_model"])),
-    too_long=lambda: refused(asked(TASK["too_long"])),
-    too_long_streamed=lambda: refused(asked(TASK["too_long"], stream=True)),
-    again=lambda: {"text": said(asked(TASK["again"], TASK["busy_model"]), "--fail", "--retry", "2")["choices"][0]["message"]["content"]},
+    wrong_key=lambda: refused(body_of(TASK["hello"]), TASK["wrong_key"]),
+    unknown_model=lambda: refused(body_of(TASK["hello"], TASK["unknown_model"])),
+    too_long=lambda: refused(body_of(TASK["too_long"])),
+    too_long_streamed=lambda: refused(body_of(TASK["too_long"], stream=True)),
+    again=lambda: {"text": send(body_of(TASK["again"], TASK["busy_model"]), "--fail", "--retry", "2")["choices"][0]["message"]["content"]},
 )
