@@ -1,9 +1,9 @@
-"""Where wanted members of a JSON document stand, found while the document passes in pieces of any size. Sans-I/O.
+"""Finds wanted fields of a JSON document while the document passes in pieces of any size. Sans-I/O.
 
-The rule: a member counts only at its own place in the document. The same bytes inside a string, or in an object deeper down, are
-data. The scanner holds no part of the document but an unfinished key, and takes time in proportion to the bytes: what is not
-wanted is skipped in long steps, so that lists of numbers and long strings cost little. It does not validate: of text that is no
-JSON object it reports nothing, and of a malformed document what it found before. How far that is may then depend on the pieces.
+The rule: a field counts only at its own path in the document. The same bytes inside a string, or in a nested object, are data. The scanner
+stores only an unfinished key, and takes time in proportion to the bytes: it skips the rest in long steps, so that lists of numbers and
+long strings cost little. It does not validate. It reports nothing for text that is not a JSON object, and for a malformed document what it
+found before the error. How far that is may then depend on the pieces.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import orjson
 
 Wanted = Mapping[str, "Wanted | None"]
-"""The wanted members of an object by key: None for one that is reported, a mapping for one whose own members are wanted. For the
-elements of an array the only key is ELEMENT."""
+"""The wanted fields of an object by key: None for a field that is reported, a mapping for a field whose own fields are wanted. ELEMENT is
+the only key for the elements of an array."""
 
 ELEMENT = "[]"
 
@@ -32,15 +32,15 @@ _SCALAR = re.compile(rb"[^,\]}\s]*")
 _QUOTE, _BACKSLASH, _OPENS_OBJECT, _OPENS_ARRAY = b'"\\{['
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_ROUNDS = 3  # in which balanced brackets are taken out, as many as most documents nest
+_ROUNDS = 3  # of removing balanced brackets; most documents nest no deeper
 _STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
 _WINDOW = 1024  # bytes of a first search for a structural character; four times as many each time
-_FAR = 256  # bytes without a structural character that are better searched than reduced
-_BLOCKS = (2048, 256)  # bytes that are reduced to their brackets at once; fewer where the value ends in them
+_FAR = 256  # bytes without a structural character above which searching is faster than reducing
+_BLOCKS = (2048, 256)  # bytes that are reduced to their brackets at once; the smaller block if the value ends in the larger one
 
 
 class Span(NamedTuple):
-    """A part of a wanted value in the piece that was fed: its path, where the part begins and ends, whether the value ends there."""
+    """A part of a wanted value in the piece that was fed: its path, its start and end offsets, and whether the value ends there."""
 
     path: tuple[str, ...]
     start: int
@@ -49,37 +49,37 @@ class Span(NamedTuple):
 
 
 class Scanner:
-    """Scans one document. ``wanted``: the members of the document itself."""
+    """Scans one document. ``wanted``: the wanted fields of the document itself."""
 
     __slots__ = ("_depth", "_escaped", "_expects", "_in_string", "_key", "_levels", "_path", "_reported", "_wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._expects = _DOCUMENT
-        self._levels: list[tuple[Wanted, bool]] = []  # the open containers that lead to wanted members, and whether they are arrays
-        self._path: tuple[str, ...] = ()  # of the innermost one
+        self._levels: list[tuple[Wanted, bool]] = []  # the open containers that lead to wanted fields, and whether they are arrays
+        self._path: tuple[str, ...] = ()  # of the innermost container
         self._key = b""
-        self._reported: tuple[str, ...] | None = None  # the path of the value that is being read, if it is wanted
-        self._depth = 0  # of brackets that the value has open
+        self._reported: tuple[str, ...] | None = None  # the path of the current value, if it is wanted
+        self._depth = 0  # open brackets of the current value
         self._in_string = False
         self._escaped = False
 
     @property
     def finished(self) -> bool:
-        """The document has ended, or it is not an object: there is nothing more to find."""
+        """Whether the document has ended, or is not an object."""
         return self._expects == _NOTHING
 
     def feed(self, data: bytes) -> list[Span]:
-        """Take the next bytes; return which of them belong to wanted values, in their order."""
+        """Scan the next bytes. Returns the spans of wanted values in them, in their order."""
         spans: list[Span] = []
         at, size = 0, len(data)
         while at < size and self._expects != _NOTHING:
             if self._expects == _VALUE_REST:
-                start, at = at, self._through_value(data, at)
+                start, at = at, self._scan_value(data, at)
                 if self._reported is not None:
                     spans.append(Span(self._reported, start, at, self._expects != _VALUE_REST))
             elif self._expects == _KEY_REST:
-                at = self._through_key(data, at)
+                at = self._scan_key(data, at)
             elif data[at] in b" \t\r\n":
                 at = _end(_SPACE, data, at)
             else:
@@ -89,34 +89,34 @@ class Scanner:
     # Between values
 
     def _next(self, data: bytes, at: int) -> int:
-        """Take note of the character at this place, or begin a key or a value there; returns where to read on."""
+        """Process the character at an offset, or start a key or a value there. Returns the offset to continue at."""
         character, expects = data[at], self._expects
         if character in _CLOSING and expects in (_KEY, _VALUE, _COMMA):
-            self._leave()
+            self._close_container()
         elif expects == _VALUE:
-            return self._begin_value(character, at)
+            return self._start_value(character, at)
         elif expects == _KEY and character == _QUOTE:
-            return self._begin_key(data, at)
+            return self._start_key(data, at)
         elif expects == _COMMA and character == ord(","):
             self._expects = _VALUE if self._levels[-1][1] else _KEY
         elif expects == _COLON and character == ord(":"):
             self._expects = _VALUE
         elif expects == _DOCUMENT and character == _OPENS_OBJECT:
-            self._enter(self._wanted, array=False)
+            self._open_container(self._wanted, array=False)
         else:
             self._expects = _NOTHING
         return at + 1
 
-    def _enter(self, wanted: Wanted, *, array: bool) -> None:
+    def _open_container(self, wanted: Wanted, *, array: bool) -> None:
         self._levels.append((wanted, array))
         self._expects = _VALUE if array else _KEY
 
-    def _leave(self) -> None:
+    def _close_container(self) -> None:
         self._levels.pop()
         self._path = self._path[:-1]
         self._expects = _COMMA if self._levels else _NOTHING
 
-    def _begin_key(self, data: bytes, at: int) -> int:
+    def _start_key(self, data: bytes, at: int) -> int:
         whole = _WHOLE_KEY.match(data, at)
         if whole is not None:
             self._key = whole[1]
@@ -126,16 +126,16 @@ class Scanner:
         self._expects = _KEY_REST
         return at + 1
 
-    def _through_key(self, data: bytes, at: int) -> int:
-        end = self._through_string(data, at)
+    def _scan_key(self, data: bytes, at: int) -> int:
+        end = self._scan_string(data, at)
         self._key = (self._key + data[at : min(end, at + _LONGEST_KEY)])[:_LONGEST_KEY]
         if not self._in_string:
             self._key = _unescaped(self._key[:-1])
             self._expects = _COLON
         return end
 
-    def _begin_value(self, character: int, at: int) -> int:
-        """Go into a container that leads to wanted members; of any other value the rest follows."""
+    def _start_value(self, character: int, at: int) -> int:
+        """Open a container that leads to wanted fields; any other value is scanned to its end."""
         wanted, array = self._levels[-1]
         name = ELEMENT if array else self._key.decode("utf-8", "replace")
         self._expects = _VALUE_REST
@@ -147,14 +147,14 @@ class Scanner:
                 self._reported = (*self._path, name)
             elif character == (_OPENS_ARRAY if ELEMENT in inner else _OPENS_OBJECT):
                 self._path = (*self._path, name)
-                self._enter(inner, array=ELEMENT in inner)
+                self._open_container(inner, array=ELEMENT in inner)
                 return at + 1
         return at
 
     # Through a value
 
-    def _through_value(self, data: bytes, at: int) -> int:
-        """Begin a value, or read on in it; returns up to where."""
+    def _scan_value(self, data: bytes, at: int) -> int:
+        """Start or continue a value. Returns the offset up to which it was scanned."""
         if not self._depth and not self._in_string:
             character = data[at]
             if character == _QUOTE:
@@ -162,24 +162,24 @@ class Scanner:
             elif character in _OPENING:
                 self._depth = 1
             else:
-                return self._through_scalar(data, at)
+                return self._scan_scalar(data, at)
             at += 1
         size = len(data)
         while at < size:
-            at = self._through_string(data, at) if self._in_string else self._through_parts(data, at)
+            at = self._scan_string(data, at) if self._in_string else self._scan_parts(data, at)
             if not self._depth and not self._in_string:
                 self._expects = _COMMA
                 break
         return at
 
-    def _through_scalar(self, data: bytes, at: int) -> int:
+    def _scan_scalar(self, data: bytes, at: int) -> int:
         end = _end(_SCALAR, data, at)
         if end < len(data):
             self._expects = _COMMA
         return end
 
-    def _through_string(self, data: bytes, at: int) -> int:
-        """Read on in a string; returns the place behind its closing quote, or the end of the data."""
+    def _scan_string(self, data: bytes, at: int) -> int:
+        """Continue a string. Returns the offset behind its closing quote, or the end of the data."""
         size = len(data)
         if self._escaped:
             self._escaped = False
@@ -197,28 +197,28 @@ class Scanner:
         self._in_string = False
         return end + 1
 
-    def _through_parts(self, data: bytes, at: int) -> int:
-        """Outside of strings in a container; returns the place behind what was read, which is one character or many."""
-        place = _next_structural(data, at)
-        if place - at < _FAR:
+    def _scan_parts(self, data: bytes, at: int) -> int:
+        """Scan one or more characters of a container, outside of strings. Returns the offset behind them."""
+        found_at = _next_structural(data, at)
+        if found_at - at < _FAR:
             for size in _BLOCKS:
                 if at + size <= len(data) and self._skips(data[at : at + size]):
                     return at + size
-        if place == len(data):
-            return place
-        character = data[place]
+        if found_at == len(data):
+            return found_at
+        character = data[found_at]
         if character == _QUOTE:
             self._in_string = True
         elif character in _OPENING:
             self._depth += 1
         else:
             self._depth -= 1
-        return place + 1
+        return found_at + 1
 
     def _skips(self, block: bytes) -> bool:
-        """Skip all of these bytes, which begin outside of strings, unless the value ends in them; returns whether it did.
+        """Skip these bytes, which start outside of strings, unless the value ends in them. Returns whether they were skipped.
 
-        Strings and all that is no bracket are taken out, and then, from the inside, most of what is balanced.
+        Strings and all characters but brackets are removed, and then most balanced pairs of brackets, from the inside.
         """
         escaped = False
         if b"\\" in block:
@@ -238,21 +238,24 @@ class Scanner:
 
 
 def _end(expression: re.Pattern[bytes], data: bytes, at: int) -> int:
-    """Where what the expression matches here ends."""
+    """Return the end of the expression's match at an offset."""
     found = expression.match(data, at)
     return at if found is None else found.end()
 
 
 def _next_structural(data: bytes, at: int) -> int:
-    """The place of the next quote or bracket, or the end of the data. By searches for one byte each, which are ten times as fast as
-    an expression for all five, in windows that grow, so that each byte is searched a few times at most."""
+    """Return the offset of the next quote or bracket, or the end of the data.
+
+    Searches for one byte each are ten times as fast as an expression for all five. The windows grow, so that each byte is searched a few
+    times at most.
+    """
     window, size = _WINDOW, len(data)
     while at < size:
         end = limit = min(at + window, size)
         for character in (b'"', b"]", b"[", b"}", b"{"):
-            place = data.find(character, at, end)
-            if place >= 0:
-                end = place
+            found_at = data.find(character, at, end)
+            if found_at >= 0:
+                end = found_at
         if end < limit:
             return end
         at, window = limit, 4 * window
@@ -260,7 +263,7 @@ def _next_structural(data: bytes, at: int) -> int:
 
 
 def _unescaped(key: bytes) -> bytes:
-    """A key in its plain form; as it is where it has none."""
+    """Return a key without escapes; an invalid key as it is."""
     if b"\\" not in key:
         return key
     try:

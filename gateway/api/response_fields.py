@@ -1,9 +1,8 @@
 """The fields of a response that the gateway acts on, and where each dialect has them.
 
-The rule: a field is read at its own place in the document and nowhere else. Much of a response may be the client's text, as JSON of
-its own too (metadata, tools, arguments of tool calls, messages), and must not pass for the server's fields. A search for bytes only
-decides whether a document is parsed: MARKS are in every event that has such a field, whatever the order of its members, with any
-spaces, and with escapes.
+The rule: a field is read at its own path in the document only. Much of a response may be the client's text, also as nested JSON (metadata,
+tools, arguments of tool calls, messages), and must not be read as a field of the server. A search for bytes only decides whether a
+document is parsed: every event with such a field contains one of its MARKS, in any field order, with any white space and with escapes.
 
 Where vLLM 0.32 has the fields:
 
@@ -15,7 +14,7 @@ Where vLLM 0.32 has the fields:
 | cohere | ``meta.billed_units`` | not reported | not streamed |
 | plain (embeddings, rerank, score, audio and others) | ``usage`` | not reported | the event whose ``choices`` is empty |
 
-Messages have ``stop_reason: null`` for a stopped engine, but not for that alone. The last events of responses are
+Messages have ``stop_reason: null`` for a stopped engine, but for other reasons as well. The last events of responses are
 ``response.completed``, ``response.incomplete`` and ``response.failed``.
 """
 
@@ -31,20 +30,20 @@ from msgspec.structs import replace
 
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.routes import Dialect
-from gateway.api.usage import Member, Usage, decoded, read
+from gateway.api.usage import Usage, UsageObject, convert_usage, decode_usage
 
-_ESCAPED = b"\\u00"  # an ASCII letter may be written so, in a key as well
+_ESCAPED = b"\\u00"  # an ASCII letter may be escaped like this, also in a key
 _USAGE, _ERROR = b'"usage"', b"error"
 _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
 
 Marks = tuple[bytes, bytes, bytes, bytes]
 MARKS: Mapping[Dialect, Marks] = MappingProxyType({dialect: (_USAGE, _ERROR, _STOPPED[dialect], _ESCAPED) for dialect in Dialect})
-"""An event of a stream that has none of its dialect's needs no parse."""
+"""Bytes by dialect. An event of a stream without any of them need not be parsed."""
 
-HELD = 64 * 1024
-"""Bytes of a document that is parsed as a whole. A longer one is scanned as it passes."""
-_PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, HELD) | {Dialect.COHERE: -1})
-"""And those for which ``of_body`` uses its parser, which knows ``usage`` at the top alone."""
+WHOLE_SIZE = 64 * 1024
+"""Bytes of a document that is parsed as a whole. A longer one is scanned while it passes."""
+_PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, WHOLE_SIZE) | {Dialect.COHERE: -1})
+"""Bytes up to which ``of_body`` uses its own parser, which reads ``usage`` at the top level only."""
 
 _LONGEST_USAGE = 64 * 1024
 _LAST_OF_RESPONSES = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -65,8 +64,11 @@ _COUNTS = (("usage",), ("meta", "billed_units"))
 
 
 class Fields(msgspec.Struct, frozen=True, gc=False):
-    """What a response or one of its events reports. ``stopped``: its engine stopped the request. ``is_final``: no later event reports
-    another usage. ``is_sole``: the usage is that of all choices of which events have come, as long as this is so of each event."""
+    """The fields of a response, or of one of its events.
+
+    ``stopped``: the engine stopped the request. ``is_final``: no later event reports another usage. ``is_sole``: the usage covers all
+    choices that have had an event, if ``is_sole`` holds for each event so far.
+    """
 
     usage: Usage | None = None
     stopped: bool = False
@@ -77,11 +79,11 @@ class Fields(msgspec.Struct, frozen=True, gc=False):
 _NOTHING = Fields()
 
 
-# Events, and bodies that were parsed already
+# Events, and bodies that have been parsed
 
 
 def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
-    """What an event's data reports."""
+    """Return the fields of an event's data."""
     match dialect:
         case Dialect.RESPONSES:
             response = document.get("response")
@@ -98,7 +100,7 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
 
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:
-    """What a whole response reports."""
+    """Return the fields of a whole response."""
     if dialect is Dialect.COHERE:
         meta = document.get("meta")
         return Fields(_usage_of(meta, "billed_units") if isinstance(meta, dict) else None, is_final=True)
@@ -107,7 +109,7 @@ def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:
 
 def _usage_of(document: Mapping[str, Any], name: str = "usage") -> Usage | None:
     usage = document.get(name)
-    return read(usage) if isinstance(usage, dict) else None
+    return convert_usage(usage) if isinstance(usage, dict) else None
 
 
 def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
@@ -126,15 +128,15 @@ def _is_first_choice(choices: object) -> bool:
 # Bodies in bytes
 
 
-class _Body(msgspec.Struct, gc=False):
-    usage: Member | None = None
+class _UsageBody(msgspec.Struct, gc=False):
+    usage: UsageObject | None = None
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_body = msgspec.json.Decoder(_UsageBody).decode
 
 
 def of_body(body: bytes, dialect: Dialect) -> Fields:
-    """What a whole JSON response reports; nothing where it is no object."""
+    """Return the fields of a whole JSON response; no fields if it is not an object."""
     if len(body) > _PARSED[dialect]:
         return _scanned(body, dialect)
     try:
@@ -154,7 +156,7 @@ def _scanned(body: bytes, dialect: Dialect) -> Fields:
 
 
 class _Scanned:
-    """A JSON response that is too long to be held."""
+    """Reads the fields of a JSON response that is too long to be stored."""
 
     __slots__ = ("_dialect", "_scanner", "_value", "fields")
 
@@ -176,7 +178,7 @@ class _Scanned:
 
     def _note(self, path: tuple[str, ...], value: bytes) -> None:
         if path in _COUNTS:
-            self.fields = replace(self.fields, usage=decoded(value))
+            self.fields = replace(self.fields, usage=decode_usage(value))
         elif _text(value) == ("cancelled" if self._dialect is Dialect.RESPONSES else "abort"):
             self.fields = replace(self.fields, stopped=True)
 
@@ -189,29 +191,29 @@ def _text(value: bytes) -> object:
 
 
 class Observer:
-    """Watches a JSON response pass, in pieces of any size."""
+    """Reads the fields of a JSON response while it passes, in pieces of any size."""
 
-    __slots__ = ("_dialect", "_held", "_scanned", "_size")
+    __slots__ = ("_dialect", "_scanned", "_size", "_stored")
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._held: list[bytes] = []
+        self._stored: list[bytes] = []
         self._size = 0
         self._scanned: _Scanned | None = None
 
     def feed(self, data: bytes) -> None:
-        """Watch the next bytes."""
+        """Read the next bytes."""
         if self._scanned is not None:
             self._scanned.feed(data)
             return
-        self._held.append(data)
+        self._stored.append(data)
         self._size += len(data)
-        if self._size > HELD:
+        if self._size > WHOLE_SIZE:
             self._scanned = _Scanned(self._dialect)
-            self._scanned.feed(b"".join(self._held))
-            self._held.clear()
+            self._scanned.feed(b"".join(self._stored))
+            self._stored.clear()
 
     @property
     def fields(self) -> Fields:
-        """What has been reported so far."""
-        return of_body(b"".join(self._held), self._dialect) if self._scanned is None else self._scanned.fields
+        """The fields that have been read so far."""
+        return of_body(b"".join(self._stored), self._dialect) if self._scanned is None else self._scanned.fields

@@ -1,7 +1,6 @@
-"""How many tokens a response used, read from a ``usage`` object in the shape of any of the APIs.
+"""The number of tokens that a response used, read from a ``usage`` object in the shape of any of the APIs.
 
-The rule: only the server's own count is believed; nothing is counted here. Where the object stands in a response is known to
-``response_fields``.
+The rule: only the server's own count is used; the gateway counts no tokens. ``response_fields`` knows where the object is in a response.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one exchange. ``cached`` is part of ``prompt``, ``reasoning`` part of ``completion``."""
+    """Tokens of one request. ``cached`` is part of ``prompt``, ``reasoning`` part of ``completion``."""
 
     prompt: int = 0
     completion: int = 0
@@ -21,7 +20,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     reasoning: int = 0
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that no server has counted: sums are to stay whole numbers everywhere
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # a larger count is an error; sums must stay exact as floats
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -29,8 +28,8 @@ class _Details(msgspec.Struct, gc=False):
     reasoning_tokens: _Count | None = None
 
 
-class Member(msgspec.Struct, gc=False):
-    """A ``usage`` object in OpenAI's chat, OpenAI's responses, Anthropic's and Cohere's words at once."""
+class UsageObject(msgspec.Struct, gc=False):
+    """A ``usage`` object, with the field names of OpenAI's chat, OpenAI's responses, Anthropic's and Cohere's APIs together."""
 
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
@@ -45,7 +44,7 @@ class Member(msgspec.Struct, gc=False):
     image_tokens: _Count | None = None
 
     def usage(self) -> Usage | None:
-        """None where it has no count."""
+        """Return the usage; None if the object has no count."""
         prompt = self._input() if self.prompt_tokens is None else self.prompt_tokens
         completion = self.output_tokens if self.completion_tokens is None else self.completion_tokens
         if prompt is None and completion is None:
@@ -56,11 +55,11 @@ class Member(msgspec.Struct, gc=False):
         return Usage(prompt or 0, completion or 0, cached or 0, (outward.reasoning_tokens or 0) if outward is not None else 0)
 
     def _input(self) -> int | None:
-        """The tokens of the prompt, with those that some APIs report apart.
+        """Return the tokens of the prompt, with those that some APIs report separately.
 
-        Anthropic's ``input_tokens`` are without what the cache had and what it was given, and vLLM's are so too
-        (``_build_anthropic_usage`` in its entrypoints/anthropic/serving.py); OpenAI's are all, and have no such members.
-        Cohere's ``input_tokens`` are without ``image_tokens`` (``_build_cohere_response_from_ctx`` in pooling/embed/serving.py).
+        Anthropic's ``input_tokens`` exclude tokens read from and written to the cache, and so do vLLM's (``_build_anthropic_usage`` in its
+        entrypoints/anthropic/serving.py). OpenAI's include them, and have no such fields. Cohere's ``input_tokens`` exclude
+        ``image_tokens`` (``_build_cohere_response_from_ctx`` in pooling/embed/serving.py).
         """
         if self.input_tokens is None:
             return None
@@ -68,28 +67,28 @@ class Member(msgspec.Struct, gc=False):
         return self.input_tokens + cached + (self.image_tokens or 0)
 
 
-_decode = msgspec.json.Decoder(Member | None).decode
+_decode = msgspec.json.Decoder(UsageObject | None).decode
 
 
-def read(member: Mapping[str, Any]) -> Usage | None:
-    """The usage in an object that was parsed already; None where it has no valid count."""
+def convert_usage(value: Mapping[str, Any]) -> Usage | None:
+    """Return the usage in an object that has been parsed; None if it has no valid count."""
     try:
-        return msgspec.convert(member, Member).usage()
+        return msgspec.convert(value, UsageObject).usage()
     except msgspec.ValidationError:
         return None
 
 
-def decoded(member: bytes) -> Usage | None:
-    """As ``read``, of the object's JSON text."""
+def decode_usage(text: bytes) -> Usage | None:
+    """Return the usage in an object's JSON text; None if it has no valid count."""
     try:
-        found = _decode(member)
+        found = _decode(text)
     except msgspec.DecodeError:
         return None
     return None if found is None else found.usage()
 
 
 def merged(before: Usage | None, after: Usage | None) -> Usage | None:
-    """Anthropic's streams tell the prompt first and the completion last; every other count only grows."""
+    """Merge two usages of one stream. Anthropic's report the prompt first and the completion last; other counts only grow."""
     if before is None or after is None:
         return after or before
     return Usage(

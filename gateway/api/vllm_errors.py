@@ -1,8 +1,8 @@
-"""Maps a server's error to what the client reads: from vLLM's status and message to a row of the table of errors.
+"""Maps a server's error to the error that the client gets: from vLLM's status and message to a row of the table of errors.
 
-The rule: the words that help the client stay, with the path of the field at fault. Internals are removed (addresses, paths, other
-models, class names, flags of the server), and so is what the client sent. It takes time in proportion to the lengths of the error and
-of the request. Facts are read from vLLM 0.32's ``entrypoints`` and checked against a running one (tests/vllm/test_wrong_fields.py).
+The rule: text that helps the client stays, with the path of the wrong field. Internals are removed (addresses, paths, other models, class
+names, flags of the server), and so is the client's own text. It takes time in proportion to the lengths of the error and of the request.
+Facts come from vLLM 0.32's ``entrypoints`` and are checked against a running vLLM (tests/vllm/test_wrong_fields.py).
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from gateway.api.errors import NAME_LIMIT, RETRY_AFTER, Refusal, unknown_model
 from upstream.http.errors import EngineDead, ServerError, UpstreamError
 
 _MESSAGE_LIMIT = 2000
-_RETRY_AFTER_DIGITS = 5  # of a server's number of seconds: about a day
+_RETRY_AFTER_DIGITS = 5  # of a server's number of seconds: up to about a day
 
 _DEAD = ("EngineCore encountered an issue", "EngineDeadError", "cannot schedule new futures after shutdown")
-"""The words of a vLLM whose engine is dead, or that is shutting down (vllm/v1/engine/exceptions.py; seen on a running one)."""
+"""Messages of a vLLM whose engine is dead, or that is shutting down (vllm/v1/engine/exceptions.py; observed on a running vLLM)."""
 
 
-def fault(server: str, status: int, words: str) -> UpstreamError | None:
-    """What a server's error response says of the server itself; None for an error that is the request's."""
+def server_failure(server: str, status: int, message: str) -> UpstreamError | None:
+    """Return the failure of the server that an error response reports; None for an error of the request."""
     if status < 500:
         return None
-    kind = EngineDead if any(mark in words for mark in _DEAD) else ServerError
+    kind = EngineDead if any(mark in message for mark in _DEAD) else ServerError
     return kind(server, f"answered with status {status}")
 
 
 def from_server(
     status: int, body: bytes, model: str, input_field: str, retry_after: bytes | None = None, document: Mapping[str, Any] | None = None
 ) -> Refusal:
-    """Map an error response of vLLM's, in any of its shapes, to the contract.
+    """Map an error response of vLLM's, in any of its shapes, to the gateway's error.
 
-    ``model`` is what the client requested (a server's list of "valid aliases" never reaches it); ``input_field`` is the field of this
-    route that holds the text, blamed when the text is too long; ``retry_after`` is the server's header of that name, kept where it is a
-    number of seconds; ``document`` is the body that the server got, in which the field at fault is found where the server does not
-    name it.
+    ``model`` is the name that the client sent; a server's list of "valid aliases" never reaches the client. ``input_field`` is the field of
+    the route that holds the text; it is named if the text is too long. ``retry_after`` is the server's header; it is passed on if it is a
+    number of seconds. ``document`` is the body that the server got; the wrong field is located in it if the server does not name it.
     """
     message, kind, param = _read(body)
     refusal = classify(status, message, kind, param, model, input_field, document)
@@ -50,13 +49,13 @@ def from_server(
 
 
 def from_event(error: Mapping[str, Any], model: str, input_field: str, document: Mapping[str, Any] | None = None) -> Refusal:
-    """Map vLLM's in-band error object (``{"message", "type", "param", "code"}``) to the contract; ``document`` as in ``from_server``."""
+    """Map vLLM's in-stream error object (``{"message", "type", "param", "code"}``) to the gateway's error, like ``from_server``."""
     status, message, kind = event_status(error), _text(error.get("message")), _text(error.get("type"))
     return classify(status, message, kind, _name(error.get("param")), model, input_field, document)
 
 
 def event_status(error: Mapping[str, Any]) -> int:
-    """The status that an in-band error would have had."""
+    """Return the status that an error in a stream would have had."""
     code = error.get("code")
     return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
@@ -64,14 +63,14 @@ def event_status(error: Mapping[str, Any]) -> int:
 def classify(
     status: int, message: str, kind: str, param: str | None, model: str, input_field: str, document: Mapping[str, Any] | None = None
 ) -> Refusal:
-    """The decision behind ``from_server`` and ``from_event``, in the order of the rules below."""
+    """Decide which error the client gets. The rules apply in the order below."""
     if status == 404 or kind == "NotFoundError":
-        return _no_route(model) if message == "Not Found" else unknown_model(model)  # the words are FastAPI's, for a path it does not have
+        return _no_route(model) if message == "Not Found" else unknown_model(model)  # FastAPI's message for a path without a route
     if kind == "NotImplementedError" and message.endswith(" API"):  # "The model does not support Chat Completions API"
         return _no_route(model)
-    if status in (401, 403):  # our key was refused by our server: not the client's fault
+    if status in (401, 403):  # the server refused the gateway's key: not an error of the client
         return Refusal("server_error", "The model's server refused the gateway.")
-    if status == 429:  # no vLLM says so, but what stands in front of one may
+    if status == 429:  # vLLM has no such error, but a proxy in front of it may
         return Refusal("rate_limit_exceeded", "The model's server takes no more requests at the moment.")
     if status == 503:
         return Refusal("overloaded", "The model's server is overloaded.")
@@ -87,7 +86,7 @@ def classify(
 
 
 def _no_route(model: str) -> Refusal:
-    """A chat model has no /v1/embeddings, and the other way round."""
+    """Return the error for a route that the model does not have, such as /v1/embeddings of a chat model."""
     return Refusal("not_found", f"The model `{model[:NAME_LIMIT]}` does not serve this route.")
 
 
@@ -95,7 +94,7 @@ def _no_route(model: str) -> Refusal:
 
 
 def _read(body: bytes) -> tuple[str, str, str | None]:
-    """(message, type, param) of any error shape vLLM has: its own, FastAPI's ``detail``, Anthropic's, Cohere's, a bare string."""
+    """Return (message, type, param) of any error shape of vLLM: its own, FastAPI's ``detail``, Anthropic's, Cohere's, a string."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -111,12 +110,12 @@ def _read(body: bytes) -> tuple[str, str, str | None]:
 
 
 def _listed(details: list[Any]) -> str:
-    """FastAPI's own list of findings, in the form in which vLLM's handler writes it."""
+    """Return FastAPI's own list of findings in the form of vLLM's handler."""
     lines = []
     for each in details[: validation.MAX_FINDINGS]:
         if isinstance(each, dict) and isinstance(each.get("loc"), list):
-            place = ".".join(str(segment) for segment in each["loc"] if isinstance(segment, str | int))
-            lines.append(f"  {{'type': '{_word(each.get('type'))}', 'loc': {place!r}, 'msg': {_text(each.get('msg'))!r}")
+            path = ".".join(str(segment) for segment in each["loc"] if isinstance(segment, str | int))
+            lines.append(f"  {{'type': '{_word(each.get('type'))}', 'loc': {path!r}, 'msg': {_text(each.get('msg'))!r}")
     return "\n".join((f"{len(lines)} validation errors:", *lines)) if lines else ""
 
 
@@ -132,14 +131,14 @@ _PATH = re.compile(r"[A-Za-z_]\w*(?:(?:\.|\[)\w+\]?)*\Z")
 
 
 def _name(value: object) -> str | None:
-    """The field's path without class names; vLLM writes ``body.9`` for a byte offset, which names no field."""
+    """Return the field's path without class names. vLLM writes ``body.9`` for a byte offset, which does not name a field."""
     if not isinstance(value, str) or value == "body" or len(value) > NAME_LIMIT:
         return None
     path = value.removeprefix("body.")
     return (validation.without_classes(path) or None) if _PATH.match(path) else None
 
 
-# A response that the server could not make of what the model wrote
+# A response that the server could not build from the model's output
 
 _BAD_OUTPUT = (
     "The model's output was not valid, so the server could not build a response from it. Tool arguments that are not a JSON object "
@@ -149,14 +148,14 @@ _OF_OUTPUT = re.compile(
     r"(?:Response|Choice|ResponseData|Event|Delta|DeltaMessage|ChatMessage|Usage|UsageInfo|LogProbs?|ContentBlock|ToolCall|FunctionCall"
     r"|FunctionDefinition\]|OutputMessage|OutputText|ReasoningItem)\Z"
 )
-"""How the names of the classes end of which vLLM makes responses; those for requests end otherwise (Request, Param, Params, Options)."""
+"""Endings of the names of vLLM's response classes. The names of request classes end in Request, Param, Params or Options."""
 _NOT_JSON = re.compile(r"[A-Z][a-zA-Z' \\:]{5,60}: line \d+ column \d+ \(char \d+\)\Z")  # json.JSONDecodeError
 
 
 def _is_of_output(message: str, document: Mapping[str, Any] | None) -> bool:
-    """Whether vLLM refused its own response: an exception's text names the class, or the model's JSON could not be read.
+    """Return whether vLLM refused its own response: an exception names the class, or the model's JSON could not be parsed.
 
-    A request's JSON has been read before it was sent, so only a text in it that vLLM reads as JSON can be the client's fault.
+    The gateway parses a request's JSON before it sends it. So invalid JSON in a request can only be inside a string that vLLM parses.
     """
     report = validation.read(message) if " validation error" in message[:40] else None
     if report is not None:
@@ -164,10 +163,10 @@ def _is_of_output(message: str, document: Mapping[str, Any] | None) -> bool:
     return document is not None and _NOT_JSON.match(message) is not None and _bad_json(document, "") is None
 
 
-# Fields that vLLM's own words do not name
+# Fields that vLLM's messages do not name
 
 _Where = Callable[[Mapping[str, Any], str], str | None]
-"""From the document and the route's field for text to a path."""
+"""Returns a path, given the document and the route's field for text."""
 
 
 def _at(path: str) -> _Where:
@@ -186,7 +185,7 @@ def _first_of(*names: str) -> _Where:
 
 
 def _role(document: Mapping[str, Any], _: str) -> str | None:
-    """The first message whose role no API knows."""
+    """Return the path of the first message with an unknown role."""
     for path, message in validation.messages(document):
         if isinstance(message, dict) and message.get("role") not in validation.KNOWN_ROLES:
             return validation.dotted((*path, "role"))
@@ -194,7 +193,7 @@ def _role(document: Mapping[str, Any], _: str) -> str | None:
 
 
 def _media(document: Mapping[str, Any], _: str) -> str | None:
-    """The first part of a message that is no text."""
+    """Return the path of the first part of a message that is not text."""
     for path, message in validation.messages(document):
         parts = message.get("content") if isinstance(message, dict) else None
         for at, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -203,8 +202,8 @@ def _media(document: Mapping[str, Any], _: str) -> str | None:
     return None
 
 
-def _no_list(document: Mapping[str, Any], _: str) -> str | None:
-    """What vLLM goes through without a look at what it is."""
+def _not_a_list(document: Mapping[str, Any], _: str) -> str | None:
+    """Return the path of a value that vLLM iterates over without a check that it is a list."""
     if "messages" in document and not isinstance(document["messages"], list):
         return "messages"
     for path, message in validation.messages(document):
@@ -217,11 +216,11 @@ _JSON_TEXTS = (("structured_outputs", "json"), ("structured_outputs", "structura
 
 
 def _bad_json(document: Mapping[str, Any], _: str) -> str | None:
-    """A text that vLLM reads as JSON and that is not JSON: a constraint, or the arguments of an earlier tool call."""
-    for place in _JSON_TEXTS:
-        text = validation.value_at(document, place)
+    """Return the path of a string that vLLM parses as JSON and that is invalid: a constraint, or the arguments of a tool call."""
+    for json_path in _JSON_TEXTS:
+        text = validation.value_at(document, json_path)
         if isinstance(text, str) and not _is_json(text):
-            return validation.dotted(place)
+            return validation.dotted(json_path)
     for path, message in validation.messages(document):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for at, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -257,9 +256,8 @@ _CONSTRAINTS = _first_of(
 _SIZE = _first_of("dimensions", "output_dimension")
 
 
-class _Words(NamedTuple):
-    """Words of vLLM's, the field that they mean, and what is said instead, where they do not help the client. ``{0}`` is the
-    pattern's group."""
+class _KnownMessage(NamedTuple):
+    """A message of vLLM's, the field that it means, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
 
     pattern: re.Pattern[str]
     where: _Where
@@ -267,12 +265,12 @@ class _Words(NamedTuple):
     code: str = "invalid_value"
 
 
-def _words(pattern: str, where: _Where, instead: str | None = None, code: str = "invalid_value") -> _Words:
-    return _Words(re.compile(pattern), where, instead, code)
+def _known_message(pattern: str, where: _Where, instead: str | None = None, code: str = "invalid_value") -> _KnownMessage:
+    return _KnownMessage(re.compile(pattern), where, instead, code)
 
 
-def _not_enabled(pattern: str, what: str, where: _Where) -> _Words:
-    return _words(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
+def _not_enabled(pattern: str, what: str, where: _Where) -> _KnownMessage:
+    return _known_message(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
 
 
 _KNOWN = (
@@ -288,42 +286,44 @@ _KNOWN = (
     _not_enabled(r"--enable-mm-embeds", "Embeddings as images, sounds or videos are", _media),
     _not_enabled(r"--pooler-config\.task", "This task is", _at("task")),
     _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", _at("messages")),
-    _words(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
-    _words(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
-    _words(r"At most \d+ \w+\(s\) may be provided", _media),
-    _words(r"empty conversation", _at("messages"), "The list needs at least one message."),
-    _words(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
-    _words(r"'\w+' object is not iterable\Z", _no_list, "Input should be a valid list"),
-    _words(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
-    _words(r"\AToken id -?\d+ is out of vocabulary", _text_field),
-    _words(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
-    _words(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
-    _words(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
-    _words(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
-    _words(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
-    _words(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
-    _words(r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"),
-    _words(
+    _known_message(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
+    _known_message(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
+    _known_message(r"At most \d+ \w+\(s\) may be provided", _media),
+    _known_message(r"empty conversation", _at("messages"), "The list needs at least one message."),
+    _known_message(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
+    _known_message(r"'\w+' object is not iterable\Z", _not_a_list, "Input should be a valid list"),
+    _known_message(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
+    _known_message(r"\AToken id -?\d+ is out of vocabulary", _text_field),
+    _known_message(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
+    _known_message(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
+    _known_message(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
+    _known_message(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
+    _known_message(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
+    _known_message(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
+    _known_message(
+        r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"
+    ),
+    _known_message(
         r"\A(?:Invalid value for `tool_choice`|tool_choice )",
         _at("tool_choice"),
         "Only named tools, 'none', 'auto' or 'required' are supported.",
     ),
-    _words(
+    _known_message(
         r"one kind of (?:structured outputs constraint|constraints for structured outputs)",
         _at("structured_outputs"),
         "Exactly one constraint must be set.",
     ),
-    _words(
+    _known_message(
         r"[Gg]rammar|[Rr]egex|JSON [Ss]chema|json_schema|structural.tag|jsonschema|Invalid type: |choices into|structured outputs?\b",
         _CONSTRAINTS,
     ),
 )
-"""In the order in which they are tried."""
+"""They are tried in this order."""
 
 _OVERFLOW = re.compile(
     r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
 )
-_TOO_LONG = ("input_tokens", "input_text")  # what vLLM blames when the text does not fit
+_TOO_LONG = ("input_tokens", "input_text")  # the names that vLLM uses if the text does not fit
 _PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+(?:, value=|\)$)")
 _INSIDE = re.compile(r"(?:unix|https?|tcp|ipc)://?\S+|(?<![\w.<])/(?:[\w.@+-]+/)+[\w.@+-]*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]+|\bVLLM_[A-Z]|environment variable")
@@ -334,11 +334,11 @@ _ENABLE = "This request needs a feature that is not enabled for this model; ask 
 
 
 def _invalid(report: validation.Report, param: str | None, document: Mapping[str, Any] | None) -> Refusal:
-    """pydantic's findings, as sentences."""
-    found = validation.fault(report, document)
+    """Return the error for pydantic's findings, as sentences."""
+    found = validation.explain(report, document)
     if found is None:
-        words = f"{param}: Input is not valid" if param else "The request does not have the right shape."
-        return Refusal("invalid_value" if param else "invalid_request", words, param=param)
+        text = f"{param}: Input is not valid" if param else "The request does not have the right shape."
+        return Refusal("invalid_value" if param else "invalid_request", text, param=param)
     message = _INSIDE.sub("…", found.message)[:_MESSAGE_LIMIT]
     if found.missing:
         return Refusal("missing_required_parameter", message, param=found.param)
@@ -346,7 +346,7 @@ def _invalid(report: validation.Report, param: str | None, document: Mapping[str
 
 
 def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
-    """vLLM's own words, with the field that they mean."""
+    """Return the error for a message of vLLM's own, with the field that it means."""
     if param in _TOO_LONG or (_OVERFLOW.search(message) and status == 400):
         blamed = input_field if param in _TOO_LONG else param
         return Refusal("context_length_exceeded", _helpful(message) or "The input is too long for this model.", param=blamed)
@@ -364,22 +364,22 @@ def _refused(status: int, message: str, param: str | None, input_field: str, doc
                 message, own = known.instead.format(*found.groups("")), True
             break
     else:
-        param = _beginning(message, param, document)
-    words = _helpful(_without_echo(message, param, document))
-    if not words and message:
+        param = _first_field(message, param, document)
+    text = _helpful(_without_echo(message, param, document))
+    if not text and message:
         return Refusal("feature_not_enabled", _ENABLE, param=param)
-    if param and words and not _names(words, param, own=own):
-        words = f"{param}: {words}"
-    return Refusal(code if param or code != "invalid_value" else "invalid_request", words or "The request is not valid.", param=param)
+    if param and text and not _names(text, param, own=own):
+        text = f"{param}: {text}"
+    return Refusal(code if param or code != "invalid_value" else "invalid_request", text or "The request is not valid.", param=param)
 
 
-def _names(words: str, param: str, *, own: bool) -> bool:
-    """Whether a sentence names the field. In our own sentences only a quoted name counts: their other words are English."""
-    return f"'{param}'" in words or (not own and re.search(rf"(?<![\w.]){re.escape(param)}(?![\w]|\.\w)", words) is not None)
+def _names(text: str, param: str, *, own: bool) -> bool:
+    """Return whether a sentence names the field. In the gateway's own sentences only a quoted name counts: other text are English."""
+    return f"'{param}'" in text or (not own and re.search(rf"(?<![\w.]){re.escape(param)}(?![\w]|\.\w)", text) is not None)
 
 
-def _beginning(message: str, param: str | None, document: Mapping[str, Any]) -> str | None:
-    """The field that the words begin with, where vLLM names none: ``min_p must be in [0, 1], got 5.0.``"""
+def _first_field(message: str, param: str | None, document: Mapping[str, Any]) -> str | None:
+    """Return the field that a message starts with if vLLM does not name one: ``min_p must be in [0, 1], got 5.0.``"""
     if param is not None:
         return param
     first = _FIRST.match(message)
@@ -389,7 +389,7 @@ def _beginning(message: str, param: str | None, document: Mapping[str, Any]) -> 
 
 
 def _without_echo(message: str, param: str | None, document: Mapping[str, Any]) -> str:
-    """Without the client's own text, where the words repeat the whole of the field's."""
+    """Remove the client's own text if the message repeats the whole value of the field."""
     value = validation.value_at(document, tuple((param or "").split(".")))
     if isinstance(value, str) and 2 < len(value) < _MESSAGE_LIMIT:
         return message.replace(f": {value!r}", "").replace(f": {value}", "").replace(value, "…")
@@ -397,13 +397,13 @@ def _without_echo(message: str, param: str | None, document: Mapping[str, Any]) 
 
 
 def _helpful(message: str) -> str:
-    """The server's words without its internals."""
+    """Remove the server's internals from its message."""
     message = message.rstrip()
     parameter = _PARAMETER.search(message) if message.endswith(")") else None
     if parameter is not None:
         message = message[: parameter.start()]
     first, line_break, rest = message.partition("\n")
-    if line_break:  # a drawing of the place in a regular expression or a grammar, and what is wrong there
+    if line_break:  # a drawing of the position in a regular expression or a grammar, and the error there
         cause = _CAUSE.search(rest)
         message = first if cause is None else f"{first} {cause[1]}"
     if _FLAG.search(message) is not None:  # settings of the server are the operator's to change

@@ -1,9 +1,9 @@
-"""vLLM's validation errors as sentences with field paths: ``tools.0.function.name: Field required``. Pure.
+"""Translates vLLM's validation errors to sentences with field paths: ``tools.0.function.name: Field required``. Pure.
 
-Owns the two forms in which pydantic's findings arrive (the list of vLLM's ``validation_exception_handler``, and the text of an
-exception), the choice of the branch that helps where a field may have several shapes, and the place of findings that vLLM reports
-without one. The rules: a sentence holds a path, pydantic's words for the reason, and nothing of what the client sent but names of
-fields; everything is linear in the length of the error and of the request, and bounded.
+Owns the two forms of pydantic's findings (the list of vLLM's ``validation_exception_handler``, and the text of an exception), the choice of
+the helpful branch if a field may have several shapes, and the location of findings that vLLM reports without a path. The rules: a sentence
+has a path and pydantic's reason, and of the client's text only the names of fields. Everything takes time in proportion to the lengths of
+the error and the request, and is bounded.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 Path = tuple[str, ...]
 
 MAX_FINDINGS = 64
-"""Findings that are read. vLLM lists ten; the text of an exception has as many as the field has shapes."""
+"""Findings that are read. vLLM lists ten; the text of an exception has one for each shape that the field may have."""
 MAX_SEARCHED = 4096
-"""Messages, and parts of them, among which a finding without a place is looked for."""
+"""Messages and parts of messages that are searched for a finding without a path."""
 _MAX_SENTENCES = 10
-_MAX_WORDS = 300  # characters of one reason
+_MAX_REASON = 300  # characters of one reason
 _MAX_SEGMENT = 64  # characters of one name in a path
 _MAX_SEGMENTS = 32  # names in a path
 _MAX_EXPECTED = 12  # accepted values that are listed
 
 
 class Finding(NamedTuple):
-    """One of pydantic's findings: its ``kind`` (``missing``, ``string_type``, …), where, and why. ``path`` is relative to the body."""
+    """One of pydantic's findings. ``kind`` is ``missing``, ``string_type`` and so on; ``path`` is relative to the body."""
 
     kind: str
     path: Path
@@ -36,26 +36,26 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What an error says: ``title`` is the class that failed, in the text form only; ``more``: further findings were left out."""
+    """The findings of an error. ``title``: the class that failed, in the text form only. ``more``: further findings were left out."""
 
     title: str | None
     findings: tuple[Finding, ...]
     more: bool = False
 
 
-class Fault(NamedTuple):
-    """What the client reads: sentences, the path of the first, and whether that field is missing."""
+class Explanation(NamedTuple):
+    """The explanation for the client: sentences, the path of the first one, and whether that field is missing."""
 
     message: str
     param: str | None
     missing: bool
 
 
-# Reading the two forms. Client text is written as Python literals in both, without line breaks: a line's beginning is vLLM's own.
+# Reading the two forms. Both write client text as Python literals without line breaks, so the start of a line is vLLM's own text.
 
 _LISTED = re.compile(r"\d+ validation errors?:\n")
 _TITLED = re.compile(r"\d+ validation errors? for ([^\n]{0,300})\n")
-_ENTRY = re.compile(
+_LISTED_FINDING = re.compile(
     r"""  \{'type': '(\w+)', 'loc': (?:'([^'\\]*)'|"([^"\\]*)"|\(([^()]*)\)), 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
 )
 _REASON = re.compile(r"  (\S.*?) \[type=(\w+)[,\]]")
@@ -64,43 +64,43 @@ _EXPECTED = re.compile(r"'([^']*)'")
 
 
 def read(message: str) -> Report | None:
-    """The findings of a message in either form; None for another message."""
+    """Return the findings of a message in either form; None for another message."""
     listed = _LISTED.match(message)
     if listed is not None:
         lines = message[listed.end() :].split("\n")
-        return Report(None, tuple(_entries(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS)
+        return Report(None, tuple(_listed_findings(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS)
     titled = _TITLED.match(message)
     if titled is None:
         return None
     lines = message[titled.end() :].split("\n")
-    return Report(titled[1], tuple(_paragraphs(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
+    return Report(titled[1], tuple(_text_findings(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
 
 
-def _entries(lines: Iterable[str]) -> Iterator[Finding]:
+def _listed_findings(lines: Iterable[str]) -> Iterator[Finding]:
     for line in lines:
-        found = _ENTRY.match(line)
+        found = _LISTED_FINDING.match(line)
         if found is None:
             continue
         kind, one, other, several, *words = found.groups()
-        place = one or other or ".".join("".join(pair) for pair in _QUOTED.findall(several or ""))
-        path = tuple(place.split(".", _MAX_SEGMENTS))
+        path_text = one or other or ".".join("".join(pair) for pair in _QUOTED.findall(several or ""))
+        path = tuple(path_text.split(".", _MAX_SEGMENTS))
         reason = next((each for each in words if each is not None), "")
         path = path[1:_MAX_SEGMENTS] if path[:1] == ("body",) else path[:_MAX_SEGMENTS]
         yield Finding(kind, path, reason.replace("\\'", "'").replace('\\"', '"'))
 
 
-def _paragraphs(lines: Sequence[str]) -> Iterator[Finding]:
-    """A line with the place, one with the reason and the kind, one with a link; no place where the whole value is meant."""
-    place = ""
+def _text_findings(lines: Sequence[str]) -> Iterator[Finding]:
+    """Parse a line with the path, a line with the reason and the kind, and a line with a link. The path is missing for the whole value."""
+    path_text = ""
     for line in lines:
         if not line.startswith("  "):
-            place = line
+            path_text = line
         elif (found := _REASON.match(line)) is not None:
-            yield Finding(found[2], tuple(place.split(".", _MAX_SEGMENTS)[:_MAX_SEGMENTS]) if place else (), found[1])
-            place = ""
+            yield Finding(found[2], tuple(path_text.split(".", _MAX_SEGMENTS)[:_MAX_SEGMENTS]) if path_text else (), found[1])
+            path_text = ""
 
 
-# Places: which segments of a path are fields, and which name the branch of a union
+# Paths: which segments are fields, and which segments name the branch of a union
 
 _CLASS = re.compile(r"[A-Z]\w*\Z")
 _INTERNAL = re.compile(
@@ -109,15 +109,15 @@ _INTERNAL = re.compile(
 _UNKNOWN = object()
 
 
-class _Placed(NamedTuple):
+class _Located(NamedTuple):
     kind: str
     path: Path
     reason: str
     branches: tuple[tuple[int, str], ...] = ()
-    """Names of branches, each with the length of the path at which the union is."""
+    """Names of branches, each with the length of the union's path."""
 
 
-def _place(finding: Finding, document: Any) -> _Placed:
+def _locate(finding: Finding, document: Any) -> _Located:
     path: list[str] = []
     branches: list[tuple[int, str]] = []
     value = document
@@ -127,27 +127,27 @@ def _place(finding: Finding, document: Any) -> _Placed:
         if below is _UNKNOWN and (_CLASS.match(segment) or _INTERNAL.search(segment)):
             branches.append((len(path), segment))
         elif below is _UNKNOWN and at < last and isinstance(value, dict) and value.get("type") == segment:
-            continue  # the branch that the value's own type has chosen
+            continue  # the branch that the value's own type selects
         else:
             path.append(segment)
             value = below
     if _lacks_arguments(finding, value):
         path.append(_ARGUMENTS)
-    return _Placed(finding.kind, tuple(path), finding.reason, tuple(branches))
+    return _Located(finding.kind, tuple(path), finding.reason, tuple(branches))
 
 
 _ARGUMENTS = "arguments"
-"""A field of tool calls that vLLM takes for a name of pydantic's own and leaves out of paths (``_INTERNAL_LOC_MARKERS``)."""
+"""A field of tool calls that vLLM mistakes for one of pydantic's own names and omits from paths (``_INTERNAL_LOC_MARKERS``)."""
 
 
 def _lacks_arguments(finding: Finding, value: Any) -> bool:
-    """Whether a finding about a tool call's ``function``, which is there and an object, is about its arguments."""
+    """Return whether a finding about a tool call's ``function``, which exists and is an object, is about its arguments."""
     about = finding.path[-1:] == ("function",) and finding.kind in ("missing", "string_type")
     return about and isinstance(value, dict) and not isinstance(value.get(_ARGUMENTS), str)
 
 
 def _below(value: Any, segment: str) -> Any:
-    """The member of an object or a list by this name; _UNKNOWN where there is none."""
+    """Return the field of an object or the item of a list by this name; _UNKNOWN if there is none."""
     if isinstance(value, dict):
         return value.get(segment, _UNKNOWN)
     if isinstance(value, list) and segment.isdecimal() and len(segment) < 10 and int(segment) < len(value):
@@ -156,18 +156,18 @@ def _below(value: Any, segment: str) -> Any:
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """What a document holds at a path; the private marker of nothing where it holds nothing."""
+    """Return the value of a document at a path; a private marker if there is none."""
     for segment in path:
         document = _below(document, segment)
     return document
 
 
 def holds(document: Any, path: Path) -> bool:
-    """Whether a document has something at a path."""
+    """Return whether a document has a value at a path."""
     return value_at(document, path) is not _UNKNOWN
 
 
-# Findings without a place: vLLM validates some values again, apart from the body
+# Findings without a path: vLLM validates some values again, separately from the body
 
 _OBJECT = frozenset({"dict_type", "model_attributes_type", "model_type"})
 _LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
@@ -185,13 +185,13 @@ def _rebased(report: Report, document: Any) -> tuple[Finding, ...]:
             return tuple(each._replace(path=prefix + each.path) for each in findings)
     if in_list:
         for path, message in messages(document):
-            if isinstance(message, dict) and isinstance(message.get("content"), dict):  # vLLM went through its members' names
+            if isinstance(message, dict) and isinstance(message.get("content"), dict):  # vLLM iterated over the names of its fields
                 return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
     return findings
 
 
 def messages(document: Any) -> Iterator[tuple[Path, Any]]:
-    """The first messages and input items of a body, with their paths; those of several conversations too."""
+    """Return the first messages and input items of a body with their paths, also of several conversations."""
     return islice(_messages(document), MAX_SEARCHED)
 
 
@@ -214,7 +214,7 @@ def _lists(document: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _parts(document: Any) -> Iterator[tuple[Path, Any]]:
-    """What vLLM validates one by one: parts of messages, tools, the choice of a tool, the body itself."""
+    """Yield the values that vLLM validates separately: parts of messages, tools, the tool choice, the body itself."""
     for path, values in _lists(document):
         for at, value in enumerate(values):
             yield (*path, str(at)), value
@@ -226,7 +226,7 @@ def _parts(document: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _fits(finding: Finding, value: Any) -> bool:
-    """Whether pydantic would have found this of a value."""
+    """Return whether pydantic would report this finding for a value."""
     path = [segment for segment in finding.path if not _CLASS.match(segment) and not _INTERNAL.search(segment)]
     last = path.pop() if finding.kind == "missing" and path else None
     value = value_at(value, tuple(path))
@@ -243,7 +243,7 @@ def _fits(finding: Finding, value: Any) -> bool:
     return finding.kind != "literal_error" or value not in _EXPECTED.findall(finding.reason)
 
 
-# Choosing what helps
+# Choosing the helpful findings
 
 _DISCRIMINATORS = ("type", "role")
 _BODIES: tuple[frozenset[str], ...] = tuple(
@@ -273,30 +273,30 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "compaction": ("encrypted_content",),
     }
 )
-"""What an input item of a type needs. vLLM's list of findings ends before it comes to these."""
+"""The required fields of an input item, by type. vLLM's list of findings ends before it reaches them."""
 KNOWN_ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 """The roles of messages."""
 _KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
 
 
-def _chosen(placed: list[_Placed], document: Any, more: bool) -> list[_Placed]:
-    """Without the findings of branches that the client did not mean."""
-    while any(each.branches for each in placed):
-        depth, _ = next(each.branches[0] for each in placed if each.branches)
-        union = next(each.path[:depth] for each in placed if each.branches)
-        branches: dict[str, list[_Placed]] = {}
+def _chosen(located: list[_Located], document: Any, more: bool) -> list[_Located]:
+    """Remove the findings of branches that the client did not mean."""
+    while any(each.branches for each in located):
+        depth, _ = next(each.branches[0] for each in located if each.branches)
+        union = next(each.path[:depth] for each in located if each.branches)
+        branches: dict[str, list[_Located]] = {}
         others = []
-        for each in placed:
+        for each in located:
             if each.branches and each.branches[0][0] == depth and each.path[:depth] == union:
                 branches.setdefault(each.branches[0][1], []).append(each._replace(branches=each.branches[1:]))
             else:
                 others.append(each)
-        placed = others + _branch(union, branches, value_at(document, union), more)
-    return placed
+        located = others + _branch(union, branches, value_at(document, union), more)
+    return located
 
 
-def _branch(union: Path, branches: Mapping[str, list[_Placed]], value: Any, more: bool) -> list[_Placed]:
-    """What is said of a value that fits none of these branches."""
+def _branch(union: Path, branches: Mapping[str, list[_Located]], value: Any, more: bool) -> list[_Located]:
+    """Return the findings to report for a value that fits none of these branches."""
     found = [each for branch in branches.values() for each in branch]
     if value is not _UNKNOWN and not isinstance(value, dict):
         return [each for each in found if each.path == union] or found
@@ -304,20 +304,20 @@ def _branch(union: Path, branches: Mapping[str, list[_Placed]], value: Any, more
     given = next((value[name] for name in names if isinstance(value, dict) and isinstance(value.get(name), str)), None)
     marks = {(*union, name) for name in (names[:1] if names is _DISCRIMINATORS else names)}
     unlike = [any(each.path in marks for each in branch) for branch in branches.values()]
-    whole = list(branches.values())[: -1 if more and len(branches) > 1 else None]  # the last one listed may lack findings
+    whole = list(branches.values())[: -1 if more and len(branches) > 1 else None]  # findings of the last listed branch may be missing
     if given is not None or value is _UNKNOWN or not any(unlike):
         for branch, is_unlike in zip(whole, unlike, strict=False):
             if not is_unlike:
                 return branch
     if more and given in _KNOWN:
         return _unlisted(union, whole, marks, value, str(given))
-    places = {(*union, name) for name in _DISCRIMINATORS}
-    return _discriminator(union, [each for each in found if each.path in places], value, more)
+    paths = {(*union, name) for name in _DISCRIMINATORS}
+    return _discriminator(union, [each for each in found if each.path in paths], value, more)
 
 
-def _unlisted(union: Path, branches: Sequence[list[_Placed]], marks: set[Path], value: Any, given: str) -> list[_Placed]:
-    """What is said of a value whose type or role exists, and whose own branch is not among those that vLLM has listed."""
-    absent = [_Placed("missing", (*union, name), "") for name in _REQUIRED.get(given, ()) if name not in value]
+def _unlisted(union: Path, branches: Sequence[list[_Located]], marks: set[Path], value: Any, given: str) -> list[_Located]:
+    """Return the findings to report for a value whose type or role exists, but whose branch vLLM has not listed."""
+    absent = [_Located("missing", (*union, name), "") for name in _REQUIRED.get(given, ()) if name not in value]
     if absent:
         return absent
     first = branches[0]
@@ -325,11 +325,11 @@ def _unlisted(union: Path, branches: Sequence[list[_Placed]], marks: set[Path], 
     if shared and given in KNOWN_ROLES:
         path = next(each.path for each in first if each.path in shared)
         return [each for each in first if each.path == path]
-    return [_Placed("branch", union, f"The fields do not fit '{given}'")]
+    return [_Located("branch", union, f"The fields do not fit '{given}'")]
 
 
-def _discriminator(union: Path, found: list[_Placed], value: Any, more: bool) -> list[_Placed]:
-    """The type, or else the role, is what is wrong: all values that any branch takes."""
+def _discriminator(union: Path, found: list[_Located], value: Any, more: bool) -> list[_Located]:
+    """Return a finding about the type or the role, with the values that any of the branches accepts."""
     present = [name for name in _DISCRIMINATORS if isinstance(value, dict) and name in value]
     named = {each.path[-1] for each in found}
     name = next((each for each in (*present, "role", "type") if each in named), "type")
@@ -338,37 +338,37 @@ def _discriminator(union: Path, found: list[_Placed], value: Any, more: bool) ->
     if name not in present or not wrong:
         return [each for each in of_name if each.kind == "missing"][:1] or of_name[:1]
     expected = dict.fromkeys(word for each in wrong for word in _EXPECTED.findall(each.reason))
-    return [_Placed("literal_error", (*union, name), " ".join(f"'{word}'" for word in expected) + ("…" if more else ""))]
+    return [_Located("literal_error", (*union, name), " ".join(f"'{word}'" for word in expected) + ("…" if more else ""))]
 
 
-def _without_other_bodies(placed: list[_Placed], document: Any) -> list[_Placed]:
-    """Without the fields that only another kind of body would need."""
+def _without_other_bodies(located: list[_Located], document: Any) -> list[_Located]:
+    """Remove the fields that only another kind of body requires."""
     if not isinstance(document, dict):
-        return placed
+        return located
     meant = max(_BODIES, key=lambda body: sum(name in document for name in body))
     if not any(name in document for name in meant):
-        meant = next((body for body in _BODIES for each in placed if each.kind == "missing" and set(each.path) <= body), meant)
+        meant = next((body for body in _BODIES for each in located if each.kind == "missing" and set(each.path) <= body), meant)
     foreign = frozenset().union(*_BODIES) - meant
-    kept = [each for each in placed if not (each.kind == "missing" and len(each.path) == 1 and each.path[0] in foreign)]
-    return kept or placed
+    remaining = [each for each in located if not (each.kind == "missing" and len(each.path) == 1 and each.path[0] in foreign)]
+    return remaining or located
 
 
-def _without_mixtures(placed: list[_Placed], document: Any) -> list[_Placed]:
-    """Of a union whose branches vLLM leaves unnamed: what is below members that the client has set; or else the type that is wrong."""
-    types = [each.path for each in placed if each.kind == "literal_error" and each.path[-1:] == ("type",)]
+def _without_mixtures(located: list[_Located], document: Any) -> list[_Located]:
+    """Reduce the findings of a union without branch names: to those below fields that the client has set, or else to the wrong type."""
+    types = [each.path for each in located if each.kind == "literal_error" and each.path[-1:] == ("type",)]
     for path in {each for each in types if types.count(each) > 1}:
         union, depth = path[:-1], len(path) - 1
-        inside = [each for each in placed if each.path[:depth] == union and len(each.path) > depth]
+        inside = [each for each in located if each.path[:depth] == union and len(each.path) > depth]
         deeper = [each for each in inside if each.path != path and len(each.path) > depth + 1 and holds(document, each.path[: depth + 1])]
         keep = deeper or [each for each in inside if each.path == path]
-        placed = [each for each in placed if each not in inside or each in keep]
-    return placed
+        located = [each for each in located if each not in inside or each in keep]
+    return located
 
 
-def _without_prefixes(placed: list[_Placed]) -> list[_Placed]:
-    """What is wrong inside of a value says more than that the value could have had another shape."""
-    above = {each.path[:depth] for each in placed for depth in range(len(each.path))}
-    return [each for each in placed if each.path not in above]
+def _without_prefixes(located: list[_Located]) -> list[_Located]:
+    """Remove findings about a value if there are findings inside of it, which are more specific."""
+    above = {each.path[:depth] for each in located for depth in range(len(each.path))}
+    return [each for each in located if each.path not in above]
 
 
 # Sentences
@@ -394,38 +394,38 @@ _NOUNS: Mapping[str, str] = MappingProxyType(
 _PREFIXES = ("Value error, ", "Assertion failed, ")
 _NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
 _WORD = re.compile(r"[a-z_]\w+")
-_NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class of vLLM's Cohere API
+_NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class in vLLM's Cohere API
 
 
-def fault(report: Report, document: Any = None) -> Fault | None:
-    """What the client reads of a report; None where no finding could be read. ``document``: the body that the server got."""
-    placed = [_place(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
-    placed = _chosen(placed, document, report.more)
-    placed = _without_prefixes(_without_mixtures(_without_other_bodies(placed, document), document))
-    by_path: dict[Path, list[_Placed]] = {}
-    for each in placed:
+def explain(report: Report, document: Any = None) -> Explanation | None:
+    """Explain a report to the client; None if no finding could be read. ``document``: the body that the server got."""
+    located = [_locate(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
+    located = _chosen(located, document, report.more)
+    located = _without_prefixes(_without_mixtures(_without_other_bodies(located, document), document))
+    by_path: dict[Path, list[_Located]] = {}
+    for each in located:
         by_path.setdefault(each.path, []).append(each)
-    said = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
-    if not said:
+    sentences = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
+    if not sentences:
         return None
-    message, param = "; ".join(dict.fromkeys(each.message for each in said)), said[0].param
-    if param is None and isinstance(document, dict):  # words about the body as a whole
+    message, param = "; ".join(dict.fromkeys(each.message for each in sentences)), sentences[0].param
+    if param is None and isinstance(document, dict):  # text about the body as a whole
         param = next((word for word in _WORD.findall(message) if word in document), None)
-    return Fault(message, param, said[0].missing)
+    return Explanation(message, param, sentences[0].missing)
 
 
 def dotted(path: Path) -> str:
-    """A path as clients read it."""
+    """Return a path in dotted form, as clients read it."""
     return ".".join(segment if len(segment) <= _MAX_SEGMENT and segment.isprintable() else "…" for segment in path)
 
 
 def without_classes(path: str) -> str:
-    """A path as vLLM writes it, without the names of pydantic's classes."""
+    """Return a path of vLLM's without the names of pydantic's classes."""
     return dotted(tuple(segment for segment in path.split(".") if not _CLASS.match(segment)))
 
 
-def _sentence(path: Path, found: Sequence[_Placed]) -> Fault:
-    """What is wrong at one path. pydantic's words of a tag hold the client's own, so those are written again from what is expected."""
+def _sentence(path: Path, found: Sequence[_Located]) -> Explanation:
+    """Return the sentence for one path. pydantic's message about a tag repeats the client's value: the expected values replace it."""
     kinds = [each.kind for each in found]
     first = found[0]
     if first.kind.startswith("union_tag"):
@@ -437,13 +437,13 @@ def _sentence(path: Path, found: Sequence[_Placed]) -> Fault:
     missing = "missing" in kinds or "union_tag_not_found" in kinds or needs is not None
     named = _NAMED.match(reason)
     if where and named is not None and (named[1] == where or named[1].startswith(f"{where}.")):
-        return Fault(reason, named[1], missing)
-    if not where:  # of the whole body, which may name a field itself
-        return Fault(reason, named[1] if named is not None and ("." in named[1] or "_" in named[1]) else None, missing)
-    return Fault(f"{where}: {reason}", where, missing)
+        return Explanation(reason, named[1], missing)
+    if not where:  # about the whole body; the reason may name a field
+        return Explanation(reason, named[1] if named is not None and ("." in named[1] or "_" in named[1]) else None, missing)
+    return Explanation(f"{where}: {reason}", where, missing)
 
 
-def _reason(found: Sequence[_Placed]) -> str:
+def _reason(found: Sequence[_Located]) -> str:
     first = found[0]
     if any(each.kind in ("missing", "union_tag_not_found") for each in found):
         return "Field required"
@@ -460,7 +460,7 @@ def _reason(found: Sequence[_Placed]) -> str:
     reason = first.reason
     for prefix in _PREFIXES:
         reason = reason.removeprefix(prefix)
-    return reason.strip()[:_MAX_WORDS] or "Input is not valid"
+    return reason.strip()[:_MAX_REASON] or "Input is not valid"
 
 
 def _one_of(expected: Iterable[str], more: bool) -> str:

@@ -14,7 +14,7 @@ from time import monotonic
 
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
-from gateway.api.vllm_errors import fault, from_server
+from gateway.api.vllm_errors import from_server, server_failure
 from gateway.auth.catalog import CatalogEntry, named_model
 from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
@@ -281,7 +281,7 @@ async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest,
     request, body = upstream.request, upstream.body
     if not 200 <= response.status < 300:
         content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
-        response.fault = fault(response.server.name, response.status, content.decode("latin-1"))
+        response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
         retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
         raise from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
     if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":

@@ -24,7 +24,7 @@ from gateway.api.response_fields import MARKS, Fields, Marks, Observer, of_body,
 from gateway.api.routes import Dialect
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged
-from gateway.api.vllm_errors import event_status, fault, from_event
+from gateway.api.vllm_errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import Outcome
 from gateway.proxy.fast_path import fast_path
@@ -370,7 +370,7 @@ class EventRelay(ResponseRelay):
     def _server_error(self, error: Mapping[str, Any], number: int) -> bytes:
         upstream, body = self._upstream, self._upstream.body
         document = body.sent_document() if len(body.content) <= MEDIUM else None  # parsing more would delay other clients
-        failure = fault(self._response.server.name, event_status(error), str(error.get("message")))
+        failure = server_failure(self._response.server.name, event_status(error), str(error.get("message")))
         return self._error_event(from_event(error, upstream.name, body.input_field, document), failure, number)
 
     def _error_event(self, refusal: Refusal, failure: UpstreamError | None, number: int) -> bytes:

@@ -24,7 +24,7 @@ import orjson
 from gateway.api.errors import ERRORS, Refusal, render
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.media_urls import MediaHosts
-from gateway.api.response_fields import HELD, Fields, Observer, of_body, of_event
+from gateway.api.response_fields import WHOLE_SIZE, Fields, Observer, of_body, of_event
 from gateway.api.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.api.usage import Usage
 from gateway.api.vllm_errors import from_server
@@ -310,9 +310,9 @@ def echo(data: bytes) -> None:
     body = {"x": echoed, "metadata": {text: text}, "choices": [choice], "status": "completed", "usage": usage, "input_messages": echoed}
     if dialect is Dialect.COHERE:
         body["meta"] = {"x": {"billed_units": text}, "billed_units": usage}
-    for wire in (orjson.dumps(body), orjson.dumps(body | {"y": "z" * HELD})):
+    for wire in (orjson.dumps(body), orjson.dumps(body | {"y": "z" * WHOLE_SIZE})):
         observer = Observer(dialect)
-        for piece in _pieces(data[:1] + wire) if len(wire) < HELD else [wire[: len(text)], wire[len(text) :]]:
+        for piece in _pieces(data[:1] + wire) if len(wire) < WHOLE_SIZE else [wire[: len(text)], wire[len(text) :]]:
             observer.feed(piece)
         assert observer.fields == of_body(wire, dialect) == Fields(Usage(5, 7), is_final=True)
     event = b"event: x\ndata: %b\n\n" % orjson.dumps({"type": "x", "delta": text, "item": echoed, "choices": [choice]})

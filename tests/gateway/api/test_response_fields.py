@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.response_fields import HELD, MARKS, Fields, Observer, of_body, of_document, of_event
+from gateway.api.response_fields import MARKS, WHOLE_SIZE, Fields, Observer, of_body, of_document, of_event
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from tests.gateway.api.test_json_scan import CUTS, FORMS, pieces
@@ -90,7 +90,7 @@ def observed(parts: list[bytes], dialect: Dialect) -> Fields:
 def test_an_echo_changes_nothing(
     echo: Any, dialect: Dialect, stopped: bool, form: dict[str, Any], places: list[int], shuffled: Any, long: bool
 ) -> None:
-    members = list(bodies([echo, "a" * HELD] if long else echo, stopped)[dialect].items())
+    members = list(bodies([echo, "a" * WHOLE_SIZE] if long else echo, stopped)[dialect].items())
     shuffled.shuffle(members)
     wire = json.dumps(dict(members), **form).encode()
     expected = Fields(USAGE, stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN), is_final=True)
@@ -103,7 +103,7 @@ def test_an_echo_alone_is_nothing(dialect: Dialect, echo: Any) -> None:
     document = bodies(echo, stopped=False)[dialect]
     document.pop("meta" if dialect is Dialect.COHERE else "usage")
     wire = json.dumps(document).encode()
-    assert of_body(wire, dialect) == observed([wire], dialect) == of_body(wire + b" " * HELD, dialect) == Fields(is_final=True)
+    assert of_body(wire, dialect) == observed([wire], dialect) == of_body(wire + b" " * WHOLE_SIZE, dialect) == Fields(is_final=True)
 
 
 def events(echo: Any, stopped: bool) -> dict[Dialect, list[dict[str, Any]]]:
@@ -154,14 +154,14 @@ def test_every_event_with_a_field_has_a_mark(dialect: Dialect, form: dict[str, A
 
 
 @pytest.mark.parametrize("spelled", [b'"us\\u0061ge"', b'"\\u0075sage"', b'"usage"  '])
-@pytest.mark.parametrize("padding", [b"", b" " * HELD])
+@pytest.mark.parametrize("padding", [b"", b" " * WHOLE_SIZE])
 def test_a_key_may_be_spelled_otherwise(spelled: bytes, padding: bytes) -> None:
     wire = padding + b'{"choices":[{"finish_r\\u0065ason":"ab\\u006frt"}],%b:{"prompt_tokens":7}}' % spelled
     assert of_body(wire, Dialect.CHAT) == Fields(Usage(7), stopped=True, is_final=True)
 
 
 @each_row("usage", ['{"prompt_tokens":-1}', "5", "null", '"x"', "[]", '{"prompt_tokens":"5"}'])
-@each_row("padding", ["", " " * HELD])
+@each_row("padding", ["", " " * WHOLE_SIZE])
 def test_a_usage_that_is_none_hides_nothing_else(usage: str, padding: str) -> None:
     wire = f'{padding}{{"usage":{usage},"choices":[{{"finish_reason":"abort"}}]}}'.encode()
     assert of_body(wire, Dialect.CHAT) == Fields(stopped=True, is_final=True)
@@ -172,7 +172,7 @@ def test_a_body_that_is_cut_has_what_came(cut: int) -> None:
     assert observed([COMPLETION[:cut]], Dialect.CHAT).usage is None or cut > COMPLETION.index(b',"prompt_logprobs"')
 
 
-@pytest.mark.parametrize("padding", [b"", b" " * HELD])
+@pytest.mark.parametrize("padding", [b"", b" " * WHOLE_SIZE])
 def test_coheres_image_tokens_are_part_of_the_prompt(padding: bytes) -> None:
     """As vLLM 0.32 writes them, behind the texts of the client."""
     body = b'{"id":"embd-1","embeddings":{"float":[[0.5]]},"texts":["\\"meta\\":{}"],"meta":{"api_version":{"version":"2"},"billed_units":'

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.usage import Usage, decoded, merged, read
+from gateway.api.usage import Usage, convert_usage, decode_usage, merged
 
 # Shapes as vLLM 0.32 writes them
 CHAT = b'"usage":{"prompt_tokens":15,"total_tokens":37,"completion_tokens":22,"prompt_tokens_details":{"cached_tokens":4}}'
@@ -33,14 +33,14 @@ SHAPES = {
 @pytest.mark.parametrize("member", SHAPES)
 def test_every_shape(member: bytes) -> None:
     text = member.removeprefix(b'"usage":')
-    assert decoded(text) == read(json.loads(text)) == SHAPES[member]
+    assert decode_usage(text) == convert_usage(json.loads(text)) == SHAPES[member]
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"null", b"5", b'"x"', b"[]", b"{", b"{}", b'{"prompt_tokens":-1}', b'{"type":"duration","seconds":3}']
 )
 def test_what_is_no_usage(text: bytes) -> None:
-    assert decoded(text) is None
+    assert decode_usage(text) is None
 
 
 @settings(deadline=None)
@@ -49,18 +49,18 @@ def test_what_is_no_usage(text: bytes) -> None:
                         st.sampled_from(["prompt_tokens", "input_tokens", "completion_tokens", "prompt_tokens_details", "cached_tokens"]),
                         inner, max_size=4), max_leaves=8))  # fmt: skip
 def test_reading_never_fails(value: object) -> None:
-    usage = read(value) if isinstance(value, dict) else None
+    usage = convert_usage(value) if isinstance(value, dict) else None
     assert usage is None or min(usage.prompt, usage.completion, usage.cached, usage.reasoning) >= 0
 
 
 @pytest.mark.parametrize("value", [{"prompt_tokens": -1}, {"prompt_tokens": True}, {"prompt_tokens": "5"}, {}, {"prompt_tokens": 1.5}])
 def test_what_is_no_count(value: dict[str, object]) -> None:
-    assert read(value) is None
+    assert convert_usage(value) is None
 
 
 def test_counts_of_one_stream_grow() -> None:
     assert merged(Usage(15, 0), Usage(0, 22, reasoning=3)) == Usage(15, 22, 0, 3)
     start, end = {"input_tokens": 15, "output_tokens": 0}, {"input_tokens": 8, "output_tokens": 22, "cache_read_input_tokens": 7}
-    assert merged(read(start), read(end)) == Usage(15, 22, 7)
+    assert merged(convert_usage(start), convert_usage(end)) == Usage(15, 22, 7)
     assert merged(None, Usage(1)) == merged(Usage(1), None) == Usage(1)
     assert merged(None, None) is None
