@@ -1,8 +1,8 @@
-"""Requests in words that vLLM no longer understands, and their answers put back into those words. Pure.
+"""Translates requests in forms that vLLM does not support, and their responses back. Pure.
 
-Three need it: a raw ``prompt`` on the chat route (answered by /v1/completions, in chat shape), the deprecated
-``functions``/``function_call`` (today's tools), and ``developer`` messages, which few chat templates know. The rule:
-a request that is not one of these is not touched, and its answer's bytes pass as they are.
+There are three: a raw ``prompt`` on the chat route (served by /v1/completions, returned in chat's shape), the deprecated
+``functions``/``function_call`` (now tools), and ``developer`` messages, which few chat templates support. The rule: a request in none of
+these forms is not changed, and its response's bytes are not changed either.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _MESSAGES_PER_STEP = 10_000
 
 
 class Translation(Protocol):
-    """How one request's answer is put back. A stream has one of its own, which may remember what it has seen."""
+    """Translates the response to one request back. It may store what it has seen of a stream."""
 
-    def answer(self, document: Document) -> Document:
-        """A whole answer."""
+    def response(self, document: Document) -> Document:
+        """Translate a whole response."""
 
     def chunk(self, document: Document) -> list[Document]:
-        """One chunk of a stream, as the chunks that the client gets."""
+        """Translate one chunk of a stream into the chunks that the client gets."""
 
 
 Translated = tuple[Document, str | None, Translation | None]
 
 
 def translate(document: Document) -> Translated:
-    """A chat request as vLLM takes it: the body, another path at the server if it goes there, and the way back.
+    """Translate a chat request: returns the body, another path at the server if needed, and the response's translation.
 
-    Raises Refusal when both or neither of ``messages`` and ``prompt`` are given, and for functions beside tools.
+    Raises Refusal if both or neither of ``messages`` and ``prompt`` are given, and for functions together with tools.
     """
     messages = document.get("messages")
-    if messages is not None and "functions" not in document and "prompt" not in document and not _has_old_words(messages):
+    if messages is not None and "functions" not in document and "prompt" not in document and not _may_need_translation(messages):
         return document, None, None
     return finished(translate_in_steps(document))
 
 
 def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
-    """The same for a large body, in steps."""
+    """Do the same as ``translate`` for a large body, in steps."""
     raw, chat = document.get("prompt") is not None, document.get("messages") is not None
     if raw and chat:
         raise Refusal("invalid_value", "Only one of 'messages' and 'prompt' can be given.", param="prompt")
@@ -52,33 +52,33 @@ def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
-    developer, functions = _old_words(document["messages"])
+    developer, functions = _deprecated_messages(document["messages"])
     yield
     if developer:
-        document = {**document, "messages": (yield from _gathered(_as_system(document["messages"])))}
+        document = {**document, "messages": (yield from _collect(_as_system(document["messages"])))}
     if functions or document.get("functions") is not None:
         body, translation = _tools(document), None if document.get("functions") is None else Functions()
         yield
         if isinstance(body["messages"], list):
-            body["messages"] = yield from _gathered(_modern(body["messages"]))
+            body["messages"] = yield from _collect(_with_tool_calls(body["messages"]))
         return body, None, translation
     return document, None, None
 
 
-def _gathered(messages: Iterator[Any]) -> Generator[None, None, list[Any]]:
-    """A list of translated messages, some of them in each step."""
-    gathered: list[Any] = []
+def _collect(messages: Iterator[Any]) -> Generator[None, None, list[Any]]:
+    """Collect translated messages, some of them in each step."""
+    collected: list[Any] = []
     while some := list(islice(messages, _MESSAGES_PER_STEP)):
-        gathered += some
+        collected += some
         yield
-    return gathered
+    return collected
 
 
-_OLD_ROLES = ("developer", "function")  # no set: a client may send what has no hash
+_OLD_ROLES = ("developer", "function")  # not a set: a client may send a value without a hash
 
 
-def _has_old_words(messages: Any) -> bool:
-    """Whether a closer look is worth it."""
+def _may_need_translation(messages: Any) -> bool:
+    """Return whether a message may be in a deprecated form."""
     if type(messages) is not list:
         return False
     for message in messages:  # noqa: SIM110  a generator takes twice as long
@@ -87,8 +87,8 @@ def _has_old_words(messages: Any) -> bool:
     return False
 
 
-def _old_words(messages: Any) -> tuple[bool, bool]:
-    """Whether a conversation holds ``developer`` messages, and function calls or their results."""
+def _deprecated_messages(messages: Any) -> tuple[bool, bool]:
+    """Return whether a conversation has ``developer`` messages, and whether it has function calls or their results."""
     developer = functions = False
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
@@ -104,7 +104,7 @@ def _old_words(messages: Any) -> tuple[bool, bool]:
 
 
 def _completion(document: Document) -> Document:
-    """The body for /v1/completions: chat's names of two settings are others there, and null is not always taken for nothing said."""
+    """Return the body for /v1/completions. Two settings have other names there, and null is not always accepted as absent."""
     if not isinstance(document["prompt"], str):
         raise Refusal("invalid_value", "The field 'prompt' must be a string.", param="prompt")
     others = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
@@ -118,27 +118,27 @@ def _completion(document: Document) -> Document:
 
 
 class RawPrompt:
-    """Completions → chat."""
+    """Translates responses of completions to chat."""
 
     def __init__(self) -> None:
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
-    def answer(self, document: Document) -> Document:
+    def response(self, document: Document) -> Document:
         return {**document, "object": "chat.completion", "choices": [_message_of(choice) for choice in document.get("choices", ())]}
 
     def chunk(self, document: Document) -> list[Document]:
         chunk = {**document, "object": "chat.completion.chunk"}
         choices = document.get("choices", [])
-        beginnings = [choice for choice in choices if self._begins(choice)]
+        first_choices = [choice for choice in choices if self._is_first(choice)]
         roles = [{"index": choice.get("index", 0), "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                 for choice in beginnings]  # fmt: skip
+                 for choice in first_choices]  # fmt: skip
         first = [{**chunk, "choices": roles}] if roles else []
         return [*first, {**chunk, "choices": [_delta_of(choice) for choice in choices]}]
 
-    def _begins(self, choice: Document) -> bool:
+    def _is_first(self, choice: Document) -> bool:
         index = choice.get("index", 0)
-        new = index not in self._begun
-        self._begun.add(index)
+        new = index not in self._started
+        self._started.add(index)
         return new
 
 
@@ -158,7 +158,7 @@ def _delta_of(choice: Document) -> Document:
 
 
 def _logprobs(value: Any) -> Document | None:
-    """Completions' parallel lists → chat's list of tokens."""
+    """Translate the parallel lists of completions to chat's list of tokens."""
     if not isinstance(value, dict):
         return None
     tops = value.get("top_logprobs") or [None] * len(value.get("tokens", ()))
@@ -175,7 +175,7 @@ def _token(token: str, logprob: float | None) -> Document:
 
 
 def _as_system(messages: Iterable[Any]) -> Iterator[Any]:
-    """``developer`` is what ``system`` was. Those that follow a system message are joined to it, since templates take one."""
+    """Make ``developer`` messages ``system`` messages. Consecutive ones are joined, since templates accept one system message."""
     system: dict[str, Any] | None = None
     contents: list[Any] = []
     for message in messages:
@@ -198,7 +198,7 @@ def _has_role(message: Any, role: str) -> bool:
 
 
 def _joined(contents: list[Any]) -> Any:
-    """Several contents as one: texts with a blank line between them, or the parts of all, with those texts that come first as one part."""
+    """Join contents: texts with a blank line between them, or else the parts of all, with the leading texts as one part."""
     texts = list(takewhile(lambda content: isinstance(content, str), contents))
     text = "\n\n".join(texts)
     if len(texts) == len(contents):
@@ -216,7 +216,7 @@ _CALL_ID = "call_function_{}"
 
 
 def _tools(document: Document) -> Document:
-    """``functions`` → ``tools``, and ``function_call`` → ``tool_choice``."""
+    """Translate ``functions`` to ``tools``, and ``function_call`` to ``tool_choice``."""
     body = {name: value for name, value in document.items() if name not in ("functions", "function_call")}
     functions = document.get("functions")
     if functions is not None:
@@ -225,7 +225,7 @@ def _tools(document: Document) -> Document:
         if not isinstance(functions, list):
             raise Refusal("invalid_value", "The field 'functions' must be a list.", param="functions")
         body["tools"] = [{"type": "function", "function": function} for function in functions]
-        body["parallel_tool_calls"] = False  # the old shape has room for one call
+        body["parallel_tool_calls"] = False  # the deprecated form has one call
         body |= _choice(document.get("function_call"))
     return body
 
@@ -240,45 +240,45 @@ def _choice(call: Any) -> Document:
     raise Refusal("invalid_value", "The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
 
 
-def _modern(messages: Iterable[Any]) -> Iterator[Any]:
-    """Each old call gets an id by its place, and the result that follows it the same one."""
+def _with_tool_calls(messages: Iterable[Any]) -> Iterator[Any]:
+    """Translate function calls and results. Each call gets an ID by its position, and the result that follows it the same ID."""
     calls = 0
     for message in messages:
         if type(message) is dict:
             if type(message.get("function_call")) is dict:
                 calls += 1
-                message = _called(message, _CALL_ID.format(calls))
+                message = _with_tool_call(message, _CALL_ID.format(calls))
             elif message.get("role") == "function":
                 message = {"role": "tool", "tool_call_id": _CALL_ID.format(calls), "content": message.get("content")}
         yield message
 
 
-def _called(message: Document, identity: str) -> Document:
+def _with_tool_call(message: Document, identity: str) -> Document:
     called = message.copy()
     called["tool_calls"] = [{"id": identity, "type": "function", "function": called.pop("function_call")}]
     return called
 
 
 class Functions:
-    """``tool_calls`` → ``function_call``."""
+    """Translates responses with ``tool_calls`` to ``function_call``."""
 
-    def answer(self, document: Document) -> Document:
-        return {**document, "choices": [_old(choice, "message", _whole_call) for choice in document.get("choices", ())]}
+    def response(self, document: Document) -> Document:
+        return {**document, "choices": [_deprecated(choice, "message", _whole_call) for choice in document.get("choices", ())]}
 
     def chunk(self, document: Document) -> list[Document]:
-        return [{**document, "choices": [_old(choice, "delta", _piece_of_call) for choice in document.get("choices", ())]}]
+        return [{**document, "choices": [_deprecated(choice, "delta", _piece_of_call) for choice in document.get("choices", ())]}]
 
 
 _FINISH: Mapping[str, str] = MappingProxyType({"tool_calls": "function_call"})
 
 
-def _old(choice: Document, member: str, call: Callable[[Iterable[Document]], Document]) -> Document:
-    holder = choice.get(member)
+def _deprecated(choice: Document, field: str, call: Callable[[Iterable[Document]], Document]) -> Document:
+    holder = choice.get(field)
     finish = choice.get("finish_reason")
     changed = {**choice, "finish_reason": _FINISH.get(finish, finish) if isinstance(finish, str) else finish}
     if isinstance(holder, dict) and holder.get("tool_calls"):
         rest = {name: value for name, value in holder.items() if name != "tool_calls"}
-        changed[member] = rest | call(holder["tool_calls"])
+        changed[field] = rest | call(holder["tool_calls"])
     return changed
 
 
@@ -288,6 +288,6 @@ def _whole_call(calls: Iterable[Document]) -> Document:
 
 
 def _piece_of_call(calls: Iterable[Document]) -> Document:
-    """The first call's piece; later calls have no place in the old shape."""
+    """Return the piece of the first call; the deprecated form has no others."""
     pieces = [call.get("function") or {} for call in calls if call.get("index", 0) == 0]
     return {"function_call": pieces[0]} if pieces else {}

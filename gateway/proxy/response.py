@@ -242,7 +242,7 @@ class TranslatedRelay(BodyRelay):
         self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
-        translated = _translated(self._translation.answer, document, response)
+        translated = _translated(self._translation.response, document, response)
         self._settle()
         request.respond(response.status, content_type(response), orjson.dumps(translated))
 

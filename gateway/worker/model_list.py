@@ -2,7 +2,7 @@
 
 One list serves several kinds of clients: OpenAI's SDKs, vLLM's (``max_model_len``), Anthropic's SDK (``type``, ``display_name``,
 ``created_at``, ``lifecycle`` and pages) and tools that read OpenRouter's fields (``context_length``, ``architecture``,
-``supported_parameters``). The rule: a fact that is not known is absent.
+``supported_parameters``). The rule: an unknown fact is absent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.snapshot.snapshot import Model
 Card = dict[str, Any]
 
 MOST_ON_A_PAGE = 1000
-"""The bound of Anthropic's API."""
+"""The limit of Anthropic's API."""
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -28,15 +28,15 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "structured_outputs": ("structured_outputs", "response_format"),
     }
 )
-"""A capability, and the fields of requests that it is for, in OpenRouter's words."""
+"""The request fields of a capability, with OpenRouter's names."""
 MODALITIES = ("image", "audio", "video")
-"""The capabilities that are kinds of input beside text."""
+"""The capabilities that are kinds of input in addition to text."""
 _GENERATING = frozenset({"chat", "completion"})
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What servers report of a model: its context length in tokens, and its task. None: not known."""
+    """The facts that servers report about a model: its context length in tokens, and its task. None: not known."""
 
     max_model_len: int | None = None
     task: str | None = None
@@ -46,7 +46,7 @@ _NOTHING = Reported()
 
 
 def card(model: Model, reported: Reported = _NOTHING) -> Card:
-    """The entry of a model under its ID. An adapter names its base in ``parent``, as vLLM does."""
+    """Return the entry of a model under its ID. An adapter names its base in ``parent``, as in vLLM's list."""
     shown: Card = {
         "id": model.id,
         "object": "model",
@@ -68,7 +68,7 @@ def card(model: Model, reported: Reported = _NOTHING) -> Card:
 
 
 def _abilities(model: Model, task: str | None) -> Card:
-    """What the model can do. What the launch arguments say holds for generating models alone."""
+    """Return the fields about the model's capabilities. Those of the launch arguments apply to generating models only."""
     capabilities = model.capabilities
     if capabilities is None:
         capabilities = model.launched_with if task in _GENERATING else None
@@ -84,7 +84,7 @@ def _abilities(model: Model, task: str | None) -> Card:
 
 
 def cards(models: Iterable[tuple[Model, Reported]]) -> list[Card]:
-    """The entries of all names. That of an alias is its model's, and names the model in ``root``."""
+    """Return the entries of all names. An alias has the entry of its model, and names the model in ``root``."""
     found: list[Card] = []
     for model, reported in models:
         own = card(model, reported)
@@ -94,15 +94,15 @@ def cards(models: Iterable[tuple[Model, Reported]]) -> list[Card]:
 
 
 def page(entries: Sequence[Card], query: Mapping[str, str]) -> dict[str, Any]:
-    """The part of a list that a query asks for by ``limit``, ``after_id`` and ``before_id``; without them the whole.
+    """Return the part of a list that a query selects by ``limit``, ``after_id`` and ``before_id``; the whole list without them.
 
-    Raises Refusal for a limit that is no number from 1 to ``MOST_ON_A_PAGE``, and for an ID that is not in the list.
+    Raises Refusal for a limit that is not a number from 1 to ``MOST_ON_A_PAGE``, and for an ID that is not in the list.
     """
     start, end = 0, len(entries)
     if "after_id" in query:
-        start = _place(entries, query, "after_id") + 1
+        start = _position(entries, query, "after_id") + 1
     if "before_id" in query:
-        end = _place(entries, query, "before_id")
+        end = _position(entries, query, "before_id")
     limit = _limit(query["limit"]) if "limit" in query else len(entries)
     if "before_id" in query:
         first, last = max(start, end - limit), end
@@ -121,8 +121,8 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-def _place(entries: Sequence[Card], query: Mapping[str, str], name: str) -> int:
-    for place, entry in enumerate(entries):
+def _position(entries: Sequence[Card], query: Mapping[str, str], name: str) -> int:
+    for position, entry in enumerate(entries):
         if entry["id"] == query[name]:
-            return place
+            return position
     raise Refusal("invalid_value", f"The parameter '{name}' must be the ID of a model in the list.", param=name)
