@@ -56,28 +56,28 @@ def main(painter: str) -> None:
 
 @contextmanager
 def under_load(traffic: Traffic) -> Iterator[None]:
-    """People who ask, read and think, more and fewer of them."""
-    over, began = threading.Event(), time.monotonic()
+    """Send requests from a changing number of simulated users."""
+    finished, began = threading.Event(), time.monotonic()
 
-    def asks(number: int) -> None:
-        while not over.is_set():
+    def send_requests(number: int) -> None:
+        while not finished.is_set():
             awake = (time.monotonic() - began) % 75 / 75 * _WORKERS
             if number > awake:
-                over.wait(1)
+                finished.wait(1)
                 continue
             tokens, speed = random.randint(20, 120), random.uniform(20, 120)
             simulate = {"tokens": tokens, "tokens_per_second": speed, "time_to_first_token": random.expovariate(8)}
-            said = [{"role": "user", "content": "Tell me more of this. " * random.randint(1, 40)}]
-            traffic.ask(model=random.choice((MODEL, MODEL, RESTING)), stream=True, messages=said, simulate=simulate)
-            over.wait(random.uniform(0, 1))
+            messages = [{"role": "user", "content": "Tell me more of this. " * random.randint(1, 40)}]
+            traffic.ask(model=random.choice((MODEL, MODEL, RESTING)), stream=True, messages=messages, simulate=simulate)
+            finished.wait(random.uniform(0, 1))
 
-    with ThreadPoolExecutor(_WORKERS) as people:
+    with ThreadPoolExecutor(_WORKERS) as users:
         for number in range(_WORKERS):
-            people.submit(asks, number)
+            users.submit(send_requests, number)
         try:
             yield
         finally:
-            over.set()
+            finished.set()
 
 
 def drawn(watching: Prometheus, dashboard: Any, start: float, end: float) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def drawn(watching: Prometheus, dashboard: Any, start: float, end: float) -> dic
 
 
 def _lines(watching: Prometheus, query: str, legend: str, start: float, end: float) -> Iterator[dict[str, Any]]:
-    asked = re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "15s"))
-    for series in watching.range(asked, start, end, STEP):
+    expanded = re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "15s"))
+    for series in watching.range(expanded, start, end, STEP):
         name = _named(legend, series["metric"])
         values = [(float(at), float(value)) for at, value in series["values"] if math.isfinite(float(value))]
         if values:

@@ -1,7 +1,7 @@
-"""What pages link to outside docs/ becomes part of the site: sources as pages of code, folders as lists, other pages as they are.
+"""Add link targets outside docs/ to the site: sources as pages of code, folders as lists, other pages unchanged.
 
-A hook of mkdocs, named in mkdocs.yml. The rule: pages are written for the forge, where a relative link leads into the tree;
-nothing is written again for the site. A link that leads nowhere is left as it is, for mkdocs to refuse.
+A hook of mkdocs, named in mkdocs.yml. The rule: pages are written for the repository, where a relative link leads into the tree;
+nothing is written twice. A broken link stays unchanged, so that mkdocs rejects it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BELOW = "tree/"
-"""Where the site has what is not in docs/."""
+"""The folder of the site for files outside docs/."""
 _LISTING = "-files.md"
 _PUBLISHED = {".md", ".png", ".svg", ".json"}
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json", ".mjs": "js", "": "text"}
@@ -27,31 +27,31 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(?=[)#])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add whatever the pages lead to, and what that leads to in turn."""
+    """Add all link targets of the pages, and their link targets."""
     waiting = [ROOT / "CHANGELOG.md", *(DOCS / file.src_uri for file in files.documentation_pages())]
     added: set[Path] = set()
     while waiting:
         page = waiting.pop()
         if not in_docs(page) and page not in added:
             added.add(page)
-            files.append(File.generated(config, place(page), content=markdown(page)))
+            files.append(File.generated(config, site_path(page), content=markdown(page)))
         waiting += [target for target in targets(page) if not in_docs(target) and target not in added]
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the links lead to where the site has their targets."""
+    """Point the links to their targets in the site."""
     source = origin(page.file.src_uri)
 
     def relative(match: re.Match[str]) -> str:
         target = pointed(source, match[1])
-        return os.path.relpath(place(target), os.path.dirname(page.file.src_uri)) if target.exists() else match[1]
+        return os.path.relpath(site_path(target), os.path.dirname(page.file.src_uri)) if target.exists() else match[1]
 
     return "".join(text if fenced else _LINK.sub(relative, text) for text, fenced in pieces(markdown))
 
 
 def targets(page: Path) -> Iterator[Path]:
-    """The files and folders that a page leads to; code leads nowhere."""
+    """Yield the files and folders that a page links to; code has no links."""
     if page.suffix == ".md" or page.is_dir():
         for text, fenced in pieces(markdown(page)):
             if not fenced:
@@ -59,7 +59,7 @@ def targets(page: Path) -> Iterator[Path]:
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """A page cut up into what is fenced and what is not."""
+    """Split a page into fenced and other parts."""
     end = 0
     for match in _FENCED.finditer(text):
         yield text[end : match.start()], False
@@ -69,17 +69,17 @@ def pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def pointed(page: Path, link: str) -> Path:
-    """What a relative link of a page, or of a folder's list, means."""
+    """Return the target of a relative link of a page, or of a folder's list."""
     return Path(os.path.normpath((page if page.is_dir() else page.parent) / link))
 
 
 def in_docs(path: Path) -> bool:
-    """Whether mkdocs has it anyway."""
+    """Return whether mkdocs publishes the file itself."""
     return path.is_relative_to(DOCS) and path.suffix in _PUBLISHED
 
 
-def place(path: Path) -> str:
-    """Where the site's sources have a file or folder."""
+def site_path(path: Path) -> str:
+    """Return the path of a file or folder in the site's sources."""
     if in_docs(path):
         return path.relative_to(DOCS).as_posix()
     inside = BELOW + path.relative_to(ROOT).as_posix()
@@ -88,16 +88,16 @@ def place(path: Path) -> str:
     return inside if path.suffix == ".md" else inside + ".md"
 
 
-def origin(place: str) -> Path:
-    """The file or folder that is in a place of the site; of code only its folder counts."""
-    if not place.startswith(BELOW):
-        return DOCS / place
-    inside = ROOT / place.removeprefix(BELOW)
+def origin(path: str) -> Path:
+    """Return the file or folder at a path of the site's sources."""
+    if not path.startswith(BELOW):
+        return DOCS / path
+    inside = ROOT / path.removeprefix(BELOW)
     return inside.parent if inside.name == _LISTING else inside
 
 
 def markdown(path: Path) -> str:
-    """A file or folder as a page."""
+    """Return a file or folder as a page."""
     if path.suffix == ".md":
         return path.read_text()
     title = path.relative_to(ROOT).as_posix()

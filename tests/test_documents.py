@@ -144,6 +144,21 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
+_NAMED_CODE = re.compile(r"\[[\w.]+\]\(([^)]+\.py)\) ((?:`\w+`(?:, )?)+)")
+"""A link to a module, followed by names in it: ``[exchange.py](../gateway/proxy/exchange.py) `handle_request` ``."""
+
+
+def test_names_behind_a_link_to_a_module_are_defined_there() -> None:
+    missing = [
+        f"{page.name}: {link} has no {name}"
+        for page in PAGES
+        for link, names in _NAMED_CODE.findall(prose(page))
+        for name in re.findall(r"\w+", names)
+        if not re.search(rf"^ *(?:(?:async )?def|class) {name}\b|^{name}\b.*=", (page.parent / link).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def anchors(page: Path) -> set[str]:
     """What a page's headings are called in links."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
