@@ -21,7 +21,7 @@ from gateway.config.values import exists
 from upstream.vllm.command_line import flag_of
 from upstream.vllm.installed_vllm import runs_vllm_itself
 from upstream.vllm.known_names import KnownNames
-from upstream.vllm.path_options import absolute_words, has_to_exist, is_local, paths
+from upstream.vllm.path_options import absolute_command, has_to_exist, is_local, paths
 from upstream.vllm.presets import PRESETS, preset_for
 
 _DECIDED = {"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice", "config", "runner", "convert"}
@@ -123,7 +123,7 @@ def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
     """Check that the first word of the command is a program in the PATH of the server."""
     if not each.command:
         return
-    [program] = absolute_words(each.command[:1], machine.folder, exists)
+    [program] = absolute_command(each.command[:1], machine.folder, exists)
     path = each.launch.get("env", "PATH").value
     if why := machine.why_not_executable(program, path if isinstance(path, str) else None):
         written = each.launch.get("command")

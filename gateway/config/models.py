@@ -170,7 +170,7 @@ class Launch(Section):
     @field_validator("command")
     @classmethod
     def _programs_of_the_folder(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        return path_options.absolute_words(command, surroundings(info).folder, exists)
+        return path_options.absolute_command(command, surroundings(info).folder, exists)
 
     @field_validator("args")
     @classmethod

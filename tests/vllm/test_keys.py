@@ -93,7 +93,7 @@ def test_a_server_with_two_keys_serves_while_the_gateway_changes_over_and_one_th
     assert cached(one, "one", "Between.") == 0
     try:
         key("unknown")
-        wait_for(lambda: reason().startswith("the server refused the gateway's key"), 60)
+        wait_for(lambda: reason().startswith("the server rejected the gateway's key"), 60)
     finally:
         key("0123")
     wait_for(lambda: not reason(), 60)

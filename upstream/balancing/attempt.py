@@ -256,7 +256,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         if self._uploading and not self._connection.write_paused:
             return None  # the server has read everything: the client is slow
         if not self.last_byte_at:
-            return FirstByteTimeout(name, f"no answer within {limits.first_byte:g} s") if now - self.sent_at > limits.first_byte else None
+            return FirstByteTimeout(name, f"no response within {limits.first_byte:g} s") if now - self.sent_at > limits.first_byte else None
         if not self.paused and now - self.last_byte_at > limits.idle:
             return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its answer")
         return None

@@ -1,7 +1,7 @@
-"""DNS: a name that resolves to the addresses of all its servers, looked up again and again.
+"""DNS: a name that resolves to the addresses of all its servers, resolved periodically.
 
-The rule: a look-up that fails, for whatever reason, leaves what was found before. A name that has gone cannot be told from one
-whose name server has lost it, and servers that are gone fail their probes.
+The rule: a failed lookup, for any reason, leaves the last endpoints. A removed name cannot be distinguished from a name that the name
+server has lost, and removed servers fail their probes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TypeAlias
 from upstream.discovery.endpoints import Endpoint, Observation
 
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
-"""From a name to its addresses of both families, in any order. Raises OSError, and UnicodeError for what is no name."""
+"""Returns the addresses of a name, of both families, in any order. Raises OSError, and UnicodeError for an invalid name."""
 RETRY = 2.0
-"""Seconds until a look-up that failed is tried again, where that is sooner than the next one."""
+"""Seconds until a failed lookup is repeated, if that is earlier than the next one."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DnsName:
-    """A name, the port of its servers, and the seconds between two look-ups."""
+    """A name, the port of its servers, and the seconds between two lookups."""
 
     name: str
     port: int
@@ -35,24 +35,24 @@ class DnsName:
         return f"dns {self.name}:{self.port}"
 
 
-async def watch(source: DnsName, resolve: Resolve, on_seen: Callable[[Observation], None], on_trouble: Callable[[str], None]) -> None:
-    """Tell what is found, and what goes wrong, until cancelled."""
+async def watch(source: DnsName, resolve: Resolve, on_endpoints: Callable[[Observation], None], on_failure: Callable[[str], None]) -> None:
+    """Report endpoints and failures until cancelled."""
     while True:
         try:
             addresses = await resolve(source.name)
         except (OSError, UnicodeError) as error:
-            on_trouble(f"{source.name}: {getattr(error, 'strerror', None) or error}")
+            on_failure(f"{source.name}: {getattr(error, 'strerror', None) or error}")
             await asyncio.sleep(min(RETRY, source.interval))
             continue
-        on_seen(Observation(tuple(sorted({Endpoint(address, source.port) for address in addresses}))))
+        on_endpoints(Observation(tuple(sorted({Endpoint(address, source.port) for address in addresses}))))
         await asyncio.sleep(source.interval)
 
 
 async def system_resolver(name: str) -> list[str]:
-    """By the system's resolver, with all that it is configured for (``/etc/hosts``, search domains). Raises OSError and UnicodeError.
+    """Resolve a name with the system's resolver (``/etc/hosts``, search domains). Raises OSError and UnicodeError.
 
-    In a thread that nobody waits for: a resolver whose name servers are silent takes half a minute, for which neither other
-    look-ups nor the end of the process should have to wait.
+    It runs in a daemon thread: without a response of its name servers, a resolver takes half a minute, and neither other lookups nor the
+    end of the process should wait for it.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()
@@ -65,7 +65,7 @@ async def system_resolver(name: str) -> list[str]:
         else:
             found.set_result(result)
 
-    def look_up() -> None:
+    def resolve() -> None:
         result: list[str] | Exception
         try:
             result = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
@@ -74,7 +74,7 @@ async def system_resolver(name: str) -> list[str]:
         try:
             loop.call_soon_threadsafe(conclude, result)
         except RuntimeError:
-            _log.debug("%s was resolved when nobody wanted it any more", name)  # the loop has been closed
+            _log.debug("%s was resolved after the event loop was closed", name)
 
-    threading.Thread(target=look_up, name=f"resolve {name}", daemon=True).start()
+    threading.Thread(target=resolve, name=f"resolve {name}", daemon=True).start()
     return await found

@@ -1,7 +1,7 @@
-"""Endpoints, and what EndpointSlices say of them (Kubernetes API, ``discovery.k8s.io/v1``). Pure.
+"""Endpoints by the EndpointSlices of a service (Kubernetes API, ``discovery.k8s.io/v1``). Pure.
 
-The rule: a service's endpoints are those of all its slices together. One that is in several slices, as it may be while
-Kubernetes moves it, counts once, and so does a pod that has an address of each family.
+The rule: a service has the endpoints of all its slices. An endpoint in several slices, e.g. while Kubernetes moves it, counts once, and so
+does a pod with an address of each family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class EndpointState(StrEnum):
-    """What is said of an endpoint: it may get requests, not yet, or no more since it is about to end."""
+    """The state of an endpoint: it may get requests, it may not get requests yet, or it is terminating."""
 
     READY = "ready"
     UNREADY = "unready"
@@ -23,7 +23,7 @@ class EndpointState(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Endpoint:
-    """Where a server listens. ``host``: an address of either family."""
+    """The address of a server. ``host``: of either family."""
 
     host: str
     port: int
@@ -31,47 +31,47 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """As an operator would write it."""
+        """The URL as in the configuration."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A service at a moment: its endpoints in their order, and what about its slices is not as it should be, or nothing."""
+    """A service at a moment: its sorted endpoints, and a problem with its slices, or an empty text."""
 
     endpoints: tuple[Endpoint, ...] = ()
     problem: str = ""
 
 
 class UnknownPortError(Exception):
-    """A slice has not the port that is asked for, or several where none is; the text says so."""
+    """A slice lacks the configured port, or has several ports and none is configured. The text says which."""
 
 
 class EndpointSlices:
-    """The EndpointSlices of a service by name, as list and watch tell of them."""
+    """The EndpointSlices of a service by name, from list and watch."""
 
     def __init__(self) -> None:
         self._slices: dict[str, Mapping[str, Any]] = {}
 
     def replace(self, slices: Iterable[Mapping[str, Any]]) -> None:
-        """These are all, as a list says."""
+        """Replace all slices, after a list."""
         self._slices = {_name(each): each for each in slices}
 
     def put(self, each: Mapping[str, Any]) -> None:
-        """One is new, or not as it was."""
+        """Add or update a slice."""
         self._slices[_name(each)] = each
 
     def remove(self, each: Mapping[str, Any]) -> None:
-        """One is gone."""
+        """Remove a slice."""
         self._slices.pop(_name(each), None)
 
     def observation(self, port: int | str | None) -> Observation:
-        """The endpoints with their ``port``: its number or its name, None for the only one."""
-        # IPv4 first: of a pod's two addresses that is the one that every other pod can reach.
-        told = (each for each in self._slices.values() if each.get("endpoints") or each.get("ports"))  # else it only holds a place
-        ordered = sorted(told, key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
+        """Return the endpoints with ``port``: its number or its name, or None for the only port."""
+        # IPv4 first: every other pod can reach this address of a pod with two.
+        filled = (each for each in self._slices.values() if each.get("endpoints") or each.get("ports"))  # others are placeholders
+        ordered = sorted(filled, key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
         found: dict[tuple[str, int], EndpointState] = {}
-        pods: dict[str, str] = {}  # the family by which each pod is known
+        pods: dict[str, str] = {}  # the address family of each pod's endpoint
         problems = []
         for each in ordered:
             try:
@@ -79,14 +79,14 @@ class EndpointSlices:
             except UnknownPortError as error:
                 problems.append(str(error))
                 continue
-            for host, pod, standing in _endpoints(each):
+            for host, pod, state in _endpoints(each):
                 family = str(each.get("addressType"))
                 if pod is None or pods.setdefault(pod, family) == family:
-                    found[host, number] = min(found.get((host, number), standing), standing, key=_WORTH.index)
-        return Observation(tuple(sorted(Endpoint(*place, standing) for place, standing in found.items())), "; ".join(problems[:1]))
+                    found[host, number] = min(found.get((host, number), state), state, key=_BEST_FIRST.index)
+        return Observation(tuple(sorted(Endpoint(*address, state) for address, state in found.items())), "; ".join(problems[:1]))
 
 
-_WORTH = (EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING)
+_BEST_FIRST = (EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING)
 
 
 def _name(each: Mapping[str, Any]) -> str:
@@ -94,11 +94,11 @@ def _name(each: Mapping[str, Any]) -> str:
 
 
 def _endpoints(each: Mapping[str, Any]) -> Iterator[tuple[str, str | None, EndpointState]]:
-    """Of each endpoint its first address, for they are all the same to clients, the pod's identity, and its standing."""
+    """Yield the first address of each endpoint (all are equivalent for clients), the pod's identity, and the state."""
     for endpoint in each.get("endpoints") or ():
         addresses = endpoint.get("addresses")
         if addresses and _is_address(addresses[0]):
-            yield str(addresses[0]), (endpoint.get("targetRef") or {}).get("uid"), _standing(endpoint.get("conditions") or {})
+            yield str(addresses[0]), (endpoint.get("targetRef") or {}).get("uid"), _state(endpoint.get("conditions") or {})
 
 
 def _is_address(text: str) -> bool:
@@ -108,15 +108,15 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def _standing(conditions: Mapping[str, Any]) -> EndpointState:
-    """What is not said is taken for well, as the API has it. A service may publish a pod as ready that is terminating."""
+def _state(conditions: Mapping[str, Any]) -> EndpointState:
+    """Return the state. A missing condition counts as true, as the API specifies. A terminating pod may be published as ready."""
     if conditions.get("terminating"):
         return EndpointState.TERMINATING
     return EndpointState.UNREADY if conditions.get("ready") is False else EndpointState.READY
 
 
 def _port(each: Mapping[str, Any], wanted: int | str | None) -> int:
-    """Raises UnknownPortError. A named port may have another number in each slice."""
+    """Return the number of a port, which may differ from slice to slice if the port is named. Raises UnknownPortError."""
     ports = [port for port in each.get("ports") or () if port.get("port") and port.get("protocol", "TCP") == "TCP"]
     fitting = [port for port in ports if wanted is None or wanted in (port["port"], port.get("name"))]
     numbers = {int(port["port"]) for port in fitting}

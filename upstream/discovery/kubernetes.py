@@ -1,11 +1,11 @@
 """Kubernetes: the EndpointSlices of a service, by list and watch, from inside a pod.
 
-One list of what there is, then a watch of what changes, resumed where it ended (Kubernetes API concepts, "Efficient detection of
-changes"). The rules: a version that the server no longer knows (410) means a new list; whatever was found stays until then; the
-token is read for each request, since it is replaced while the pod runs.
+One list of the slices, then a watch of changes, resumed where it ended (Kubernetes API concepts, "Efficient detection of changes"). The
+rules: a version that the server no longer knows (410) means a new list, and the last endpoints stay until then. The token is read for each
+request, because it is replaced while the pod runs.
 
-Two GETs on one resource do not need a client library. Those that there are bring a second HTTP client (lightkube and kr8s: httpx,
-kubernetes_asyncio: aiohttp and 10 MB of generated classes); this is done with the one that is here.
+Two GETs on one resource do not need a client library. The existing ones add a second HTTP client (lightkube and kr8s: httpx;
+kubernetes_asyncio: aiohttp and 10 MB of generated classes).
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ import httpx2
 from upstream.discovery.endpoints import EndpointSlices, Observation
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod has ``token``, ``ca.crt`` and ``namespace`` (Kubernetes documentation, "Accessing the API from within a Pod")."""
+"""The folder with ``token``, ``ca.crt`` and ``namespace`` (Kubernetes documentation, "Accessing the API from within a Pod")."""
 WATCH = 60.0
-"""Seconds after which a watch is to end and be resumed: so long a broken connection may go unnoticed."""
+"""Seconds after which a watch ends and is resumed, so that a broken connection is noticed."""
 LINE_LIMIT = 8 << 20
-"""Bytes of one event. A slice has 1,000 endpoints at most, and etcd takes 1.5 MiB."""
-_ANSWER = 10.0  # seconds for a connection, and for an answer to begin
+"""Bytes of one event. A slice has at most 1,000 endpoints, and etcd stores at most 1.5 MiB."""
+_RESPONSE = 10.0  # seconds for a connection, and for the start of a response
 _PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after the first failure, and at most
-_WORDS = 300  # characters of what the API server says
+_MESSAGE = 300  # characters of a message of the API server
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service by name. ``namespace``: None for the pod's own; ``port``: number or name of its endpoints' port, None for the only one."""
+    """A service by name. ``namespace``: None for the pod's own; ``port``: number or name of its endpoints' port, None for the only port."""
 
     name: str
     namespace: str | None = None
     port: int | str | None = None
 
     def __str__(self) -> str:
-        place = f"{self.namespace}/{self.name}" if self.namespace else self.name
-        return f"kubernetes {place}" + (f":{self.port}" if self.port is not None else "")
+        name = f"{self.namespace}/{self.name}" if self.namespace else self.name
+        return f"kubernetes {name}" + (f":{self.port}" if self.port is not None else "")
 
 
 class DiscoveryError(Exception):
-    """The API server could not be asked, or did not answer as it should; the text says why."""
+    """The request to the API server failed, or its response was invalid. The text says why."""
 
 
 class VersionExpiredError(Exception):
-    """The version that the watch was to go on from is no longer known (410)."""
+    """The API server no longer knows the version from which the watch was to resume (410)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """How a pod reaches its API server. ``host`` is empty outside a cluster; ``folder`` has the service account's files."""
+    """The API server of a pod. ``host``: empty outside a cluster. ``folder``: with the service account's files."""
 
     host: str
     port: str
@@ -67,7 +67,7 @@ class Cluster:
 
     @classmethod
     def of(cls, environ: Mapping[str, str], folder: Path = SERVICE_ACCOUNT) -> Cluster:
-        """As the environment of a pod says."""
+        """Read the address from the environment of a pod."""
         return cls(environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443"), folder)
 
     @property
@@ -75,34 +75,34 @@ class Cluster:
         return f"https://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def client(self) -> httpx2.AsyncClient:
-        """A client that trusts the cluster's authority alone. Raises TroubleError."""
+        """Return a client that trusts only the cluster's authority. Raises DiscoveryError."""
         if not self.host:
-            raise DiscoveryError("this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
+            raise DiscoveryError("not in a pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
         try:
             trust = ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
         except (OSError, ssl.SSLError) as error:
             raise DiscoveryError(f"{self.folder / 'ca.crt'}: {error}") from error
-        timeout = httpx2.Timeout(_ANSWER, read=WATCH + _ANSWER)
+        timeout = httpx2.Timeout(_RESPONSE, read=WATCH + _RESPONSE)
         return httpx2.AsyncClient(base_url=self.base_url, verify=trust, timeout=timeout, trust_env=False)
 
     def read(self, name: str) -> str:
-        """One of the service account's files. Raises TroubleError."""
+        """Read a file of the service account. Raises DiscoveryError."""
         try:
             return (self.folder / name).read_text().strip()
         except (OSError, UnicodeError) as error:
             raise DiscoveryError(f"{self.folder / name}: {getattr(error, 'strerror', None) or error}") from error
 
 
-async def watch(source: Service, cluster: Cluster, on_seen: Callable[[Observation], None], on_trouble: Callable[[str], None]) -> None:
-    """Tell what is found, and what goes wrong, until cancelled."""
-    follower, failures = _Follower(source, cluster, on_seen), 0
+async def watch(source: Service, cluster: Cluster, on_endpoints: Callable[[Observation], None], on_failure: Callable[[str], None]) -> None:
+    """Report endpoints and failures until cancelled."""
+    follower, failures = _Follower(source, cluster, on_endpoints), 0
     while True:
         try:
             await follower.follow()
         except DiscoveryError as error:
-            on_trouble(str(error))
+            on_failure(str(error))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            on_trouble(f"the API server's answer is not what it should be ({type(error).__name__}: {error})")
+            on_failure(f"invalid response of the API server ({type(error).__name__}: {error})")
             follower.version = None
         failures = 1 if follower.progressed else failures + 1
         follower.progressed = False
@@ -111,18 +111,21 @@ async def watch(source: Service, cluster: Cluster, on_seen: Callable[[Observatio
 
 
 class _Follower:
-    """What is known of one service. ``version`` is where the watch goes on, None before a list; ``progressed``: something was learned."""
+    """The state of one service.
 
-    def __init__(self, source: Service, cluster: Cluster, on_seen: Callable[[Observation], None]) -> None:
+    ``version``: from which the watch resumes, None before a list. ``progressed``: a response or event arrived.
+    """
+
+    def __init__(self, source: Service, cluster: Cluster, on_endpoints: Callable[[Observation], None]) -> None:
         self._source = source
         self._cluster = cluster
-        self._on_seen = on_seen
+        self._on_endpoints = on_endpoints
         self._slices = EndpointSlices()
         self.version: str | None = None
         self.progressed = False
 
     async def follow(self) -> None:
-        """List if need be, then watch for as long as that goes well. Raises TroubleError."""
+        """List the slices if needed, then watch until a failure. Raises DiscoveryError."""
         try:
             async with self._cluster.client() as client:
                 if self.version is None:
@@ -130,34 +133,35 @@ class _Follower:
                 while await self._watch(client):
                     self.progressed = True
         except VersionExpiredError:
-            _log.debug("%s: listed anew", self._source)
+            _log.debug("%s: listing again", self._source)
             self.version = None
         except (httpx2.HTTPError, TimeoutError) as error:
             raise DiscoveryError(f"the API server at {self._cluster.base_url}: {str(error) or type(error).__name__}") from error
 
     async def _list(self, client: httpx2.AsyncClient) -> None:
-        async with asyncio.timeout(2 * _ANSWER), client.stream("GET", self._path, params=self._query, headers=self._headers()) as answer:
-            await _see_to_status(answer)
-            document = json.loads(await answer.aread())
+        headers = self._headers()
+        async with asyncio.timeout(2 * _RESPONSE), client.stream("GET", self._path, params=self._query, headers=headers) as response:
+            await _check_status(response)
+            document = json.loads(await response.aread())
         self._slices.replace(document["items"])
         self.version = str(document["metadata"]["resourceVersion"])
         self._report()
 
     async def _watch(self, client: httpx2.AsyncClient) -> bool:
-        """One watch to its end; whether that was in good order and not at once. One that breaks is resumed. Raises GoneError."""
+        """Watch once, and return whether the watch ended in good order after at least a second. Raises VersionExpiredError."""
         began = asyncio.get_running_loop().time()
         seconds = int(WATCH * random.uniform(0.8, 1.0))  # noqa: S311 - spreads load, no secret
-        words = self._query | {
+        query = self._query | {
             "watch": "1",
             "allowWatchBookmarks": "true",
             "resourceVersion": str(self.version),
             "timeoutSeconds": str(seconds),
         }
-        async with client.stream("GET", self._path, params=words, headers=self._headers()) as answer:
-            await _see_to_status(answer)
-            self._report()  # what was wrong is no longer
+        async with client.stream("GET", self._path, params=query, headers=self._headers()) as response:
+            await _check_status(response)
+            self._report()  # a reported failure has ended
             try:
-                async for line in _lines(answer.aiter_bytes()):
+                async for line in _lines(response.aiter_bytes()):
                     self._apply_event(json.loads(line))
             except httpx2.HTTPError as error:
                 _log.debug("%s: the watch broke: %s", self._source, error)
@@ -165,20 +169,20 @@ class _Follower:
         return asyncio.get_running_loop().time() - began >= 1.0
 
     def _apply_event(self, event: Mapping[str, Any]) -> None:
-        kind, thing = event["type"], event["object"]
+        kind, resource = event["type"], event["object"]
         if kind == "ERROR":
-            _see_to_error(thing)
+            _raise_error(resource)
         if kind in ("ADDED", "MODIFIED"):
-            self._slices.put(thing)
+            self._slices.put(resource)
         elif kind == "DELETED":
-            self._slices.remove(thing)
-        self.version = str(thing["metadata"]["resourceVersion"])
+            self._slices.remove(resource)
+        self.version = str(resource["metadata"]["resourceVersion"])
         self.progressed = True
         if kind != "BOOKMARK":
             self._report()
 
     def _report(self) -> None:
-        self._on_seen(self._slices.observation(self._source.port))
+        self._on_endpoints(self._slices.observation(self._source.port))
 
     @property
     def _path(self) -> str:
@@ -193,18 +197,18 @@ class _Follower:
         return {"authorization": f"Bearer {self._cluster.read('token')}", "accept": "application/json"}
 
 
-async def _see_to_status(answer: httpx2.Response) -> None:
-    """Raises GoneError and TroubleError, with the API server's own words where it has some (``Status.message``)."""
-    if answer.status_code == 410:
+async def _check_status(response: httpx2.Response) -> None:
+    """Raise VersionExpiredError or DiscoveryError, with the message of the API server (``Status.message``), for an error."""
+    if response.status_code == 410:
         raise VersionExpiredError
-    if answer.status_code == 200:
+    if response.status_code == 200:
         return
     try:
-        message = str(json.loads(await answer.aread())["message"])
+        message = str(json.loads(await response.aread())["message"])
     except (ValueError, KeyError, TypeError):
-        message = answer.reason_phrase
-    advice = _ADVICE.get(answer.status_code, "")
-    raise DiscoveryError(f"the API server says {answer.status_code}: {message[:_WORDS]}{advice}")
+        message = response.reason_phrase
+    advice = _ADVICE.get(response.status_code, "")
+    raise DiscoveryError(f"the API server says {response.status_code}: {message[:_MESSAGE]}{advice}")
 
 
 _ADVICE = {
@@ -213,21 +217,21 @@ _ADVICE = {
 }
 
 
-def _see_to_error(status: Mapping[str, Any]) -> None:
-    """An event that ends the watch. Raises GoneError and TroubleError."""
+def _raise_error(status: Mapping[str, Any]) -> None:
+    """Raise VersionExpiredError or DiscoveryError for an event that ends the watch."""
     if status.get("code") == 410:
         raise VersionExpiredError
-    raise DiscoveryError(f"the API server ended the watch: {str(status.get('message'))[:_WORDS]}")
+    raise DiscoveryError(f"the API server ended the watch: {str(status.get('message'))[:_MESSAGE]}")
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines of a watch, each a JSON document. Raises TroubleError for one that does not end."""
+    """Yield the lines of a watch, each a JSON document. Raises DiscoveryError for a line above the limit."""
     rest = bytearray()
     async for piece in pieces:
         rest += piece
         if b"\n" not in piece:
             if len(rest) > LINE_LIMIT:
-                raise DiscoveryError("the API server sends an event without end")
+                raise DiscoveryError("the API server sends an event above the size limit")
             continue
         *lines, last = bytes(rest).split(b"\n")
         rest = bytearray(last)

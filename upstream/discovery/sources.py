@@ -1,7 +1,7 @@
-"""All the sources that are wanted: a watch for each, and what each has found.
+"""All configured sources: a watch for each of them, and its status.
 
-The rule: whoever wants to know is told a few times a second at most, however many endpoints come and go, and always of the last
-state; a source that several models name is watched once.
+The rule: changes are reported at most a few times a second, however many endpoints change, and always with the last state. A source that
+several models name is watched once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from upstream.discovery.kubernetes import Cluster, Service
 
 Source: TypeAlias = Service | DnsName
 GATHER = 0.05
-"""Seconds in which more may come that is told together."""
+"""Seconds in which further changes are collected for one report."""
 SPACING = 0.5
-"""Seconds between two tellings."""
+"""Seconds between two reports."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryStatus:
-    """What is known by a source. ``first_result``: it has answered, or failed, at least once. ``problem``: why what was found may be
-    old, or not all; empty otherwise. ``since``: wall clock of the last change."""
+    """The status of a source.
+
+    ``first_result``: it has responded or failed at least once. ``problem``: why its endpoints may be old or incomplete; empty otherwise.
+    ``since``: wall clock of the last change.
+    """
 
     endpoints: tuple[Endpoint, ...] = ()
     problem: str = ""
@@ -50,7 +53,7 @@ class _SourceWatch:
         while True:
             try:
                 await work(self)
-            except Exception as error:  # noqa: BLE001  the outer edge: a mistake about one source must not end the others' watches
+            except Exception as error:  # noqa: BLE001  the outer edge: a bug with one source must not end the watches of others
                 _log.exception("%s", self.source)
                 self.record_problem(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(SPACING)
@@ -58,8 +61,8 @@ class _SourceWatch:
     def record(self, seen: Observation) -> None:
         self._set_status(replace(self.status, endpoints=seen.endpoints, problem=seen.problem, first_result=True))
 
-    def record_problem(self, words: str) -> None:
-        self._set_status(replace(self.status, problem=words, first_result=True))
+    def record_problem(self, problem: str) -> None:
+        self._set_status(replace(self.status, problem=problem, first_result=True))
 
     def _set_status(self, finding: DiscoveryStatus) -> None:
         before = self.status
@@ -68,13 +71,13 @@ class _SourceWatch:
         if finding.problem and finding.problem != before.problem:
             _log.warning("%s: %s", self.source, finding.problem)
         elif before.problem and not finding.problem:
-            _log.info("%s: well again, %d endpoints", self.source, len(finding.endpoints))
+            _log.info("%s: recovered, %d endpoints", self.source, len(finding.endpoints))
         self.status = replace(finding, since=time.time())
         self._on_change()
 
 
 class Sources:
-    """Watches the wanted sources and tells ``on_change``. What is wanted is set after entering; leaving ends every watch."""
+    """Watches the configured sources, and reports to ``on_change``. Sources are set after entering. Exiting ends every watch."""
 
     def __init__(self, on_change: Callable[[], None], cluster: Cluster, resolve: Resolve = system_resolver) -> None:
         self._on_change = on_change
@@ -83,7 +86,7 @@ class Sources:
         self._watches: dict[Source, _SourceWatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._told = float("-inf")
+        self._reported_at = float("-inf")
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,7 +98,7 @@ class Sources:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def set_sources(self, sources: Iterable[Source]) -> None:
-        """Watch these and no others; those that stay keep what they have found."""
+        """Watch exactly these sources. Sources that stay keep their endpoints."""
         wanted = dict.fromkeys(sources)
         for source in wanted.keys() - self._watches.keys():
             watch = self._watches[source] = _SourceWatch(source, self._work, self._changed)
@@ -105,7 +108,7 @@ class Sources:
             self._watches.pop(source).task.cancel()
 
     def statuses(self) -> Mapping[Source, DiscoveryStatus]:
-        """What each source has found."""
+        """Return the status of each source."""
         return {source: watch.status for source, watch in self._watches.items()}
 
     async def _work(self, watch: _SourceWatch) -> None:
@@ -118,8 +121,8 @@ class Sources:
     def _changed(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(loop.time() + GATHER, self._told + SPACING), self._tell)
+            self._timer = loop.call_at(max(loop.time() + GATHER, self._reported_at + SPACING), self._report)
 
-    def _tell(self) -> None:
-        self._timer, self._told = None, asyncio.get_running_loop().time()
+    def _report(self) -> None:
+        self._timer, self._reported_at = None, asyncio.get_running_loop().time()
         self._on_change()

@@ -24,7 +24,7 @@ from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.launcher.shim import unlink_socket
 from upstream.launcher.shim_process import ServerCommand, ShimProcess, shim_process
-from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, knows_no_uds
+from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, lacks_uds_option
 from upstream.vllm.failures import Cause, ProcessExit, find_cause
 from upstream.vllm.health import HealthCheck, Target
 
@@ -180,7 +180,7 @@ class LaunchedServer:
                         return None
                     await asyncio.wait([ended], timeout=POLL)
         except TimeoutError:
-            return ProcessExit(f"no answer to GET /health within {self.spec.startup_timeout:g} s")
+            return ProcessExit(f"no response to GET /health within {self.spec.startup_timeout:g} s")
         return self._exit_of(ended)
 
     async def _wait_for_end(
@@ -220,7 +220,7 @@ class LaunchedServer:
         given_up = self._failures >= self._backoff.limit
         state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
-        if starting and self.status.address.uds and knows_no_uds(tail):
+        if starting and self.status.address.uds and lacks_uds_option(tail):
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
         # A server that was ready may have run for long: an old log line does not explain its exit.

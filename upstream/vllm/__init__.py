@@ -1,4 +1,4 @@
-"""What the gateway knows about vLLM: its command line, names, GPUs, metrics, health and failures.
+"""Facts about vLLM: command line, names, GPUs, metrics, health and failures.
 
 It starts no process; ``launcher`` does.
 Start with ``command_line`` and ``health``.

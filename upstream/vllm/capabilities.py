@@ -1,7 +1,7 @@
-"""What a server is for and can do, read from its launch arguments or from the routes that it has. Pure.
+"""The task and the capabilities of a server, by its launch arguments or its routes. Pure.
 
-The rule: only what these decide is reported. Where the arguments leave it to vLLM, which looks at the model's files, or name a file with
-more arguments, it is None.
+The rule: only certain results are reported. The result is None if the arguments leave the decision to vLLM, which reads the model's files,
+or if they name a file with more arguments.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ TASK_ROUTES: Mapping[str, str] = MappingProxyType(
         "/classify": "classify",
     }
 )
-"""Routes of POST that vLLM registers for a task alone (launchers/api_server/routers.py), and the task. The first one that a server has
-decides: embedding models have that of reranking too, and chat models may transcribe."""
+"""POST routes that vLLM registers for one task only (launchers/api_server/routers.py), and the task. The first route that a server has
+decides: embedding models also have the reranking route, and chat models may transcribe."""
 
 _PARSERS = ("reasoning-parser", "tool-call-parser")
-_OF_GENERATING = frozenset({*_PARSERS, "enable-auto-tool-choice"})
+_GENERATIVE_FLAGS = frozenset({*_PARSERS, "enable-auto-tool-choice"})
 _CONVERTED = {"embed": "embedding", "classify": "classify"}
 
 
 def task_of(args: Mapping[str, ArgumentValue]) -> str | None:
-    """``chat``, ``embedding`` or ``classify``; None where the model's files decide."""
+    """Return ``chat``, ``embedding`` or ``classify``; None if the model's files decide."""
     given = _given(args)
     converted = _CONVERTED.get(str(given.get("convert")))
     if converted is not None:
         return converted
-    if given.get("runner") == "generate" or not _OF_GENERATING.isdisjoint(given):
+    if given.get("runner") == "generate" or not _GENERATIVE_FLAGS.isdisjoint(given):
         return "chat"
     return None
 
 
 def capabilities_of(args: Mapping[str, ArgumentValue]) -> tuple[str, ...] | None:
-    """Of a server that generates text: ``tools``, ``reasoning`` and ``structured_outputs``, as far as it has them."""
+    """Return which of ``tools``, ``reasoning`` and ``structured_outputs`` a server that generates text has."""
     given = _given(args)
     if "config" in given:
         return None
@@ -53,5 +53,5 @@ def capabilities_of(args: Mapping[str, ArgumentValue]) -> tuple[str, ...] | None
 
 
 def _given(args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
-    """By flag, without those that are turned off."""
+    """Return the arguments by flag, without the disabled ones."""
     return {flag_of(key): value for key, value in args.items() if value is not False}

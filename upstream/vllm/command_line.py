@@ -1,8 +1,7 @@
-"""A model's launch settings turned into the words and the environment of one ``vllm serve``.
+"""Turns a model's launch settings into the arguments and the environment of one ``vllm serve``.
 
-Owns what the gateway insists on (the served names, the place to listen, the internal key, the GPUs) and what
-it refuses to be told twice. Pure: nothing is started, no file is touched. The rule: a secret is in the
-environment, never among the words and never in a repr.
+Owns the options that the gateway sets itself (served names, address, internal key, GPUs) and those that it rejects. Pure: nothing is
+started, no file is touched. The rule: a secret is in the environment, never in the arguments and never in a repr.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from upstream.http.address import Address
 ArgumentValue = str | int | float | bool | Sequence["ArgumentValue"] | Mapping[str, "ArgumentValue"]
 
 REFUSED_ARGS = {
-    "api-key": "the gateway gives every launched server a key of its own",
+    "api-key": "the gateway gives every launched server its own key",
     "model": "name it as launch.model",
     "served-model-name": "the gateway sets it from the model's id, so that answers carry that id",
     "ssl-keyfile": "a launched server listens on this machine only; the gateway's own port speaks TLS",
@@ -35,19 +34,19 @@ ENV_DEFAULTS = {
     "DO_NOT_TRACK": "1",
 }
 ADAPTERS_AT_ONCE = 8
-"""Adapters that may share a batch unless the operator says otherwise: vLLM sets GPU memory aside for each."""
+"""Adapters that may share a batch, by default: vLLM reserves GPU memory for each of them."""
 
 RPC_FOLDER = "VLLM_RPC_BASE_PATH"
-"""Where vLLM's processes put the sockets between them (vllm/envs.py). It takes none of them away.
+"""The folder of the sockets between vLLM's processes (vllm/envs.py). vLLM does not remove them.
 
-Not TMPDIR: the locks that let only one of several servers download a model are there.
+Not TMPDIR: it has the locks that let only one of several servers download a model.
 """
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to connect when the operator binds them all
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter: the ``name`` that it is served under, and where it is loaded from."""
+    """A LoRA adapter: the ``name`` under which it is served, and the path of its files."""
 
     name: str
     path: str
@@ -55,13 +54,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """How one replica of a model is started, as the operator wrote it.
+    """The launch settings of one replica, as the operator wrote them.
 
-    ``served_names``: the first is the model's id. ``args``: flag without dashes -> value; ``true`` is a bare
-    ``--flag``, ``false`` is ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` is set over
-    the inherited environment. ``listen``: ``tcp`` for a command that knows no ``--uds``. ``sleeps``: it can be put to sleep.
-    ``drain``: seconds that vLLM itself gives what is in flight, where something else than the gateway tells it to end. ``adapters`` are
-    served beside the model.
+    ``served_names``: the first one is the model's id. ``args``: flag without dashes -> value. ``true`` is a bare ``--flag``, ``false`` is
+    ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` overrides the inherited environment. ``listen``: ``tcp`` for
+    a command without ``--uds``. ``sleeps``: the server can be put to sleep. ``drain``: seconds that vLLM itself gives its requests in
+    flight when something other than the gateway stops it. ``adapters`` are served beside the model.
     """
 
     model: str
@@ -78,22 +76,22 @@ class LaunchSettings:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The words to execute and the variables to set over the inherited environment."""
+    """The arguments to execute, and the variables that override the inherited environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
 
 
 def problems(settings: LaunchSettings) -> tuple[str, ...]:
-    """Everything about the settings that cannot work, in words for the operator, each beginning with its place (``args.api-key: …``)."""
+    """Return every problem of the settings, as text for the operator that starts with the path (``args.api-key: …``)."""
     return tuple(_problems(settings, _by_flag(settings.args)))
 
 
 def address_for(settings: LaunchSettings, *, uds: str, free_port: Callable[[], int]) -> Address:
-    """Where the server will listen, and the gateway will find it.
+    """Return the address on which the server will listen.
 
-    What the operator wrote wins: ``uds`` in args is that socket; ``host`` or ``port`` in args mean tcp. Otherwise
-    ``listen`` decides between the private socket ``uds`` and a loopback port from ``free_port``.
+    The operator's options take precedence: ``uds`` in args is the socket; ``host`` or ``port`` in args mean TCP. Otherwise ``listen``
+    decides between the private socket ``uds`` and a loopback port from ``free_port``.
     """
     args = _by_flag(settings.args)
     if "uds" in args:
@@ -108,37 +106,37 @@ def address_for(settings: LaunchSettings, *, uds: str, free_port: Callable[[], i
 _NO_UDS = re.compile(r"(?:unrecogni[sz]ed|unknown|unexpected|no such|invalid)[^\n]{0,80}--uds\b", re.IGNORECASE)
 
 
-def knows_no_uds(log_tail: str) -> bool:
-    """Whether a command that ended at once said that it has no option ``--uds`` (argparse's words, click's and others')."""
+def lacks_uds_option(log_tail: str) -> bool:
+    """Return whether a command reported that it has no option ``--uds`` (messages of argparse, click and others)."""
     return _NO_UDS.search(log_tail) is not None
 
 
 def inherited(environ: Mapping[str, str], beside: Path) -> dict[str, str]:
-    """The environment that a server's own variables are set over; commands in ``beside`` are found without being on PATH."""
+    """Return the inherited environment, in which commands of the folder ``beside`` are found too."""
     return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{beside}"}
 
 
 def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:
-    """The words and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
+    """Return the arguments and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
 
-    Raises ValueError with every line of ``problems(settings)`` when there are any.
+    Raises ValueError with the lines of ``problems(settings)``.
     """
-    if wrong := problems(settings):
-        raise ValueError("; ".join(wrong))
-    place: dict[str, ArgumentValue] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
-    own = {"served-model-name": list(settings.served_names)} | place | _adapter_flags(settings) | _wanted_flags(settings)
+    if found := problems(settings):
+        raise ValueError("; ".join(found))
+    address: dict[str, ArgumentValue] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
+    own = {"served-model-name": list(settings.served_names)} | address | _adapter_flags(settings) | _default_flags(settings)
     flags = own | _by_flag(settings.args)
-    words = [word for flag, value in flags.items() for word in _words(flag, value)]
-    return CommandLine((*settings.command, settings.model, *words), _environment(settings, api_key))
+    arguments = [argument for flag, value in flags.items() for argument in _arguments(flag, value)]
+    return CommandLine((*settings.command, settings.model, *arguments), _environment(settings, api_key))
 
 
 def takes_vllms_flags(command: Sequence[str]) -> bool:
-    """Whether a command starts vLLM, or the simulator that knows its flags; with or without something before it."""
-    return any(PurePath(word).name in ("vllm", "simulate", "upstream.simulator") or word.startswith("vllm.") for word in command)
+    """Return whether a command starts vLLM, or the simulator, which knows its flags; a wrapper may precede it."""
+    return any(PurePath(part).name in ("vllm", "simulate", "upstream.simulator") or part.startswith("vllm.") for part in command)
 
 
-def _wanted_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
-    """What the gateway asks for, unless the operator has written another value."""
+def _default_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
+    """Return the flags that the gateway sets unless the operator has written another value."""
     sleep: dict[str, ArgumentValue] = {"enable-sleep-mode": True} if settings.sleeps else {}
     drain: dict[str, ArgumentValue] = (
         {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
@@ -169,9 +167,9 @@ def _problems(settings: LaunchSettings, args: Mapping[str, ArgumentValue]) -> It
 
 
 def _adapter_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
-    """What vLLM needs to serve the adapters (vllm/entrypoints/launchers/cli_args.py, vllm/config/lora.py).
+    """Return the flags for the adapters (vllm/entrypoints/launchers/cli_args.py, vllm/config/lora.py).
 
-    Its own defaults keep one adapter at a time: requests for two would take turns, each reading its adapter from disk.
+    vLLM's defaults load one adapter at a time: requests for two adapters would alternate, each time reading an adapter from disk.
     """
     adapters = settings.adapters
     if not adapters:
@@ -192,22 +190,22 @@ def _by_flag(args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
 
 
 def flag_of(key: str) -> str:
-    """``max_model_len`` -> ``max-model-len``; what follows a dot names a field of a JSON argument and keeps its form."""
-    head, dot, rest = key.removeprefix("--").partition(".")
-    return head.replace("_", "-") + dot + rest
+    """Return the flag of an option: ``max_model_len`` -> ``max-model-len``. After a dot, the field of a JSON argument is unchanged."""
+    flag, dot, rest = key.removeprefix("--").partition(".")
+    return flag.replace("_", "-") + dot + rest
 
 
-def _words(flag: str, value: ArgumentValue) -> list[str]:
+def _arguments(flag: str, value: ArgumentValue) -> list[str]:
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
     if isinstance(value, list | tuple):
-        return [f"--{flag}", *map(_word, value)]
-    word = _word(value)
-    # argparse takes a separate word with a leading dash for the next flag; everything else stays two words, as --config needs.
-    return [f"--{flag}={word}"] if word.startswith("-") else [f"--{flag}", word]
+        return [f"--{flag}", *map(_text, value)]
+    text = _text(value)
+    # argparse reads a separate argument with a leading dash as the next flag. Other values are separate arguments, as --config needs.
+    return [f"--{flag}={text}"] if text.startswith("-") else [f"--{flag}", text]
 
 
-def _word(value: ArgumentValue) -> str:
+def _text(value: ArgumentValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=dict)
 
 

@@ -1,7 +1,7 @@
 """Why a launched engine failed: the known causes of failed starts and deaths, and what an operator can change.
 
-Owns the table of causes. Pure: from the lines of a server's log, and from how its process ended, to one ``Cause``. The rule: the time is
-linear in the length of the log, and every ``code`` comes from the table, so that it can be the label of a metric.
+Owns the table of causes. Pure: it maps the lines of a server's log, and the exit of its process, to one ``Cause``. The rules: the time is
+linear in the length of the log, and every ``code`` is from the table, so that it can be the label of a metric.
 
 vLLM reports a failure in the process that met it (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
 ("Engine core initialization failed. See root cause above."). So the last lines of a log rarely say why, and the whole of it is searched.
@@ -30,9 +30,9 @@ _ENGINE_PROCESS = re.compile(r"EngineCore|Worker|Vllm")
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a server failed. ``code``: for programs. ``summary`` and ``hint``: for the operator; the hint says what to change.
+    """The cause of a failure. ``code``: for programs. ``summary`` and ``hint``: for the operator; the hint says what to change.
 
-    ``line``: what the log says about it, at most ``LINE_LENGTH`` characters; empty where it says nothing.
+    ``line``: the log line that shows it, at most ``LINE_LENGTH`` characters; empty if no line does.
     """
 
     code: str
@@ -50,8 +50,8 @@ class Cause:
 class ProcessExit:
     """How a server's main process ended. ``text``: for the operator.
 
-    ``status``: as ``subprocess`` has it, None where it is not known or the process still runs. ``memory_kills``: the processes that the
-    kernel has killed meanwhile for lack of memory, None where the kernel does not say.
+    ``status``: as in ``subprocess``; None if it is unknown or the process still runs. ``memory_kills``: the processes that the kernel has
+    killed meanwhile for lack of memory; None if the kernel does not report them.
     """
 
     text: str
@@ -225,7 +225,7 @@ _ROOT_CAUSES = (
     ),
     _known(
         "remote_code_required",
-        "the model brings code of its own, which vLLM does not run without permission",
+        "the model contains its own code, which vLLM does not run without permission",
         "If you trust the model's authors, set trust-remote-code: true in launch.args.",
         r"trust_remote_code=True|--trust-remote-code",
         r"contains custom code which must be executed",
@@ -252,7 +252,7 @@ _ROOT_CAUSES = (
     _known(
         "unsupported_dtype",
         "the data type does not fit the GPU or the quantization",
-        "Set dtype in launch.args to one that the log line names, e.g. half on GPUs before Ampere.",
+        "Set dtype in launch.args to a type that the log line names, e.g. half on GPUs before Ampere.",
         r"Bfloat16 is only supported on GPUs",
         r"is not supported for quantization method",
         r"[Uu]nknown dtype",
@@ -330,7 +330,7 @@ _KILLED_FOR_MEMORY = Cause(
 _KILLED = Cause(
     "killed",
     "the server was killed by a signal",
-    "Look for who sent it: the kernel's log (dmesg) has kills for lack of memory and crashes in native code.",
+    "Find the sender of the signal: the kernel's log (dmesg) has kills for lack of memory and crashes in native code.",
 )
 _COMMAND_NOT_FOUND = Cause(
     "command_not_found",
@@ -352,26 +352,25 @@ CAUSES: tuple[Cause, ...] = (
     _START_TIMEOUT,
     _UNKNOWN,
 )
-"""Every cause there is, without a log line."""
+"""Every cause, without a log line."""
 
 
 def find_cause(log: str, ended: ProcessExit) -> Cause:
-    """Why a server failed that wrote ``log`` since it was started, or lately, and ended so.
+    """Return why a server failed that wrote ``log`` since its start, or recently.
 
-    That the kernel killed it for lack of memory comes first, then the last line of the log that shows a root cause, then how the process
-    ended, then a lesser cause, then the last exception of the engine's processes, then that the engine died, then the last exception of
-    all.
+    The order: a kill by the kernel for lack of memory, the last log line that shows a root cause, how the process ended, a lesser cause,
+    the last exception of the engine's processes, the death of the engine, the last exception.
     """
     if ended.memory_kills and ended.status == -SIGKILL:
         return _KILLED_FOR_MEMORY
     lines = list(_failure_lines(log.splitlines()))
-    words = _Line("", ended.text)
+    exit_line = _Line("", ended.text)
     return (
-        _last(_ROOT_CAUSES, [*lines, words])
-        or _of_the_end(ended, lines)
+        _last(_ROOT_CAUSES, [*lines, exit_line])
+        or _cause_of_exit(ended, lines)
         or _last(_LESSER_CAUSES, lines)
         or _last_exception(lines, of_engine=True)
-        or _last(_CONSEQUENCES, [*lines, words])
+        or _last(_CONSEQUENCES, [*lines, exit_line])
         or _last_exception(lines, of_engine=False)
         or _UNKNOWN
     )
@@ -379,14 +378,14 @@ def find_cause(log: str, ended: ProcessExit) -> Cause:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line that reports a failure, without what vLLM puts before it. ``process``: the one that wrote it, where the line says so."""
+    """A line that reports a failure, without vLLM's prefix. ``process``: the process that wrote it, if the line names it."""
 
     process: str
     text: str
 
 
 def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
-    """Those that report a failure: exceptions, messages of the level ERROR, and what argparse and the C++ runtime write.
+    """Yield the lines that report a failure: exceptions, messages of the level ERROR, and messages of argparse and the C++ runtime.
 
     Source lines of a traceback are indented, and warnings have a level: neither says why a server failed.
     """
@@ -404,7 +403,7 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
 
 
 def _last(rows: Iterable[_CauseRule], lines: list[_Line]) -> Cause | None:
-    """The cause that the last of these lines shows."""
+    """Return the cause that the last matching line shows, or None."""
     known = tuple(rows)
     for line in reversed(lines):
         for row in known:
@@ -413,18 +412,18 @@ def _last(rows: Iterable[_CauseRule], lines: list[_Line]) -> Cause | None:
     return None
 
 
-def _of_the_end(ended: ProcessExit, lines: list[_Line]) -> Cause | None:
+def _cause_of_exit(ended: ProcessExit, lines: list[_Line]) -> Cause | None:
     if ended.memory_kills and _last(_DEATHS, lines):
         return _KILLED_FOR_MEMORY
     if ended.status in (126, 127):
         return replace(_COMMAND_NOT_FOUND, line=_shown(lines[-1].text) if lines else "")
     if ended.status is not None and ended.status < 0:
         return _KILLED
-    return replace(_START_TIMEOUT, line=ended.text) if ended.text.startswith("no answer to GET /health within") else None
+    return replace(_START_TIMEOUT, line=ended.text) if ended.text.startswith("no response to GET /health within") else None
 
 
 def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
-    """The last exception that does not merely follow from another one; with ``of_engine``, of an engine core or a worker."""
+    """Return the last exception that is not a consequence of another one; with ``of_engine``, of an engine core or a worker."""
     for line in reversed(lines):
         if of_engine and not _ENGINE_PROCESS.match(line.process):
             continue
@@ -435,5 +434,5 @@ def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
 
 
 def _shown(text: str) -> str:
-    said = "".join(char for char in text.removeprefix("  Value error, ").strip() if char.isprintable())
-    return said if len(said) <= LINE_LENGTH else f"{said[: LINE_LENGTH - 1]}…"
+    printable = "".join(char for char in text.removeprefix("  Value error, ").strip() if char.isprintable())
+    return printable if len(printable) <= LINE_LENGTH else f"{printable[: LINE_LENGTH - 1]}…"

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs this machine has, by the numbers that CUDA_VISIBLE_DEVICES takes."""
+"""Counts the NVIDIA GPUs of this machine, by the numbers of CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_WITHIN = 10.0  # seconds for nvidia-smi
+_TIMEOUT = 10.0  # seconds for nvidia-smi
 
 
 def count(environ: Mapping[str, str]) -> int | None:
-    """How many there are: their numbers are those below. None where there is no NVIDIA driver."""
+    """Return the number of GPUs, which are numbered from 0. None without an NVIDIA driver."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    told = None if program is None else _listed(program, environ)
-    if told is not None:
-        return told
+    number = None if program is None else _listed(program, environ)
+    if number is not None:
+        return number
     try:
         return len(os.listdir(_DRIVER))
     except OSError:
@@ -26,10 +26,10 @@ def count(environ: Mapping[str, str]) -> int | None:
 
 
 def _listed(program: str, environ: Mapping[str, str]) -> int | None:
-    """The lines of ``nvidia-smi -L``, one a GPU; None where it fails, as without a driver."""
+    """Return the number of GPUs in ``nvidia-smi -L``. None if it fails, e.g. without a driver."""
     try:
         done = subprocess.run(  # noqa: S603  found on PATH
-            [program, "-L"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_WITHIN, check=True
+            [program, "-L"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,7 +1,7 @@
-"""The vLLM that a launch command would run: which one it is, and which names it knows.
+"""The installed vLLM that a launch command would run: its version, and the names that it knows.
 
-Owns the asking, which takes vLLM some ten seconds, and the cache that makes it happen once for each installed
-version. The rule: whatever is wrong with that vLLM, the outcome is its names or None, within a bounded time.
+Owns the query, which takes vLLM some ten seconds, and the cache, so that it happens once for each installed version. The rule: the result
+is the names or None, within a limited time, whatever is wrong with that vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from upstream.vllm import print_names
 from upstream.vllm.known_names import KnownNames
 
-_ASK_WITHIN, _LOOK_WITHIN = 120.0, 10.0  # seconds
-_LOOK = "import importlib.metadata as m; d = m.distribution('vllm'); print(d.version); print(d.locate_file('vllm'))"
+_NAMES_TIMEOUT, _VERSION_TIMEOUT = 120.0, 10.0  # seconds
+_VERSION_PROGRAM = "import importlib.metadata as m; d = m.distribution('vllm'); print(d.version); print(d.locate_file('vllm'))"
 # pip's two forms of a script's first lines: the interpreter itself, or, for a long path, a shell that runs it
 _SHEBANG = re.compile(rb"#!(?:/bin/sh\n'''exec' )?\"?(/[^\"\n]*?)\"?(?: [^\n]*)?\n")
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledVllm:
-    """A vLLM that is here: the ``python`` that has it, its version, and its folder."""
+    """An installed vLLM: its Python interpreter, its version and its folder."""
 
     python: str
     version: str
@@ -37,18 +37,18 @@ class InstalledVllm:
 
 
 def runs_vllm_itself(command: Sequence[str]) -> bool:
-    """Whether a launch command is vLLM's own: ``vllm serve``, or a Python that runs one of vLLM's modules."""
-    words = tuple(command)
-    if len(words) > 1 and Path(words[0]).name == "vllm":
-        return words[1] == "serve"
-    module = words[words.index("-m") + 1 :][:1] if "-m" in words else ()
-    return Path(words[0]).name.startswith("python") and module != () and module[0].split(".")[0] == "vllm" if words else False
+    """Return whether a launch command is vLLM's own: ``vllm serve``, or a Python that runs a module of vLLM."""
+    arguments = tuple(command)
+    if len(arguments) > 1 and Path(arguments[0]).name == "vllm":
+        return arguments[1] == "serve"
+    module = arguments[arguments.index("-m") + 1 :][:1] if "-m" in arguments else ()
+    return Path(arguments[0]).name.startswith("python") and module != () and module[0].split(".")[0] == "vllm" if arguments else False
 
 
 def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callable[[str], None]) -> KnownNames | None:
-    """The names that the command's vLLM knows; None where it is not installed or does not tell.
+    """Return the names that the command's vLLM knows; None if it is not installed or the query fails.
 
-    ``environ`` is what the command would run with. ``say`` is called before the asking, where nothing is cached.
+    ``environ``: the environment of the command. ``say`` is called before a query, which happens if nothing is cached.
     """
     found = _installed(command, environ)
     if found is None:
@@ -57,26 +57,26 @@ def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callabl
     cached = _read(file, found.version)
     if cached is not None:
         return cached
-    say(f"asking vLLM {found.version} for its options (once; it takes some seconds)")
-    said = _run(found.python, Path(print_names.__file__).read_text(), environ, _ASK_WITHIN)
-    text = said.strip().rpartition("\n")[2]
-    told = _parsed(text, found.version)
-    if told is not None:
-        with suppress(OSError):  # the next time asks again
-            _keep(file, text)
-    return told
+    say(f"reading the options of vLLM {found.version} (once; it takes some seconds)")
+    output = _run(found.python, Path(print_names.__file__).read_text(), environ, _NAMES_TIMEOUT)
+    text = output.strip().rpartition("\n")[2]
+    known = _parsed(text, found.version)
+    if known is not None:
+        with suppress(OSError):  # the next call queries again
+            _store(file, text)
+    return known
 
 
 def _installed(command: Sequence[str], environ: Mapping[str, str]) -> InstalledVllm | None:
     program = shutil.which(command[0], path=environ.get("PATH"))
     python = None if program is None else _interpreter(program)
-    said = "" if python is None else _run(python, _LOOK, environ, _LOOK_WITHIN)
-    lines = said.splitlines()
+    output = "" if python is None else _run(python, _VERSION_PROGRAM, environ, _VERSION_TIMEOUT)
+    lines = output.splitlines()
     return InstalledVllm(python, *lines) if python is not None and len(lines) == 2 else None
 
 
 def _interpreter(program: str) -> str | None:
-    """The Python that runs a program: itself, or the one that a script names."""
+    """Return the Python that runs a program: the program itself, or the interpreter of a script."""
     if Path(program).name.startswith("python"):
         return program
     try:
@@ -88,11 +88,11 @@ def _interpreter(program: str) -> str | None:
 
 
 def _run(python: str, program: str, environ: Mapping[str, str], within: float) -> str:
-    """What a program text prints; nothing when it fails or takes too long. Python looks for modules where it is run: not here."""
-    words = [python, "-c", program]
+    """Run a Python program, and return its output; empty if it fails or takes too long."""
+    command = [python, "-c", program]
     try:
         done = subprocess.run(  # noqa: S603  the interpreter of the command that the operator has written
-            words, env=dict(environ), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=within, check=True
+            command, env=dict(environ), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=within, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -100,7 +100,7 @@ def _run(python: str, program: str, environ: Mapping[str, str], within: float) -
 
 
 def _cache(environ: Mapping[str, str]) -> Path:
-    """The user's cache (XDG base directories)."""
+    """Return the user's cache folder (XDG base directories)."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gateway"
 
 
@@ -113,15 +113,15 @@ def _read(file: Path, version: str) -> KnownNames | None:
 
 def _parsed(text: str, version: str) -> KnownNames | None:
     try:
-        told = json.loads(text)
-        return KnownNames(version, *(frozenset(map(str, told[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
+        names = json.loads(text)
+        return KnownNames(version, *(frozenset(map(str, names[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _keep(file: Path, text: str) -> None:
-    """Put it into its place as a whole, so that nobody reads a half."""
+def _store(file: Path, text: str) -> None:
+    """Write a file atomically, so that no process reads a part of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as half:
-        half.write(text)
-    os.replace(half.name, file)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as temporary:
+        temporary.write(text)
+    os.replace(temporary.name, file)

@@ -1,7 +1,7 @@
 """The names that ``vllm serve`` knows: the flags of vLLM 0.32 by how many values each takes, and its parsers.
 
-Taken from vLLM's own parser. A flag that is not here is misspelt: the simulator fails on it as vLLM does, and
-``vllm-gateway check`` says so where no vLLM is installed that could be asked.
+Taken from vLLM's own parser. Any other flag is misspelled: the simulator fails on it as vLLM does, and ``vllm-gateway check`` reports it if
+no vLLM is installed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ TOOL_PARSERS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class KnownNames:
-    """What one version of vLLM knows. ``flags``: the long ones without dashes, the ``no-…`` forms too."""
+    """The names that one version of vLLM knows. ``flags``: the long flags without dashes, including the ``no-…`` forms."""
 
     version: str
     flags: frozenset[str]
@@ -155,11 +155,11 @@ class KnownNames:
     tool_parsers: frozenset[str]
 
     def knows(self, flag: str) -> bool:
-        """Whether there is such a flag; argparse also takes the beginning of a name that is the beginning of no other."""
+        """Return whether vLLM takes a flag. argparse also takes an unambiguous prefix of a flag."""
         return flag in self.flags or sum(known.startswith(flag) for known in self.flags) == 1
 
 
 def built_in() -> KnownNames:
-    """The names of this table."""
+    """Return the names of this table."""
     plain = VALUES | LISTS | OPTIONAL | BOOLEANS | SWITCHES
     return KnownNames(VERSION, plain | {f"no-{flag}" for flag in BOOLEANS}, frozenset(REASONING_PARSERS), frozenset(TOOL_PARSERS))

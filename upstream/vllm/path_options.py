@@ -1,8 +1,7 @@
-"""The options of vLLM that name files and folders, and where a relative one begins.
+"""The options of vLLM that name files and folders, and the folder of relative paths.
 
-Owns the table. The rule: an operator's relative path begins at the folder of the configuration, where its other paths begin, and not at
-the folder in which the gateway happens to run. What may be something else than a path (a name on the hub, an inline template) stays as it
-is written unless it is there as a file.
+Owns the table. The rule: a relative path is relative to the folder of the configuration, like its other paths, and not to the gateway's
+working directory. A value that may be something else (a name on the hub, an inline template) is unchanged unless the file exists.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from upstream.vllm.command_line import ArgumentValue, flag_of
 
 
 class PathKind(Enum):
-    """What the value of an option is."""
+    """The kind of an option's value."""
 
     READ = auto()
     """A file or folder that vLLM reads."""
     TEMPLATE = auto()
-    """A file with a chat template, the name of one that vLLM has, or the template itself (vllm/renderers/chat_utils.py)."""
+    """A file with a chat template, the name of one of vLLM's templates, or the template itself (vllm/renderers/chat_utils.py)."""
     NAMED = auto()
-    """A folder, or a name on the hub; only what begins like a path is one for certain."""
+    """A folder, or a name on the hub. Only a value that starts like a path is certain to be a path."""
     WRITTEN = auto()
-    """What vLLM makes itself."""
+    """A file or folder that vLLM creates."""
 
 
 KINDS: Mapping[str, PathKind] = MappingProxyType(
@@ -53,18 +52,18 @@ KINDS: Mapping[str, PathKind] = MappingProxyType(
         "tool-parser-plugin": PathKind.READ,
     }
 )
-"""The options of vLLM 0.32 by their flag without dashes; of an option that takes JSON, the field behind a dot."""
+"""The options of vLLM 0.32 by their flag without dashes. For an option that takes JSON, the field follows a dot."""
 
 BUILT_IN_TEMPLATE = "template_"
-"""How the names of vLLM's own templates begin (vllm/transformers_utils/chat_templates)."""
-_INLINE = frozenset("{}\n")  # what tells a template from a path
-_WORDS = {"generation-config": ("auto", "vllm")}  # values with a meaning of their own
+"""The prefix of the names of vLLM's own templates (vllm/transformers_utils/chat_templates)."""
+_INLINE = frozenset("{}\n")  # characters of a template that a path does not have
+_SPECIAL_VALUES = {"generation-config": ("auto", "vllm")}  # values that are not paths
 _LOCAL = ("/", "./", "../")
 
 
 @dataclass(frozen=True, slots=True)
 class PathArgument:
-    """A path in the options. ``key`` and ``field``: where it stands, ``field`` only in an option that takes JSON."""
+    """A path in the options. ``key`` and ``field``: its position; ``field`` only for an option that takes JSON."""
 
     key: str
     field: str | None
@@ -73,12 +72,12 @@ class PathArgument:
 
 
 def is_local(text: str) -> bool:
-    """Whether a text that may be a name on the hub is a path for certain."""
+    """Return whether a text that may be a name on the hub is certain to be a path."""
     return text.startswith(_LOCAL)
 
 
 def paths(args: Mapping[str, ArgumentValue]) -> Iterator[PathArgument]:
-    """Every path that the options may name."""
+    """Yield every path that the options may name."""
     for key, value in args.items():
         flag = flag_of(key)
         if isinstance(value, Mapping):
@@ -92,22 +91,22 @@ def _named(key: str, field: str | None, name: str, value: ArgumentValue) -> Iter
     kind = KINDS.get(name)
     if kind is None or not isinstance(value, str) or not value:
         return
-    if (kind is PathKind.TEMPLATE and _INLINE & set(value)) or value in _WORDS.get(name, ()):
+    if (kind is PathKind.TEMPLATE and _INLINE & set(value)) or value in _SPECIAL_VALUES.get(name, ()):
         return
     yield PathArgument(key, field, kind, value)
 
 
 def has_to_exist(named: PathArgument) -> bool:
-    """Whether vLLM fails where nothing is at the path."""
+    """Return whether vLLM fails if the path does not exist."""
     if named.kind is PathKind.TEMPLATE:
         return is_local(named.path) or "/" in named.path or not named.path.startswith(BUILT_IN_TEMPLATE)
     return named.kind is PathKind.READ or (named.kind is PathKind.NAMED and is_local(named.path))
 
 
 def absolute(args: Mapping[str, ArgumentValue], folder: Path, exists: Callable[[Path], bool], *, own: bool) -> dict[str, ArgumentValue]:
-    """The options with relative paths made absolute: those that ``exist`` in ``folder``, and those that can be nothing but a path.
+    """Return the options with absolute paths, for paths that exist in ``folder`` and for values that can only be paths.
 
-    ``own``: the command is vLLM's own. Another one may run vLLM in a container, where only what is here is certain to be meant.
+    ``own``: the command is vLLM's own. Another command may run vLLM in a container, so only existing paths are changed.
     """
     found = dict(args)
     for named in paths(args):
@@ -118,11 +117,11 @@ def absolute(args: Mapping[str, ArgumentValue], folder: Path, exists: Callable[[
     return found
 
 
-def absolute_words(command: Sequence[str], folder: Path, exists: Callable[[Path], bool]) -> tuple[str, ...]:
-    """A command with the scripts and programs that it names by ``./`` or ``../`` made absolute, where they are in ``folder``."""
+def absolute_command(command: Sequence[str], folder: Path, exists: Callable[[Path], bool]) -> tuple[str, ...]:
+    """Return a command with absolute paths for the programs that it names by ``./`` or ``../`` and that exist in ``folder``."""
 
-    def word(text: str) -> str:
+    def absolute_path(text: str) -> str:
         path = Path(os.path.abspath(folder / text))
         return str(path) if text.startswith(("./", "../")) and exists(path) else text
 
-    return tuple(map(word, command))
+    return tuple(map(absolute_path, command))

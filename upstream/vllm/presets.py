@@ -1,8 +1,9 @@
-"""The parsers of vLLM that fit a family of models: what makes tool calls and reasoning work without knowing vLLM's names for them.
+"""The parsers of vLLM for families of models, so that tool calls and reasoning work without knowing vLLM's names for them.
 
-Owns the table. Pure. The rule: a preset only adds options that the operator has not written, and a family is listed only where vLLM's
+Owns the table. Pure. The rule: a preset only adds options that the operator has not written. A family is listed only if vLLM's
 documentation or source (docs/features/tool_calling.md, docs/features/reasoning_outputs.md, vllm/tool_parsers, vllm/reasoning) names its
-parsers. A model that does not reason has no reasoning parser: several parsers take everything before an end of reasoning for reasoning.
+parsers. A model that does not reason has no reasoning parser, because several parsers treat all text before an end of reasoning as
+reasoning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Preset:
     """The parsers of a family.
 
     ``names``: a pattern for the last part of a model's name, in lower case. ``template``: the chat template among vLLM's examples that
-    its documentation recommends for the family's tool calls; empty where the model's own template is enough.
+    its documentation recommends for the family's tool calls; empty if the model's own template is enough.
     """
 
     names: re.Pattern[str]
@@ -30,7 +31,7 @@ class Preset:
 
     @property
     def args(self) -> dict[str, ArgumentValue]:
-        """The options of ``vllm serve``, without dashes."""
+        """Return the options of ``vllm serve``, without dashes."""
         reasoning: dict[str, ArgumentValue] = {"reasoning-parser": self.reasoning} if self.reasoning else {}
         tools: dict[str, ArgumentValue] = {"enable-auto-tool-choice": True, "tool-call-parser": self.tools} if self.tools else {}
         return reasoning | tools
@@ -42,7 +43,7 @@ def _preset(names: str, *, tools: str = "", reasoning: str = "", template: str =
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        # The first family whose pattern matches a model's name is the one, so the narrower ones come first.
+        # The first family whose pattern matches a model's name is used, so narrow patterns come first.
         "qwen3-coder": _preset(r"qwen3-coder", tools="qwen3_coder"),
         "qwen3.5": _preset(r"qwen3\.[5-9]", tools="qwen3_coder", reasoning="qwen3"),
         "qwen3-instruct": _preset(r"qwen3-(?:next|vl|\d).*instruct", tools="hermes"),
@@ -88,13 +89,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def preset_for(model: str) -> str | None:
-    """The name of the preset for a model, by its name on the hub or its folder's; None where no family is recognized."""
+    """Return the preset for a model, by its name on the hub or its folder's name; None if no family matches."""
     last = model.rstrip("/").rpartition("/")[2].lower()
     return next((name for name, preset in PRESETS.items() if preset.names.search(last)), None)
 
 
 def with_preset(preset: str | None, args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
-    """The options with those of a preset that the operator has not written, with dashes or with underscores."""
+    """Return the options, with those of a preset that the operator has not written."""
     written = {flag_of(key) for key in args}
     more = {} if preset is None else {flag: value for flag, value in PRESETS[preset].args.items() if flag not in written}
     return more | dict(args)

@@ -1,6 +1,6 @@
-"""Run by the interpreter of an installed vLLM: prints the names that it knows, as JSON on the last line.
+"""Prints the names that an installed vLLM knows, as JSON on the last line. Run by that vLLM's interpreter.
 
-It must import nothing of this project, and ends with an error where this vLLM has things in other places.
+It must not import this project, and ends with an error if this vLLM has other modules.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 
 
 def main() -> None:
-    """Ask vLLM's own parser and its registries (vllm/entrypoints/launchers, vllm/reasoning, vllm/tool_parsers)."""
+    """Print the names of vLLM's own parser and its registries (vllm/entrypoints/launchers, vllm/reasoning, vllm/tool_parsers)."""
     from vllm.reasoning import ReasoningParserManager  # type: ignore[import-not-found]
     from vllm.tool_parsers import ToolParserManager  # type: ignore[import-not-found]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]

@@ -1,7 +1,7 @@
 """Puts a launched vLLM to sleep and wakes it, by the routes that VLLM_SERVER_DEV_MODE opens on its private address.
 
-Level 1 moves the weights to the machine's memory and drops the KV cache; level 2 drops both, and the weights are read
-again on waking (vLLM's ``entrypoints/serve/dev/sleep`` and ``.../rpc``). The rule: nothing may be in flight, since
+Level 1 moves the weights to the machine's memory and drops the KV cache. Level 2 drops both, and the weights are read
+again on waking (vLLM's ``entrypoints/serve/dev/sleep`` and ``.../rpc``). The rule: no request may be in flight, because
 vLLM aborts it.
 """
 
@@ -47,8 +47,8 @@ def _client(target: Target) -> httpx2.AsyncClient:
 
 async def _post(client: httpx2.AsyncClient, path: str, **more: Any) -> None:
     try:
-        answer = await client.post(path, **more)
+        response = await client.post(path, **more)
     except httpx2.HTTPError as error:
         raise SleepError(f"POST {path}: {str(error) or type(error).__name__}") from error
-    if answer.status_code != 200:
-        raise SleepError(f"POST {path}: status {answer.status_code}")
+    if response.status_code != 200:
+        raise SleepError(f"POST {path}: status {response.status_code}")

@@ -185,7 +185,7 @@ def test_the_installed_vllm_is_asked_once_for_each_version(tmp_path: Path, own_v
     said: list[str] = []
     for _ in range(2):
         assert installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append) == EXPECTED
-    assert (asked(tmp_path), said) == (1, ["asking vLLM 9.9 for its options (once; it takes some seconds)"])
+    assert (asked(tmp_path), said) == (1, ["reading the options of vLLM 9.9 (once; it takes some seconds)"])
     metadata = tmp_path / "site/vllm-9.9.dist-info/METADATA"
     metadata.write_text(metadata.read_text().replace("9.9", "9.10"))
     again = installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append)
@@ -365,7 +365,7 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
     words = [str(program), "check", "g.yaml"]
     runs = [subprocess.run(words, cwd=tmp_path, env=own_vllm, capture_output=True, text=True, timeout=60) for _ in range(2)]
     assert [run.returncode for run in runs] == [2, 2]
-    assert [run.stderr for run in runs] == ["asking vLLM 9.9 for its options (once; it takes some seconds)\n", ""]
+    assert [run.stderr for run in runs] == ["reading the options of vLLM 9.9 (once; it takes some seconds)\n", ""]
     assert runs[0].stdout == runs[1].stdout == (
         "g.yaml:4: models[0].launch.gpus[0][0]: there is no GPU 3: only GPU 0 exists\n"
         "g.yaml:5: models[0].launch.args.secnd: vLLM 9.9 has no option --secnd; did you mean `second`?\n"

@@ -96,7 +96,7 @@ g.yaml:6: server.body_limit: expected a size with its unit, e.g. 20MiB (B, KiB, 
 g.yaml:7: server.drain: this key is already on line 5
 g.yaml:13: models[0].launch.gpus: has GPUs for 1 replicas, but replicas is 2; write one list of GPUs for each, e.g. [[0, 1]]
 g.yaml:14: models[0].launch.args.--max-model-len: write the option without its dashes
-g.yaml:14: models[0].launch.args.api_key: the gateway gives every launched server a key of its own
+g.yaml:14: models[0].launch.args.api_key: the gateway gives every launched server its own key
 g.yaml:15: models[0].task: expected `chat`, `completion`, `embedding`, `rerank`, `classify` or `transcription`; did you mean `embedding`?
 g.yaml:16: models[1].id: this model name is already on line 10; IDs, aliases and LoRA IDs share one namespace
 g.yaml:18: models[1].servers[0].url: a server's URL starts with http://, https:// or unix:; expected e.g. http://10.0.0.5:8000

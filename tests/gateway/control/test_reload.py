@@ -257,7 +257,7 @@ async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_i
             await one.heard()
             answer = await one.ask("far")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_server")
-            assert one.status("far")["servers"][0]["reason"].startswith("the server refused the gateway's key")
+            assert one.status("far")["servers"][0]["reason"].startswith("the server rejected the gateway's key")
             key.write_text("second")
             await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "up", 60.0)

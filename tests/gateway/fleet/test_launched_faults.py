@@ -150,5 +150,5 @@ def test_a_hung_server(stage: Stage) -> None:
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
     wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the workers have heard
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
-    wait_for(lambda: "it is restarted: no answer within 10 s" in stage.gateway.said, HUNG_WITHIN)
+    wait_for(lambda: "it is restarted: no response within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)

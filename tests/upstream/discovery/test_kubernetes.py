@@ -194,7 +194,7 @@ async def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        (Cluster("", ""), "this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set"),
+        (Cluster("", ""), "not in a pod of a cluster: KUBERNETES_SERVICE_HOST is not set"),
         (Cluster("localhost", "1", Path("/nowhere")), "/nowhere/ca.crt: "),
     ],
 )
@@ -208,7 +208,7 @@ async def test_nonsense_is_told_and_asked_for_again(tmp_path: Path) -> None:
         await one.sees("10.0.0.1")
         await until(lambda: api.watching == 1)
         await api.say({"type": "MODIFIED", "object": {"no": "metadata"}})
-        await one.has_trouble("the API server's answer is not what it should be (KeyError")
+        await one.has_trouble("invalid response of the API server (KeyError")
         assert one.hosts == ["10.0.0.1"]
         await until(lambda: one.finding.problem == "", 30.0)
         assert api.lists == 2

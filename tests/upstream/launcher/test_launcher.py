@@ -55,7 +55,7 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
         ready = await case.reached(LaunchState.READY)
         key = launcher.api_key(ready.name)
         assert await models(ready, key) == ["org/m", "m"]
-        assert await models(ready, "another") == "the server refused the gateway's key (GET /v1/models: status 401)"
+        assert await models(ready, "another") == "the server rejected the gateway's key (GET /v1/models: status 401)"
         assert ready.pid is not None
         words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, keeper_of(ready.pid))]
         assert b"launched_server.py" in words[1], "the keeper's command line carries the server's"
@@ -126,7 +126,7 @@ async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case:
         pids = case.pids()
         (restarts,) = {told.restarts for told in case.told if told.pid == pids["main"]}
         failed = await case.reached(LaunchState.FAILED, restarts=restarts)
-        assert "no answer to GET /health within 1 s" in failed.reason
+        assert "no response to GET /health within 1 s" in failed.reason
         await case.reached(LaunchState.BACKING_OFF, restarts=restarts)
         assert not alive(pids["main"])
         await until(lambda: not alive(pids["stray"]))  # which may be the next one's

@@ -68,7 +68,7 @@ async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(ca
         pids = case.pids()
         os.kill(pids["main"], signal.SIGSTOP)
         async with probed(launcher, grace=0.1, deadline=0.5):
-            assert "it is restarted: no answer within 0.5 s" in (await case.reached(LaunchState.CRASHED)).reason
+            assert "it is restarted: no response within 0.5 s" in (await case.reached(LaunchState.CRASHED)).reason
             await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
         await case.reached(LaunchState.READY, restarts=1)
@@ -131,7 +131,7 @@ async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: C
         launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
         await until(lambda: case.told[-1].state is LaunchState.STARTING and case.told[-1].pid is not None, 60.0)
         launcher.set_startup_timeout("org/m#0", 0.1)
-        assert "no answer to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
+        assert "no response to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
 
 async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:

@@ -276,7 +276,7 @@ async def test_silence_is_a_failure_at_the_deadline() -> None:
     async with listening(FakeServer({"/health": (None, b"")})) as server:
         told = Told()
         async with probing(told, Target("s", server.address), deadline=0.1):
-            assert told == [ServerHealth("s", False, "no answer within 0.1 s")]
+            assert told == [ServerHealth("s", False, "no response within 0.1 s")]
 
 
 async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
@@ -314,9 +314,9 @@ async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tup
 @pytest.mark.parametrize(
     ("key", "status", "reason"),
     [
-        ("stale", 401, "the server refused the gateway's key (GET /v1/models: status 401)"),
-        ("stale", 403, "the server refused the gateway's key (GET /v1/models: status 403)"),
-        (None, 401, "the server asks for a key, and the gateway has none for it (GET /v1/models: status 401)"),
+        ("stale", 401, "the server rejected the gateway's key (GET /v1/models: status 401)"),
+        ("stale", 403, "the server rejected the gateway's key (GET /v1/models: status 403)"),
+        (None, 401, "the server requires a key, and the gateway has none for it (GET /v1/models: status 401)"),
     ],
 )
 @pytest.mark.parametrize("health", [(200, b""), (404, b"")], ids=["with /health", "without /health"])
@@ -341,7 +341,7 @@ async def test_a_key_that_a_server_accepts_no_longer_takes_it_down_and_another_k
     async with scripted(_asks_for_the_new_key) as server, Prober(on_change=(told := Told()).append, interval=0.02, deadline=30.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("s", address, "old")])
-        assert "refused the gateway's key" in (await told.up(False)).reason
+        assert "rejected the gateway's key" in (await told.up(False)).reason
         prober.set_targets([Target("s", address, "new")])
         assert (await told.up(True)).models == CARDS
         prober.set_targets([Target("s", address, "old")])

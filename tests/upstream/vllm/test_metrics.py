@@ -39,7 +39,7 @@ async def test_slow_ones_are_not_waited_for() -> None:
         await talk.closed_by_peer()
 
     async with scripted(script) as server:
-        with pytest.raises(MetricsUnavailableError, match=r"s did not answer within 0\.2 s"):
+        with pytest.raises(MetricsUnavailableError, match=r"s did not respond within 0\.2 s"):
             await metrics.read(Target("s", Address(port=server.port)), 0.2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from upstream.vllm import known_names
 from upstream.vllm.command_line import ArgumentValue
-from upstream.vllm.path_options import KINDS, absolute, absolute_words
+from upstream.vllm.path_options import KINDS, absolute, absolute_command
 
 FOLDER = Path("/etc/gateway")
 THERE = {FOLDER / name for name in ("t.jinja", "org/name", "serve.sh", "p.py")}
@@ -63,7 +63,7 @@ def test_for_another_command_only_what_is_here_is_certain_to_be_meant() -> None:
 
 
 def test_the_words_of_a_command() -> None:
-    words = absolute_words(("./serve.sh", "../p", "vllm", "./t.jinja"), FOLDER, THERE.__contains__)
+    words = absolute_command(("./serve.sh", "../p", "vllm", "./t.jinja"), FOLDER, THERE.__contains__)
     assert words == ("/etc/gateway/serve.sh", "../p", "vllm", "/etc/gateway/t.jinja")
 
 
