@@ -1,8 +1,8 @@
-"""What control serves to operators: metrics, health, the status, usage, keys, operations, a description of it all.
+"""The application of the admin port and the admin socket: metrics, health, status, usage, keys, operations, and their API reference.
 
-The rules: every answer is made from what control has at hand and waits for nobody, but for a server's own metrics, which the server is
-asked for, /usage and /keys, which wait for the ledger's database on a thread of its own, and the logs in /status, which are read on one;
-what acts is noted in the log with who asked for it. Who may ask is decided before: by the port's guard, by the socket's owner.
+The rules: a response is made from what control knows and does not wait. Exceptions are a server's own metrics, /usage and /keys, which wait
+for the ledger's database in a separate thread, and the logs in /status, which are read in a thread. Each operation is logged with the
+client that requested it. Access is checked before: by the port's guard, or by the socket's owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from gateway.admin import engine_metrics, openapi, status_page
 from gateway.admin.engine_metrics import Engine, Handler
-from gateway.admin.status_view import picture
+from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, Operations, RefusedOperation
@@ -34,38 +34,38 @@ _log = logging.getLogger("vllm_gateway.control")
 
 
 class Overview(Protocol):
-    """What control shows."""
+    """The state of the gateway, as the admin port shows it."""
 
     def series(self) -> Mapping[Series, Sequence[float]]:
-        """Every series of this moment: the workers' boards added up, and control's own."""
+        """Return every series: the sums of the workers' counters, and control's own."""
 
     def not_ready(self) -> str | None:
-        """Why no traffic should come yet; None when it may."""
+        """Explain why no traffic should come yet, None if it may."""
 
     def degraded(self) -> list[str]:
-        """Why not everything works, though traffic may come."""
+        """Explain why some requests cannot be served as configured."""
 
     def status(self) -> dict[str, Any]:
-        """The whole picture, as JSON, but for what launched servers have written last."""
+        """Return the JSON of /status, without the last log lines of launched servers."""
 
     async def status_with_logs(self) -> dict[str, Any]:
-        """The whole picture."""
+        """Return the JSON of /status."""
 
-    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
-        """What the ledger answers to a question in words; None: there is no ledger.
+    async def usage(self, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return the ledger's response to a usage query, None without a ledger.
 
-        Raises QueryError, and DatabaseUnavailableError where its database does not respond.
+        Raises QueryError, and DatabaseUnavailableError if the database does not respond.
         """
 
     async def keys(self) -> dict[str, Any]:
-        """The entries of keys as /keys shows them."""
+        """Return the keys as /keys shows them."""
 
     def engines(self) -> Mapping[str, Engine]:
-        """The servers that run, by name."""
+        """Return the running servers by name."""
 
 
 class _Families(Collector):
-    """Presents the families to prometheus_client, which writes the text."""
+    """Converts the metric families for prometheus_client, which writes the text."""
 
     def __init__(self, series: Callable[[], Mapping[Series, Sequence[float]]]) -> None:
         self._series = series
@@ -90,7 +90,7 @@ def _metric(name: str, family: Family, rows: Iterable[tuple[tuple[str, ...], Seq
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
-    """Prometheus' buckets hold everything up to their bound."""
+    """Return cumulative buckets, as Prometheus requires."""
     total, buckets = 0.0, []
     for bound, count in zip(bounds, counts, strict=False):
         total += count
@@ -99,7 +99,7 @@ def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[
 
 
 def registry(overview: Overview) -> CollectorRegistry:
-    """The gateway's metrics, and those of the control process itself."""
+    """Return the registry of the gateway's metrics and those of the control process."""
     made = CollectorRegistry(auto_describe=False)
     made.register(_Families(overview.series))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -108,8 +108,8 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 
 def application(overview: Overview, operations: Operations) -> Starlette:
-    """The ASGI application of the admin port and of the admin socket."""
-    return Starlette(routes=_routes(_handlers(overview) | _acting(overview, operations)))
+    """Return the ASGI application of the admin port and the admin socket."""
+    return Starlette(routes=_routes(_handlers(overview) | _operation_handlers(overview, operations)))
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -136,7 +136,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def status(request: Request) -> Response:
         known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}
         if prefers_html(request.headers.get("accept", "")):
-            return HTMLResponse(status_page.page(picture(known)), headers=headers | status_page.HEADERS)
+            return HTMLResponse(status_page.page(status_view(known)), headers=headers | status_page.HEADERS)
         return JSONResponse(known, headers=headers)
 
     async def usage(request: Request) -> Response:
@@ -164,7 +164,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
 
 
 def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """The form that a scraper asks for. A version that is no number prometheus_client cannot compare: that is none that it knows."""
+    """Return the encoder for an Accept header. prometheus_client fails on a version that is not a number, which then counts as unknown."""
     try:
         return choose_encoder(accept)
     except TypeError:
@@ -181,7 +181,7 @@ def _documents() -> dict[str, Handler]:
     return {"/openapi.json": document, "/docs": docs}
 
 
-def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
+def _operation_handlers(overview: Overview, operations: Operations) -> dict[str, Handler]:
     methods = {name: getattr(operations, name) for name in OPERATIONS}
 
     async def operate(request: Request) -> Response:
@@ -190,16 +190,16 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
             return _error(f"there is no operation {operation}", 404)
         if unknown := _unknown(model, overview.status()):
             return _error(unknown, 404)
-        _note(f"{operation} of {model}", request)
+        _log_operation(f"{operation} of {model}", request)
         try:
             await methods[operation](model)
         except RefusedOperation as refused:
             return _error(str(refused), 409)
         shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
-        return JSONResponse(shown) if shown is not None else _error(f"{model} has left the configuration meanwhile", 404)
+        return JSONResponse(shown) if shown is not None else _error(f"{model} was removed from the configuration meanwhile", 404)
 
     async def reload(request: Request) -> Response:
-        _note("reload", request)
+        _log_operation("reload", request)
         try:
             result = await operations.reload()
         except RefusedOperation as refused:
@@ -207,7 +207,7 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
         return JSONResponse(result.as_json())
 
     async def drain(request: Request) -> Response:
-        _note("drain", request)
+        _log_operation("drain", request)
         try:
             await operations.drain()
         except RefusedOperation as refused:
@@ -217,9 +217,9 @@ def _acting(overview: Overview, operations: Operations) -> dict[str, Handler]:
     return {"/reload": reload, "/drain": drain, "/models/{id:path}/{operation}": operate}
 
 
-def _note(what: str, request: Request) -> None:
-    """Who has what done. Each line is a kind of its own, so that none is left out for being like another."""
-    _log.info(f"{what} is asked for by {request.state.who}")
+def _log_operation(operation: str, request: Request) -> None:
+    """Log an operation and its client. The text is formatted here, so that each line differs and none is suppressed as a repeat."""
+    _log.info(f"{operation} requested by {request.state.client_name}")
 
 
 def _error(message: str, status: int) -> Response:
@@ -227,15 +227,15 @@ def _error(message: str, status: int) -> Response:
 
 
 def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
-    """Why there is no such model; None when there is."""
+    """Explain why a model is unknown, None if it is known."""
     models = status["models"]
     ids = [each["id"] for each in models]
     if model in ids:
         return None
     named = next((each["id"] for each in models if model in each["aliases"]), None)
     if named is not None:
-        return f"{model} is an alias of {named}: name that"
+        return f"{model} is an alias of {named}; use that ID"
     base = next((each["id"] for each in models for lora in each["loras"] if model in (lora["id"], *lora["aliases"])), None)
     if base is not None:
-        return f"{model} is a LoRA adapter on the servers of {base}: name that"
+        return f"{model} is a LoRA adapter on the servers of {base}; use that ID"
     return f"there is no model {model}{did_you_mean(model, ids)}"

@@ -1,6 +1,6 @@
-"""The other end of the admin API: how a command asks a gateway, over its socket or over its port with the token.
+"""The client of the admin API, over the admin socket or over the admin port with its token.
 
-The rule: what can go wrong is one sentence for the operator.
+The rule: every error is one sentence for the operator.
 """
 
 from __future__ import annotations
@@ -17,68 +17,68 @@ _CONNECT = 5.0  # seconds; an operation itself may take as long as a model's sta
 
 
 class UnreachableError(Exception):
-    """No gateway answers."""
+    """No gateway responds."""
 
 
 class RefusedError(Exception):
-    """The gateway does not do it; the text is its own."""
+    """The gateway refused the request. The text is its explanation."""
 
 
 class AdminClient:
-    """A conversation with a running gateway."""
+    """Sends requests to a running gateway."""
 
     def __init__(self, client: httpx2.Client) -> None:
         self._client = client
 
     def status(self) -> dict[str, Any]:
-        """What /status shows."""
-        return self._answer("GET", "/status")
+        """Return the JSON of /status."""
+        return self._request("GET", "/status")
 
-    def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
-        """What /usage answers to a question. Raises RefusedError."""
-        return self._answer("GET", "/usage", words)
+    def usage(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the response of /usage to a query. Raises RefusedError."""
+        return self._request("GET", "/usage", query)
 
     def keys(self) -> dict[str, Any]:
-        """What /keys shows."""
-        return self._answer("GET", "/keys")
+        """Return the JSON of /keys."""
+        return self._request("GET", "/keys")
 
     def operate(self, operation: str, model: str) -> dict[str, Any]:
-        """Have something done to a model; returns the model's entry in the status. Raises RefusedError."""
-        return self._answer("POST", f"/models/{quote(model)}/{operation}")
+        """Perform an operation on a model. Returns the model's entry of /status. Raises RefusedError."""
+        return self._request("POST", f"/models/{quote(model)}/{operation}")
 
     def reload(self) -> dict[str, Any]:
-        """Have the configuration read; returns what came of it as /status shows it. Raises RefusedError."""
-        return self._answer("POST", "/reload")
+        """Reload the configuration. Returns the result as /status shows it. Raises RefusedError."""
+        return self._request("POST", "/reload")
 
     def drain(self) -> dict[str, Any]:
-        """Have the gateway stop as at a SIGTERM. Raises RefusedError."""
-        return self._answer("POST", "/drain")
+        """Stop the gateway as SIGTERM does. Raises RefusedError."""
+        return self._request("POST", "/drain")
 
-    def _answer(self, method: str, path: str, words: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def _request(self, method: str, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
         try:
-            answer = self._client.request(method, path, params=words)
+            response = self._client.request(method, path, params=query)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
-        document = _document(answer)
-        if not answer.is_success:
+        document = _document(response)
+        if not response.is_success:
             raise RefusedError(document["error"])
         return document
 
 
-def _document(answer: httpx2.Response) -> dict[str, Any]:
-    """What a gateway answers: a mapping, which of an error has words. Raises UnreachableError for anything else."""
+def _document(response: httpx2.Response) -> dict[str, Any]:
+    """Return the JSON object of a response. Raises UnreachableError for a response that is not a gateway's."""
     try:
-        document = answer.json()
+        document = response.json()
     except ValueError:
         document = None
-    if not isinstance(document, dict) or not (answer.is_success or isinstance(document.get("error"), str)):
-        raise UnreachableError("what answers there is no gateway's admin port")
+    if not isinstance(document, dict) or not (response.is_success or isinstance(document.get("error"), str)):
+        raise UnreachableError("this is not the admin port of a gateway")
     return document
 
 
 @contextmanager
 def admin_client(path: Path) -> Iterator[AdminClient]:
-    """Ask over the socket at ``path``. Every call raises UnreachableError where nobody answers."""
+    """Connect to the socket at ``path``. Every call raises UnreachableError if no gateway responds."""
     transport = httpx2.HTTPTransport(uds=str(path), trust_env=False, verify=False)
     timeout = httpx2.Timeout(None, connect=_CONNECT)
     headers = {"accept": "application/json"}
@@ -88,7 +88,7 @@ def admin_client(path: Path) -> Iterator[AdminClient]:
 
 @contextmanager
 def remote_admin_client(url: str, token: str | None) -> Iterator[AdminClient]:
-    """As ``admin_client``, over the admin port at ``url``. Raises UnreachableError for what is no URL."""
+    """Connect to the admin port at ``url``, as ``admin_client`` does. Raises UnreachableError for an invalid URL."""
     headers = {"accept": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
     timeout = httpx2.Timeout(None, connect=_CONNECT)
     try:

@@ -1,6 +1,6 @@
-"""The vLLM servers' own metrics, for Prometheus: where they are, and each server's as it is asked for.
+"""The vLLM servers' own metrics, for Prometheus: the list of targets, and each server's metrics on request.
 
-The rule: only servers that the configuration knows can be named, and nothing that a server says is looked into.
+The rule: only configured servers can be requested, and a server's response is passed on without parsing it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from upstream.vllm.health import Target
 from upstream.vllm.metrics import MetricsUnavailableError
 
 Handler = Callable[[Request], Awaitable[Response]]
-_DEADLINE = 9.0  # seconds: below Prometheus' own ten, so that it is told what is wrong
+_DEADLINE = 9.0  # seconds: less than Prometheus' own ten, so that it receives the error
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A server that can be asked for its own metrics, and the model it serves."""
+    """A server whose metrics can be requested, and its model."""
 
     model: str
     target: Target
 
 
 def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
-    """By path, what answers there. ``known``: the servers that run, by name."""
+    """Return the handlers by path. ``known`` returns the running servers by name."""
 
     async def targets(request: Request) -> Response:
         return JSONResponse(groups(request.url.netloc, known()))
@@ -49,9 +49,9 @@ def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:
 
 
 def groups(host: str, engines: Mapping[str, Engine]) -> list[dict[str, Any]]:
-    """The servers as Prometheus' HTTP service discovery wants them, to be read here: where the one who asks has asked.
+    """Return the servers in the format of Prometheus' HTTP service discovery. ``host`` is the address that the client has used.
 
-    A path is given as it is, because Prometheus encodes it.
+    Paths are not percent-encoded, because Prometheus encodes them.
     """
     return [
         {"targets": [host], "labels": {"__metrics_path__": f"/metrics/servers/{name}", "model": engine.model, "server": name}}

@@ -1,6 +1,6 @@
-"""The admin port's routes in words: as OpenAPI for programs, as a page for people.
+"""The description of the admin port's routes: as OpenAPI, and as a web page.
 
-``ROUTES`` is the list of all of them; the applications are made from it, so nothing is served that is not described.
+``ROUTES`` lists all routes. The application is made from it, so every route is described.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from gateway.fleet.operations import OPERATIONS
 
 __all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
-_MISDIRECTED = "the Host is a name, where the port listens on the machine itself and asks for no token"
-_FORBIDDEN = "no token is configured, or a page in a browser asks"
-_BEGUN = "`stop` is done; the others have begun, and workers know of it: the model's entry of /status"
+_MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
+_FORBIDDEN = "no token is configured, or the request is from a web page"
+_BEGUN = "`stop` is complete, the other operations are in progress and known to the workers; the model's entry of /status"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One route. ``answers``: what each status means; ``kinds``: the media types of its 200; ``acts``: over the admin port it needs
-    the token; ``queries``: what may be asked behind a ``?``."""
+    """A route.
+
+    ``responses`` describes each status. ``kinds`` are the media types of its 200. ``is_operation``: the admin port requires the token.
+    ``queries`` are its query parameters.
+    """
 
     path: str
     summary: str
-    answers: Mapping[int, str]
+    responses: Mapping[int, str]
     kinds: tuple[str, ...]
     method: str = "GET"
-    acts: bool = False
+    is_operation: bool = False
     queries: tuple[str, ...] = ()
 
     @property
     def meanings(self) -> dict[int, str]:
-        """What each status means, those of the port's guard among them."""
+        """The description of each status, including those of the port's guard."""
         guards = {400: TWICE}
         if self.path not in OPEN:
-            guards |= {401: "the token is not shown"} | ({403: _FORBIDDEN} if self.acts else {421: _MISDIRECTED})
-        both = {400: f"{self.answers[400]}, or {TWICE}"} if 400 in self.answers else {}
-        return dict(sorted({**guards, **self.answers, **both}.items()))
+            guards |= {401: "the token is missing or invalid"} | ({403: _FORBIDDEN} if self.is_operation else {421: _MISDIRECTED})
+        both = {400: f"{self.responses[400]}, or {TWICE}"} if 400 in self.responses else {}
+        return dict(sorted({**guards, **self.responses, **both}.items()))
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
-        """As OpenAPI has it: the token where it is set, and to act always."""
-        return [] if self.path in OPEN else [{"token": []}] if self.acts else [{}, {"token": []}]
+        """The security requirement in OpenAPI's form: the token if it is set, and always for operations."""
+        return [] if self.path in OPEN else [{"token": []}] if self.is_operation else [{}, {"token": []}]
 
     @property
     def template(self) -> str:
-        """The path as OpenAPI has it."""
+        """The path in OpenAPI's form."""
         return re.sub(r":path\}", "}", self.path)
 
     @property
@@ -62,41 +65,41 @@ class Described:
 
 
 ROUTES = (
-    Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "every series of this moment"}, (METRICS,)),
+    Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "all present series"}, (METRICS,)),
     Described(
         "/metrics/targets",
-        "The servers whose metrics can be read here, for Prometheus' HTTP service discovery.",
+        "The servers whose metrics can be scraped here, for Prometheus' HTTP service discovery.",
         {200: "a group for each server, with the labels model and server"},
         (JSON,),
     ),
     Described(
         "/metrics/servers/{server:path}",
-        "A vLLM server's own metrics, read as it is asked for. `server` is its name in /status, percent-encoded.",
-        {200: "as the server wrote them", 404: "no such server, or it is not up", 502: "the server did not give them"},
+        "A vLLM server's own metrics. `server` is its name in /status, percent-encoded.",
+        {200: "the server's response", 404: "no such server, or it is not up", 502: "the server did not respond with metrics"},
         (METRICS,),
     ),
-    Described("/livez", "Whether the control process lives.", {200: "it does"}, (TEXT,)),
+    Described("/livez", "Liveness of the control process.", {200: "it is alive"}, (TEXT,)),
     Described(
         "/readyz",
         "Whether the gateway accepts requests. `status` is `ready`, `degraded` or `not_ready`; `reasons` says why it is not `ready`.",
         {
-            200: "it does; `degraded`: a model has no ready server, or something that the gateway depends on is down",
-            503: "not yet, or no longer: it starts or stops",
+            200: "it does; `degraded`: a model has no ready server, or a dependency is down",
+            503: "it does not: it is starting or stopping",
         },
         (JSON,),
     ),
-    Described("/status", "Models, servers and workers.", {200: "the whole picture; a page for who prefers HTML"}, (JSON, HTML)),
+    Described("/status", "Models, servers and workers.", {200: "JSON, or a page for clients that prefer HTML"}, (JSON, HTML)),
     Described(
         "/usage",
-        "What the ledger answers to a question; `vllm-gateway usage --help` explains its words.",
-        {200: "the rows", 400: "no such question", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
+        "Usage from the ledger. `vllm-gateway usage --help` explains the parameters.",
+        {200: "the rows", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         (JSON,),
         queries=("by", "since", "until", "key", "team", "model"),
     ),
     Described(
         "/keys",
-        "Whose keys there are: entries with their models, limits and ends, and from the ledger when each was used last. Never a hash.",
-        {200: "the entries; `last_use_unknown` says why no last use is known, if so"},
+        "Keys with their models, limits, expiry and last use. Without hashes.",
+        {200: "the keys; `last_use_unknown` explains why the last use is unknown"},
         (JSON,),
     ),
     Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}, (JSON,)),
@@ -104,26 +107,26 @@ ROUTES = (
     Described(
         "/reload",
         "Read the configuration again.",
-        {200: "what became of it", 409: "it is not read; the text says why"},
+        {200: "the result", 409: "refused; the text explains why"},
         (JSON,),
         method="POST",
-        acts=True,
+        is_operation=True,
     ),
     Described(
         "/drain",
-        "Stop the gateway as SIGTERM does: it takes no more requests, lets those under way finish for `server.drain`, and ends.",
-        {202: "it has begun", 409: "it is stopping already"},
+        "Stop the gateway as SIGTERM does: it accepts no more requests, gives open requests `server.drain` to finish, and stops.",
+        {202: "started", 409: "the gateway is already stopping"},
         (JSON,),
         method="POST",
-        acts=True,
+        is_operation=True,
     ),
     Described(
         "/models/{id:path}/{operation}",
-        "Do something to a model's servers.",
-        {200: _BEGUN, 404: "no such model or operation", 409: "it is not done; the text says why"},
+        "Perform an operation on a model.",
+        {200: _BEGUN, 404: "no such model or operation", 409: "refused; the text explains why"},
         (JSON,),
         method="POST",
-        acts=True,
+        is_operation=True,
     ),
 )
 
@@ -131,27 +134,27 @@ _CHOICES = {"operation": list(OPERATIONS)}
 
 
 def document() -> dict[str, Any]:
-    """The description as OpenAPI 3.1."""
+    """Return the description as OpenAPI 3.1."""
     paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
     info = {"title": "vllm-gateway: admin API", "version": __version__}
-    words = "server.admin.token; without one nothing is asked for, and nothing is done over the port. The admin socket needs none."
-    token = {"token": {"type": "http", "scheme": "bearer", "description": words}}
+    text = "server.admin.token. Without one, reading requires no token, and operations are refused. The admin socket requires none."
+    token = {"token": {"type": "http", "scheme": "bearer", "description": text}}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"securitySchemes": token}}
 
 
 def _operation(route: Described) -> dict[str, Any]:
-    answers: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.meanings.items()}
-    answers[min(answers)]["content"] = {kind: {} for kind in route.kinds}
+    responses: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.meanings.items()}
+    responses[min(responses)]["content"] = {kind: {} for kind in route.kinds}
     parameters = [_parameter(name, "path") for name in route.parameters] + [_parameter(name, "query") for name in route.queries]
-    told = {"summary": route.summary, "responses": answers, "parameters": parameters}
-    return told | ({"security": route.security} if route.security else {})
+    described = {"summary": route.summary, "responses": responses, "parameters": parameters}
+    return described | ({"security": route.security} if route.security else {})
 
 
-def _parameter(name: str, place: str) -> dict[str, Any]:
+def _parameter(name: str, location: str) -> dict[str, Any]:
     choices = {"enum": _CHOICES[name]} if name in _CHOICES else {}
-    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string", **choices}}
+    return {"name": name, "in": location, "required": location == "path", "schema": {"type": "string", **choices}}
 
 
 def page() -> str:
-    """The description as a page that needs nothing else."""
+    """Return the description as a self-contained page."""
     return openapi_page(document())

@@ -1,12 +1,12 @@
-"""The status as a page for people: one HTML document that keeps itself up to date.
+"""The status page: one HTML document that updates itself.
 
-Nothing is loaded from elsewhere, and the policy that goes with it lets the browser run the script below and apply
-the style below, by their hashes, and nothing else: a model's id or a line of a log stays text whatever it holds.
+It loads nothing from other hosts. Its content security policy permits only the script and the style below, by their hashes, so a model ID
+or a log line is always shown as text.
 """
 
 from __future__ import annotations
 
-from gateway.admin.status_view import AdapterPicture, ModelPicture, Picture, ServerPicture, counted
+from gateway.admin.status_view import AdapterRow, ModelRow, ServerRow, StatusView, counted
 from gateway.api.html import Html, page_policy, tag
 
 _STYLE = """
@@ -61,7 +61,7 @@ pre { background: var(--well); border-radius: 8px; padding: .7rem .8rem; margin:
 .silent main { opacity: .5; }
 """
 
-# A part whose markup is the same stays in its place, so that what somebody selects or reads is not taken away.
+# A part with unchanged markup is not replaced, so that a selection in it is not lost.
 _SCRIPT = """
 "use strict";
 const EVERY = 2000;
@@ -75,38 +75,38 @@ function takeOver(next) {
     document.querySelector("main").replaceWith(next.querySelector("main"));
   else now.forEach((one, at) => { if (one.outerHTML !== then[at].outerHTML) one.replaceWith(then[at]); });
 }
-async function look() {
+async function update() {
   try {
-    const answer = await fetch(location.pathname, { headers: { accept: "text/html" }, cache: "no-store" });
-    takeOver(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    const response = await fetch(location.pathname, { headers: { accept: "text/html" }, cache: "no-store" });
+    takeOver(new DOMParser().parseFromString(await response.text(), "text/html"));
     document.body.classList.remove("silent");
   } catch {
     document.body.classList.add("silent");
   }
-  setTimeout(look, EVERY);
+  setTimeout(update, EVERY);
 }
-setTimeout(look, EVERY);
+setTimeout(update, EVERY);
 """
 
 
 HEADERS = page_policy(_STYLE, _SCRIPT)
-"""What goes with the page."""
+"""The response headers of the page."""
 
 
 _TONES = {"ready": "ready", "degraded": "degraded", "not ready": "starting"}
 
 
-def page(shown: Picture) -> str:
-    """The whole document."""
+def page(shown: StatusView) -> str:
+    """Return the page."""
     head = _html_head(shown.headline, tag("noscript", tag("meta", http_equiv="refresh", content="5")))
-    lost = tag("p", "The gateway does not answer. What you see is the last that it said.", class_="lost", role="alert")
+    lost = tag("p", "The gateway does not respond. This is its last known status.", class_="lost", role="alert")
     main = tag("main", _head(shown), *map(_model, shown.models))
     body = tag("body", tag("div", lost, main, class_="frame"), tag("script", Html(_SCRIPT)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}"
 
 
 def token_page() -> str:
-    """What a browser gets that shows no token where one is configured: how to see the status."""
+    """Return the page for a browser without the required token: it explains how to see the status."""
     ways = (
         ("On the gateway's own machine, as its user, no token is needed:", "vllm-gateway status"),
         ("From elsewhere, with the token in a file:", "vllm-gateway status --admin http://HOST:PORT --token-file FILE"),
@@ -132,7 +132,7 @@ def _html_head(title: str, *more: Html) -> Html:
     )
 
 
-def _head(shown: Picture) -> Html:
+def _head(shown: StatusView) -> Html:
     title = tag("h1", "vllm-gateway", _state(_TONES[shown.state], shown.headline))
     warnings = _list(shown.warnings, "reason") if shown.warnings else Html()
     return tag("header", title, _list(shown.facts, "facts"), warnings, data_part="head")
@@ -150,7 +150,7 @@ def _quiet(text: str) -> Html:
     return tag("span", text, class_="quiet small") if text else Html()
 
 
-def _model(model: ModelPicture) -> Html:
+def _model(model: ModelRow) -> Html:
     aside = (_quiet(_for(model.since)), _quiet(f"also {', '.join(model.aliases)}" if model.aliases else ""))
     title = tag("div", tag("h2", model.id), _state(model.state), *aside, class_="title")
     parts = [*(tag("li", _server(server)) for server in model.servers), *(tag("li", _adapter(one)) for one in model.adapters)]
@@ -161,13 +161,13 @@ def _for(since: str) -> str:
     return f"for {since}" if since else ""
 
 
-def _numbers(model: ModelPicture) -> Html:
+def _numbers(model: ModelRow) -> Html:
     queued = f"{model.queued} (longest {model.waiting})" if model.waiting else str(model.queued)
     pairs = {"in flight": str(model.in_flight), "queued": queued, "tokens per second": model.speed}
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs.items()), class_="numbers")
 
 
-def _server(server: ServerPicture) -> Html:
+def _server(server: ServerRow) -> Html:
     counts = [f"{server.load} in flight"] + ([counted(server.restarts, "restart")] if server.restarts else [])
     row = tag("div", tag("span", server.name, class_="name"), _state(server.state), _quiet(_for(server.since)), _quiet(", ".join(counts)),
               class_="row")  # fmt: skip
@@ -178,15 +178,15 @@ def _server(server: ServerPicture) -> Html:
     return Html(row + bar + progress + reason + hint + _log(server))
 
 
-def _log(server: ServerPicture) -> Html:
-    """The log's end; it is open to begin with where it says why the server is not there."""
+def _log(server: ServerRow) -> Html:
+    """Return the end of the log. It is expanded if the server has failed."""
     if not server.lines:
         return Html()
     key = f"{server.name} {server.state}"
-    inside = (tag("summary", "the end of its log"), tag("pre", "\n".join(server.lines)), tag("p", server.log, class_="path"))
+    inside = (tag("summary", "end of the log"), tag("pre", "\n".join(server.lines)), tag("p", server.log, class_="path"))
     return tag("details", *inside, open=server.state == "failed", data_key=key)
 
 
-def _adapter(one: AdapterPicture) -> Html:
+def _adapter(one: AdapterRow) -> Html:
     counts = f"{one.in_flight} in flight" + (f", {one.speed} tokens per second" if one.speed != "-" else "")
     return tag("div", tag("span", one.id, class_="name"), _quiet("LoRA adapter"), _quiet(counts), class_="row")

@@ -1,4 +1,4 @@
-"""The status on a terminal: the same picture as the page's, in color where there is one, plain text elsewhere."""
+"""The status on a terminal, with the content of the status page. It is colored on a terminal, and plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.admin.status_view import ModelPicture, Picture, ServerPicture
+from gateway.admin.status_view import ModelRow, ServerRow, StatusView
 from gateway.config.problems import one_line
 
 _COLORS = {"ready": "green", "starting": "yellow", "draining": "magenta", "sleeping": "blue", "stopped": "dim", "failed": "red"}
@@ -16,8 +16,8 @@ _LINES = 5  # of a failed server's log
 _COLUMNS = ("model", "state", "for", "in flight", "queued", "tokens/s")
 
 
-def show(shown: Picture, console: Console) -> None:
-    """Print the picture."""
+def show(shown: StatusView, console: Console) -> None:
+    """Print the status."""
     tone = "green" if shown.state == "ready" else "yellow"
     console.print(Text.assemble((shown.headline, f"bold {tone}"), "  ", (", ".join(shown.facts), "dim")))
     for warning in shown.warnings:
@@ -31,11 +31,11 @@ def show(shown: Picture, console: Console) -> None:
     console.print(table)
     for model in shown.models:
         for server in model.servers:
-            for line in _told(server):
+            for line in _details(server):
                 console.print(line, soft_wrap=True)
 
 
-def _rows(model: ModelPicture) -> Iterator[tuple[Text, ...]]:
+def _rows(model: ModelRow) -> Iterator[tuple[Text, ...]]:
     queued = f"{model.queued} ({model.waiting})" if model.waiting else str(model.queued)
     cells = (model.since, str(model.in_flight), queued, model.speed)
     yield (Text(one_line(model.id), "bold"), _state(model.state), *map(Text, cells))
@@ -49,13 +49,13 @@ def _state(state: str) -> Text:
     return Text(state, _COLORS[state])
 
 
-def _without_name(server: ServerPicture) -> str:
-    """The reason of a launched server begins with its name."""
+def _without_name(server: ServerRow) -> str:
+    """Return the reason without the server's name, with which it starts for a launched server."""
     return server.reason.removeprefix(f"{server.name} ")
 
 
-def _told(server: ServerPicture) -> Iterator[Text]:
-    """What there is to say of a server beside its state."""
+def _details(server: ServerRow) -> Iterator[Text]:
+    """Yield the lines about a server in addition to its state."""
     if server.progress:
         yield Text.assemble((one_line(server.name), "bold"), f": {one_line(server.progress)}")
     if server.reason:
@@ -63,5 +63,5 @@ def _told(server: ServerPicture) -> Iterator[Text]:
     if server.hint:
         yield Text(f"  Hint: {one_line(server.hint)}")
     if server.state == "failed" and server.lines:
-        yield Text(f"  the end of {one_line(server.log)}:", "dim")
+        yield Text(f"  end of {one_line(server.log)}:", "dim")
         yield from (Text(f"  | {one_line(line)}", "dim") for line in server.lines[-_LINES:])

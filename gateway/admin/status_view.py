@@ -1,7 +1,6 @@
-"""The status in the words of people: what the page and the terminal both show.
+"""The content of the status page and of the status on a terminal, from the JSON of /status. Pure.
 
-Pure: from the JSON of /status to small values. The rule: whatever is shown is said here once, so that the page and
-the terminal cannot differ, and a member that is missing from the JSON is simply not shown.
+The rule: every text is made here once, so that the page and the terminal cannot differ. A field that is missing in the JSON is not shown.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPicture:
-    """One server. ``state`` is one of STATES; ``most`` is its bound; ``percent`` is how far its start has come, where it says so.
+class ServerRow:
+    """A server.
 
-    ``reason`` is why it is down, the root cause first, and ``hint`` what to change.
+    ``state`` is one of STATES. ``limit`` is its maximum of concurrent requests. ``percent`` is the progress of its start, if known.
+    ``reason`` is why it is down, the root cause first, and ``hint`` is what to change.
     """
 
     name: str
     state: str
     since: str
     in_flight: int
-    most: int | None
+    limit: int | None
     restarts: int
     reason: str
     hint: str
@@ -41,12 +41,12 @@ class ServerPicture:
 
     @property
     def load(self) -> str:
-        """What is in flight, and of how many where that is bounded."""
-        return f"{self.in_flight}" if self.most is None else f"{self.in_flight} of {self.most}"
+        """The number of requests in flight, with the limit if there is one."""
+        return f"{self.in_flight}" if self.limit is None else f"{self.in_flight} of {self.limit}"
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPicture:
+class AdapterRow:
     """A LoRA adapter of a model."""
 
     id: str
@@ -55,8 +55,8 @@ class AdapterPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPicture:
-    """One model. ``speed`` is in tokens per second: generated, and read."""
+class ModelRow:
+    """A model. ``speed`` is in tokens per second: completion, and prompt."""
 
     id: str
     aliases: tuple[str, ...]
@@ -66,23 +66,23 @@ class ModelPicture:
     queued: int
     waiting: str
     speed: str
-    servers: tuple[ServerPicture, ...]
-    adapters: tuple[AdapterPicture, ...]
+    servers: tuple[ServerRow, ...]
+    adapters: tuple[AdapterRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """The whole gateway. ``state`` is ``ready``, ``degraded`` or ``not ready``."""
+class StatusView:
+    """The whole status. ``state`` is ``ready``, ``degraded`` or ``not ready``."""
 
     headline: str
     state: str
     facts: tuple[str, ...]
     warnings: tuple[str, ...]
-    models: tuple[ModelPicture, ...]
+    models: tuple[ModelRow, ...]
 
 
-def picture(status: Mapping[str, Any]) -> Picture:
-    """What /status says, for people."""
+def status_view(status: Mapping[str, Any]) -> StatusView:
+    """Return the view of the JSON of /status."""
     models = tuple(_model(model, status["time"]) for model in status["models"])
     up = sum(any(server.state == "ready" for server in model.servers) for model in models)
     workers = status["workers"]
@@ -94,11 +94,11 @@ def picture(status: Mapping[str, Any]) -> Picture:
         f"version {status['version']}",
     )
     state, headline = _whole(status)
-    return Picture(headline, state, facts, _warnings(status), models)
+    return StatusView(headline, state, facts, _warnings(status), models)
 
 
 def _whole(status: Mapping[str, Any]) -> tuple[str, str]:
-    """The state of the gateway as a whole, and the headline that says it."""
+    """Return the state of the gateway, and its headline."""
     if not status["ready"]:
         return "not ready", str(status["reason"])
     reasons = status.get("degraded", ())
@@ -106,10 +106,10 @@ def _whole(status: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the operator has to see to: a configuration that is not, or not wholly, what its file says; what is looked for and not found."""
+    """Return warnings: a rejected configuration, settings that need a restart, failed dependencies, and ledger rows at risk."""
     read = status.get("configuration", {})
     problems = read.get("problems", ())
-    since = f"the configuration on disk cannot be used, for {_since(read.get('when'), status['time'])}"
+    since = f"the configuration on disk has been invalid for {_since(read.get('when'), status['time'])}"
     down = [_dependency(one, status["time"]) for one in status.get("dependencies", ()) if one["state"] != "up"]
     ledger = status.get("ledger") or {}
     memory = [f"{counted(ledger['memory_rows'], 'row')} of the ledger in memory only"] if _is_at_risk(status) else []
@@ -122,14 +122,14 @@ def _dependency(one: Mapping[str, Any], now: float) -> str:
 
 
 def _is_at_risk(status: Mapping[str, Any]) -> bool:
-    """Whether rows of the ledger can be stored nowhere: a few in memory are on their way to the disk at any time."""
+    """Return whether ledger rows can be stored nowhere. A few rows in memory on their way to the disk are normal."""
     down = {one["name"] for one in status.get("dependencies", ()) if one["state"] != "up"}
     return {"ledger_database", "ledger_spool"} <= down
 
 
-def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
+def _model(model: Mapping[str, Any], now: float) -> ModelRow:
     waiting = model.get("waiting_s")
-    return ModelPicture(
+    return ModelRow(
         id=model["id"],
         aliases=tuple(model.get("aliases", ())),
         state=model["state"],
@@ -139,21 +139,21 @@ def _model(model: Mapping[str, Any], now: float) -> ModelPicture:
         waiting=duration(waiting) if waiting else "",
         speed=_speed(model["tokens_per_second"]),
         servers=tuple(_server(server, now, model) for server in model["servers"]),
-        adapters=tuple(AdapterPicture(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
+        adapters=tuple(AdapterRow(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
     )
 
 
-def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> ServerPicture:
+def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> ServerRow:
     state = _state(server, model["state"])
     lines = tuple(server.get("last_log_lines", ()))
     progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
     percent = _PERCENT.findall(progress)
-    return ServerPicture(
+    return ServerRow(
         name=server["name"],
         state=state,
         since=_since(server.get("since"), now),
         in_flight=server["in_flight"],
-        most=model.get("max_inflight"),
+        limit=model.get("max_inflight"),
         restarts=server.get("restarts", 0),
         reason=str(server.get("reason") or ""),
         hint=str(server.get("hint") or ""),
@@ -165,19 +165,20 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
 
 
 def _state(server: Mapping[str, Any], model: str) -> str:
-    """A launched server that was ready is well only as long as its probes say so; one that is put away is as its model is.
+    """Return the state of a server.
 
-    A model that is ready without it has it replaced, or not started yet.
+    A launched server that was ready is ready as long as its health checks succeed. A server out of rotation has the state of its model. If
+    the model is ready without it, the server is being replaced, or is not started yet.
     """
     stage = server.get("state") or _BY_ENDPOINT.get(server.get("endpoint", ""))
     if stage is None or stage == "ready":
-        away = model if model != "ready" else "draining" if stage else "stopped"
-        return _BY_CONDITION.get(server["condition"], away)
+        out_of_rotation = model if model != "ready" else "draining" if stage else "stopped"
+        return _BY_CONDITION.get(server["condition"], out_of_rotation)
     return _BY_STAGE.get(stage, str(stage))
 
 
 def in_a_line(model: Mapping[str, Any]) -> str:
-    """A model of /status and its state, with those of its servers that are in another: ``m: ready (m#0: draining)``."""
+    """Return a model of /status with its state, and its servers in another state: ``m: ready (m#0: draining)``."""
     state = model["state"]
     others = [f"{server['name']}: {own}" for server in model["servers"] if (own := _state(server, state)) != state]
     return f"{model['id']}: {state}" + (f" ({', '.join(others)})" if others else "")
@@ -188,7 +189,7 @@ def _since(moment: float | None, now: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``12 s``, ``3 min``, ``2 h 5 min``: two units at most."""
+    """Return a duration as ``12 s``, ``3 min`` or ``2 h 5 min``, with at most two units."""
     left = max(int(seconds), 0)
     for at, (unit, size) in enumerate(_UNITS):
         if left >= size:
@@ -207,5 +208,5 @@ def _rounded(number: float) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """``1 model``, ``2 models``."""
+    """Return ``1 model`` or ``2 models``."""
     return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""The admin socket: where commands reach the gateway that runs with a configuration.
+"""The admin socket, through which commands reach the gateway of a configuration.
 
-Owns the place of the socket and who may use it. The rule: three things keep others out, each by itself: a folder
-that only this user may enter, the socket's own mode, and the kernel's word on who is at the other end.
+Owns the path of the socket and its access control. The rule: each of three checks alone keeps other users out: the mode of the folder, the
+mode of the socket, and the user of the client as the kernel reports it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ROOT = 0
 
 
 class SocketTakenError(Exception):
-    """Another gateway that is alive listens there."""
+    """Another running gateway listens on the socket."""
 
 
 def socket_path(file: Path, environ: Mapping[str, str]) -> Path:
-    """Where the gateway of the configuration ``file`` listens.
+    """Return the path of the socket for the configuration ``file``.
 
-    It depends on the file's path as it is written, made absolute: what a symbolic link leads to may change while
-    the gateway runs, as in a mounted ConfigMap.
+    It depends on the absolute path without resolving symbolic links, whose target may change while the gateway runs, as in a mounted
+    ConfigMap.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "vllm-gateway" if runtime else Path(f"/tmp/vllm-gateway-{os.geteuid()}")  # noqa: S108  checked before use
@@ -40,9 +40,9 @@ def socket_path(file: Path, environ: Mapping[str, str]) -> Path:
 
 @contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """Listen there; what a dead gateway has left is replaced. In the end the socket is gone.
+    """Listen on the socket for the length of the block, and remove it afterwards. A stale socket is replaced.
 
-    Raises SocketTakenError, and OSError where the folder or the socket can't be had.
+    Raises SocketTakenError, and OSError if the folder or the socket cannot be created.
     """
     _private(path.parent)
     _clear(path)
@@ -59,17 +59,17 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
 
 def _private(folder: Path) -> None:
-    """Make the folder, or make sure that it is nobody else's. Raises OSError."""
+    """Create the folder, or check that it belongs to this user. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     if stat.S_IMODE(found.st_mode) != 0o700:
         folder.chmod(0o700)
 
 
 def _clear(path: Path) -> None:
-    """Remove a socket that nobody listens on. Raises SocketTakenError."""
+    """Remove a stale socket. Raises SocketTakenError if a gateway listens on it."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -78,11 +78,11 @@ def _clear(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-    raise SocketTakenError(f"another gateway runs with this configuration (it answers on {path})")
+    raise SocketTakenError(f"another gateway runs with this configuration (it responds on {path})")
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a unix socket."""
+    """The process at the other end of a Unix socket."""
 
     pid: int
     uid: int
@@ -92,20 +92,20 @@ class Peer(NamedTuple):
 
 
 def peer(connection: socket.socket) -> Peer:
-    """As the kernel noted it when the connection was made."""
+    """Return the client of a connection, as the kernel recorded it at the connect."""
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Peer(pid, uid)
 
 
 class OwnUsersProtocol(AdminProtocol):
-    """A connection of the user that runs the gateway, or of root; any other is cut before it has said anything.
+    """A connection of the gateway's user or of root. Others are closed before they can send a request.
 
-    Its requests have ``who`` in their state.
+    Requests have ``client_name`` in their state.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        who = peer(transport.get_extra_info("socket"))
-        self.app_state = {**self.app_state, "who": str(who)}
-        if who.uid not in (os.geteuid(), _ROOT):
+        client = peer(transport.get_extra_info("socket"))
+        self.app_state = {**self.app_state, "client_name": str(client)}
+        if client.uid not in (os.geteuid(), _ROOT):
             transport.abort()

@@ -255,7 +255,7 @@ def _collide(one: tuple[_Launched, ConfigValue], other: tuple[_Launched, ConfigV
 
 
 def _both_at_once(one: ConfigValue, other: ConfigValue) -> bool:
-    """Whether the gateway would run both at the same time. Models on demand and those of a group alternate."""
+    """Return whether the gateway would run both at the same time. Models on demand and those of a group alternate."""
     grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
     return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
 

@@ -194,13 +194,13 @@ def status(
     from rich.console import Console
 
     from gateway.admin.status_terminal import show
-    from gateway.admin.status_view import picture
+    from gateway.admin.status_view import status_view
 
     def shown(known: dict[str, Any]) -> None:
         if as_json:
             typer.echo(json.dumps(known, indent=2))
         else:  # what is no terminal has no width: nothing is to be wrapped there
-            show(picture(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+            show(status_view(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     return asked(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
 

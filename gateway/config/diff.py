@@ -59,7 +59,7 @@ def needs_restart(running: Config, read: Config) -> tuple[str, ...]:
 
 
 def are_equal(before: Config, after: Config) -> bool:
-    """Whether two configurations are the same, including the order of their entries."""
+    """Return whether two configurations are the same, including the order of their entries."""
     return not _differing(before, after)
 
 

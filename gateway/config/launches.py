@@ -11,7 +11,7 @@ def all_gpus(launch: Launch) -> frozenset[int]:
 
 
 def may_be_stopped(config: Config, model: Model) -> bool:
-    """Whether a model is launched and not always up.
+    """Return whether a model is launched and not always up.
 
     It starts on demand, stops or sleeps when idle, shares a group, or shares a GPU with a model that starts on demand.
     """

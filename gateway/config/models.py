@@ -387,7 +387,7 @@ class Key(Section):
     labels: dict[Name, Text] = Field(default={}, description='labels for its usage records, e.g. {cost_center: "17"}')
 
     def expired(self, now: datetime) -> bool:
-        """Whether it has expired at the aware datetime ``now``."""
+        """Return whether it has expired at the aware datetime ``now``."""
         return self.expires is not None and self.expires <= now
 
 
@@ -546,7 +546,7 @@ class Config(Section):
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` matches ``pattern``. ``*`` matches any text, including slashes."""
+    """Return whether ``name`` matches ``pattern``. ``*`` matches any text, including slashes."""
     return fnmatchcase(name, pattern)
 
 

@@ -192,7 +192,7 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
 
 
 def _take_turns(draft: Draft, one: ConfigValue, other: ConfigValue) -> bool:
-    """Whether two launched models never run at the same time: they share a GPU, or a group that runs one model."""
+    """Return whether two launched models never run at the same time: they share a GPU, or a group that runs one model."""
     group = one.get("launch", "group").value
     bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
     alone = isinstance(group, str) and group == other.get("launch", "group").value and bounds.get(group) in (None, 1)

@@ -228,7 +228,7 @@ def _key_set_source(value: object, info: ValidationInfo) -> KeySetSource:
 
 
 def installed(*modules: str) -> bool:
-    """Whether optional packages are installed."""
+    """Return whether optional packages are installed."""
     try:
         return all(find_spec(module) is not None for module in modules)
     except ModuleNotFoundError:  # its parent package is missing
@@ -241,7 +241,7 @@ def _weights_place(value: str, info: ValidationInfo) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether a path exists. False for a path that no system call accepts."""
+    """Return whether a path exists. False for a path that no system call accepts."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -102,7 +102,7 @@ class Discovery:
         self._sources.set_sources(source_of(discover) for config in configs for _, discover in discovered_models(config))
 
     def has_results(self, config: Config) -> bool:
-        """Whether every source of a configuration has responded, or failed, at least once."""
+        """Return whether every source of a configuration has responded, or failed, at least once."""
         return all(finding.first_result for _, finding in self._findings(config))
 
     def fill(self, read: Config) -> Config:
@@ -123,7 +123,7 @@ class Discovery:
         return {name for name, each in self._states.items() if each is state}
 
     def may_be_undiscovered(self, config: Config) -> bool:
-        """Whether ``undiscovered`` may return any model. It is cheaper."""
+        """Return whether ``undiscovered`` may return any model. It is cheaper."""
         return any(model.id not in self._had_result for model, _ in discovered_models(config))
 
     def undiscovered(self, config: Config, probes: Mapping[str, ServerHealth]) -> Set[str]:

@@ -41,7 +41,7 @@ class Monitor:
         while True:
             self.rates.observe(time.monotonic(), tokens_by_model(self._workers.boards))
             self.observed_dependencies()
-            logs.tell(time.monotonic())
+            logs.report_suppressed(time.monotonic())
             await asyncio.sleep(_INTERVAL)
 
     def observed_dependencies(self) -> Dependencies:

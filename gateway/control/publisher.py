@@ -45,7 +45,7 @@ class FirstResults:
             self._number = number
 
     def are_applied(self, is_applied: Callable[[int], bool]) -> bool:
-        """Whether every worker knows the first results. Once true it stays true: a replaced worker changes nothing."""
+        """Return whether every worker knows the first results. Once true it stays true: a replaced worker changes nothing."""
         self._is_applied = self._is_applied or (self._number is not None and is_applied(self._number))
         return self._is_applied
 
@@ -91,7 +91,7 @@ class Publisher:
         then()
 
     def is_applied(self, number: int) -> bool:
-        """Whether every worker has applied the message with this number, or a later one."""
+        """Return whether every worker has applied the message with this number, or a later one."""
         return self._workers.have_applied(number)
 
     async def wait_applied(self, number: int) -> None:

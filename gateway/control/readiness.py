@@ -81,7 +81,7 @@ class Readiness:
         return without + [f"{name} is down" for name in self._monitor.observed_dependencies().down()]
 
     def _is_inactive(self, model: conf.Model) -> bool:
-        """Whether the gateway itself has stopped a model's servers, or is starting them again."""
+        """Return whether the gateway itself has stopped a model's servers, or is starting them again."""
         phase = self._fleet.phase(model.id)
         return phase in _INACTIVE or (phase is ModelPhase.STARTING and may_be_stopped(self._observer.config, model))
 

@@ -137,7 +137,7 @@ class Report:
             "ready": reason is None,
             "reason": reason,
             "degraded": self.degraded(),
-            "dependencies": control.monitor.observed_dependencies().shown(),
+            "dependencies": control.monitor.observed_dependencies().as_json(),
             "snapshot_version": control.publisher.version,
             "configuration": control.history.last.as_json(),
             "ledger": None if self._ledger is None else self._ledger.status(),

@@ -59,5 +59,5 @@ def external_servers(config: Config) -> Iterator[tuple[conf.Model, tuple[str, ..
 
 
 def may_wait(model: conf.Model) -> bool:
-    """Whether a model's requests wait for servers that are not there: it is discovered, and its ``queue`` is configured."""
+    """Return whether a model's requests wait for servers that are not there: it is discovered, and its ``queue`` is configured."""
     return model.discover is not None and model.queue is not None

@@ -164,12 +164,12 @@ class Fleet:
             self._spawn(model, self._transitions.stop_when_drained(model))
 
     def _is_any_ready(self, running: Iterable[LaunchSpec]) -> bool:
-        """Whether any of these servers may have requests in flight, including one that the configuration no longer has."""
+        """Return whether any of these servers may have requests in flight, including one that the configuration no longer has."""
         names = {spec.name for spec in running}
         return any(status.state is LaunchState.READY for status in self._launcher.statuses() if status.name in names)
 
     def _needs_gpus_of_others(self, model: LaunchedModel, running: Iterable[LaunchSpec], diff: LaunchDiff) -> bool:
-        """Whether the change needs GPUs that another running model has."""
+        """Return whether the change needs GPUs that another running model has."""
         had = {gpu for spec in running for gpu in spec.settings.gpus}
         more = frozenset(gpu for spec in (*diff.replaced, *diff.added) for gpu in spec.settings.gpus if gpu not in had)
         wanting = replace(self._view(model), needs=more, group=None)

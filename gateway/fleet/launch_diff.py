@@ -40,7 +40,7 @@ def launch_diff(running: Sequence[LaunchSpec], wanted: Sequence[LaunchSpec]) -> 
 
 
 def can_replace_one_at_a_time(running: Sequence[LaunchSpec], diff: LaunchDiff) -> bool:
-    """Whether no replaced or added server takes a GPU of another running server."""
+    """Return whether no replaced or added server takes a GPU of another running server."""
     gpus = {spec.name: set(spec.settings.gpus) for spec in running if spec.name not in diff.removed}
     for spec in (*diff.replaced, *diff.added):
         taken = set(spec.settings.gpus) - gpus.get(spec.name, set())

@@ -41,7 +41,7 @@ class Rotation(Protocol):
         """Send the workers the present health of servers and models. Returns the number under which ``is_applied`` knows it."""
 
     def is_applied(self, number: int) -> bool:
-        """Whether every worker has applied the message with this number, or a later one."""
+        """Return whether every worker has applied the message with this number, or a later one."""
 
     async def wait_applied(self, number: int) -> None:
         """Wait until every worker has applied the message with this number, up to a timeout."""

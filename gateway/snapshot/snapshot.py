@@ -227,7 +227,7 @@ class Model:
         return self.parent or self.id
 
     def is_in(self, globs: Iterable[str]) -> bool:
-        """Whether a glob matches its ID or an alias. ``*`` matches any text, including slashes."""
+        """Return whether a glob matches its ID or an alias. ``*`` matches any text, including slashes."""
         return any(fnmatchcase(name, glob) for name in (self.id, *self.aliases) for glob in globs)
 
 

@@ -56,7 +56,7 @@ class Seats:
         _CELL.pack_into(self._map, self._own, count)
 
     def is_ahead(self, count: int) -> bool:
-        """Whether this number of connections is clearly more than another worker has."""
+        """Return whether this number of connections is clearly more than another worker has."""
         least = min((_CELL.unpack_from(self._map, offset)[0] for offset in self._others), default=_VACANT)
         return bool(count > least + 2 + least // 16)
 

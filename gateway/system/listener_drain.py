@@ -41,7 +41,7 @@ def refuse_new_connections(listener: socket.socket) -> None:
 
 
 def has_backlog(listener: socket.socket) -> bool:
-    """Whether a connection waits to be accepted."""
+    """Return whether a connection waits to be accepted."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     return bool(poll.poll(0))

@@ -1,8 +1,7 @@
-"""What the gateway's processes say on standard error: lines for people or JSON for machines.
+"""The log of the gateway's processes on standard error: text lines or JSON lines.
 
-The rules: libraries are heard from a warning up, whatever level is set, because what they say at debug level may hold a request;
-of an error only its kind and its places are written, because its words may; and a kind of line that comes again and again is
-written a few times, then counted.
+The rules: libraries log from warnings up, whatever level is set, because their debug messages may contain a request. Of an error only its
+type and its stack are written, because its message may contain a request. A repeated line is written a few times, then counted.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 BURST = 10
-"""Lines of one kind that are written within a window."""
+"""Lines of one kind that are written in a window."""
 WINDOW = 5.0
 """Seconds."""
-_KINDS = 1000  # what is remembered; ours are few, a library may make up many
-_CHAIN = 5  # errors behind an error that are shown
-_MEMBERS = ("request_id", "model", "server", "cause")
+_KINDS = 1000  # remembered kinds; the gateway has few, but a library may format its own messages
+_CHAIN = 5  # causes of an error that are shown
+_FIELDS = ("request_id", "model", "server", "cause")
 
 PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -42,16 +41,16 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "discovery": "upstream.discovery",
     }
 )
-"""The parts that can have a level of their own, and the loggers under which they speak."""
+"""The parts whose level can be set, and their loggers."""
 
 _log = logging.getLogger("vllm_gateway")
 OURS = ("vllm_gateway", "upstream")
-_QUIETER = {"python_multipart": logging.ERROR}  # it warns of each bad form, and strangers can send many
+_QUIETER = {"python_multipart": logging.ERROR}  # it warns of each invalid form, and unauthenticated clients can send many
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How much is said, and in which form; a part that is not in ``levels`` has the ``level`` of all."""
+    """The settings of the log. A part that is not in ``levels`` has the general ``level``."""
 
     level: str = "info"
     format: str = "text"
@@ -60,7 +59,7 @@ class LogSettings:
 
 @dataclass(slots=True)
 class _Kind:
-    """What one kind of line has had in its window."""
+    """The counts of one kind of line in its window."""
 
     since: float
     written: int = 0
@@ -68,7 +67,7 @@ class _Kind:
 
 
 class Repeats:
-    """Decides, for each line, whether it is written: pure but for what it remembers."""
+    """Decides which lines are written."""
 
     def __init__(self, burst: int = BURST, window: float = WINDOW) -> None:
         self._burst = burst
@@ -76,7 +75,7 @@ class Repeats:
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
 
     def admits(self, name: str, level: int, message: str, now: float) -> bool:
-        """Whether a line is written; one that is not is counted. ``message`` is without what is filled in."""
+        """Return whether a line is written, and count it otherwise. ``message`` is the format string."""
         kind = self._kinds.get((name, level, message))
         if kind is None:
             if len(self._kinds) >= _KINDS:
@@ -88,8 +87,8 @@ class Repeats:
         kind.counted += 1
         return False
 
-    def over(self, now: float) -> Iterator[tuple[str, int, str, int]]:
-        """Forget the kinds whose window is over, and tell those of which lines were left out: name, level, message, how many."""
+    def expired(self, now: float) -> Iterator[tuple[str, int, str, int]]:
+        """Forget kinds whose window has expired. Yields logger, level, message and number of suppressed lines."""
         for key in [key for key, kind in self._kinds.items() if now - kind.since >= self._window]:
             counted = self._kinds.pop(key).counted
             if counted:
@@ -97,7 +96,7 @@ class Repeats:
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes what is not too much; of the rest the number, with the next line or the next ``tell``."""
+    """Writes lines, and the number of suppressed repeats with the next line or the next ``report_suppressed``."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -105,27 +104,27 @@ class Handler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.monotonic()
-        self.tell(now)
+        self.report_suppressed(now)
         if self._repeats.admits(record.name, record.levelno, str(record.msg), now):
             super().emit(record)
 
-    def tell(self, now: float) -> None:
-        """Say how many lines were left out of the kinds whose window is over."""
+    def report_suppressed(self, now: float) -> None:
+        """Write how many lines were suppressed in expired windows."""
         self.acquire()
         try:
-            for name, level, message, count in self._repeats.over(now):
-                told = logging.LogRecord(name, level, "", 0, f"{count} more lines like this: {message}", None, None)
-                told.suppressed = count
-                super().emit(told)
+            for name, level, message, count in self._repeats.expired(now):
+                summary = logging.LogRecord(name, level, "", 0, f"{count} more lines like this: {message}", None, None)
+                summary.suppressed = count
+                super().emit(summary)
         finally:
             self.release()
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as logging has it
-        """Nobody reads standard error any more, or its disk is full: serving goes on."""
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as in logging
+        """Ignore that standard error is closed, or its disk full. The gateway continues to serve."""
 
 
 class TextFormatter(logging.Formatter):
-    """``2027-01-01T12:00:00.000Z WARNING control: words``, with the trace below."""
+    """Formats ``2027-01-01T12:00:00.000Z WARNING control: message``, followed by the trace."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time, level, process, part, message, and what the line is about."""
+    """Formats one object per line: time, level, process, part, message, and fields such as ``model``."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -151,35 +150,35 @@ class JsonFormatter(logging.Formatter):
             "part": part_of(record.name),
             "message": record.getMessage(),
         }
-        line |= {name: value for name in (*_MEMBERS, "suppressed") if (value := getattr(record, name, None)) is not None}
+        line |= {name: value for name in (*_FIELDS, "suppressed") if (value := getattr(record, name, None)) is not None}
         if trace := list(_trace(record)):
             line["trace"] = "\n".join(trace)
         return json.dumps(line, ensure_ascii=False)
 
 
 def timestamp(moment: float) -> str:
-    """Seconds since the epoch as RFC 3339, in UTC, with milliseconds."""
+    """Return seconds since the epoch as RFC 3339, in UTC, with milliseconds."""
     return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def part_of(logger: str) -> str:
-    """The part that speaks under a logger's name; a library speaks under its own."""
+    """Return the part of a logger. For a library it is the logger's name."""
     return next((part for part, name in PARTS.items() if logger == name or logger.startswith(name + ".")), logger)
 
 
 def _trace(record: logging.LogRecord) -> Iterator[str]:
-    """Where an error came from, and of what kind it and those behind it are."""
+    """Yield the types and stacks of an error and its causes."""
     error = record.exc_info[1] if record.exc_info else None
     for _ in range(_CHAIN):
         if error is None:
             return
-        yield f"{type(error).__module__}.{type(error).__qualname__}{_words(error)}, from"
+        yield f"{type(error).__module__}.{type(error).__qualname__}{_system_message(error)}, from"
         yield from "".join(StackSummary.extract(walk_tb(error.__traceback__)).format()).splitlines()
         error = error.__cause__ or error.__context__
 
 
-def _words(error: BaseException) -> str:
-    """What the system says of its own errors holds nothing of a request."""
+def _system_message(error: BaseException) -> str:
+    """Return the system's message of an OSError, which never contains a part of a request."""
     return f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
 
 
@@ -187,9 +186,9 @@ _FORMATTERS: Mapping[str, type[TextFormatter | JsonFormatter]] = MappingProxyTyp
 
 
 def uncaught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A loop's exception handler; asyncio's own words hold what an error says, and the callback's arguments."""
+    """Handle exceptions of an event loop. asyncio's own messages contain the error's message and the callback's arguments."""
     error = context.get("exception")
-    _log.error("%s", "an error that nobody caught" if error is not None else context["message"], exc_info=error)
+    _log.error("%s", "uncaught error" if error is not None else context["message"], exc_info=error)
 
 
 def _handler() -> Handler | None:
@@ -197,20 +196,20 @@ def _handler() -> Handler | None:
 
 
 def for_programs() -> bool:
-    """Whether what is said is JSON."""
+    """Return whether the log is JSON."""
     handler = _handler()
     return handler is not None and isinstance(handler.formatter, JsonFormatter)
 
 
-def tell(now: float) -> None:
-    """Say how many lines were left out, where that is due; called about once a second."""
+def report_suppressed(now: float) -> None:
+    """Write how many lines were suppressed in expired windows. To be called about once a second."""
     handler = _handler()
     if handler is not None:
-        handler.tell(now)
+        handler.report_suppressed(now)
 
 
 def configure(settings: LogSettings, process: str) -> None:
-    """Have everything said from now on by these settings; may be called again. ``process`` is as in ``worker 0``."""
+    """Configure the log of this process. May be called again. ``process`` is a name such as ``worker 0``."""
     root, handler = logging.getLogger(), _handler()
     if handler is None:
         handler = Handler(sys.stderr)

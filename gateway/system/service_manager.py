@@ -1,7 +1,7 @@
-"""What the service manager that started the gateway hears of it: systemd's notifications, one datagram each (sd_notify(3)).
+"""Notifications to the service manager that started the gateway, in systemd's protocol: one datagram each (sd_notify(3)).
 
-The rules: nothing is said that is not so (ready is what /readyz says); the watchdog is fed by control's own loop, and only while what
-serves clients works; telling never waits and hurts nobody; where no service manager asks, nothing is said.
+The rules: READY is sent when /readyz reports ready. The watchdog is notified by control's event loop, and only while the parts that serve
+clients work. Sending never waits, and a failure has no effect. Without a service manager nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from enum import Enum
 from typing import Protocol
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""What the service manager says by the environment. It is for the gateway alone: servers that are launched do not inherit it."""
-_LOOK_EVERY = 0.25  # seconds
-_STATUS_EVERY = 2.0
-_ASK_EVERY = 10.0
-_STARTING_TAKES = 60.0  # seconds: what each word of a start that goes on asks for
+"""The variables by which the service manager configures notifications. Launched servers do not inherit them."""
+_CHECK_INTERVAL = 0.25  # seconds
+_STATUS_INTERVAL = 2.0
+_EXTEND_INTERVAL = 10.0
+_START_EXTENSION = 60.0  # seconds that each message extends the start timeout
 _MICROSECONDS = 1_000_000
 _log = logging.getLogger("vllm_gateway.control")
 
 
 class Supervised(Protocol):
-    """The gateway, as its service manager is told of it."""
+    """The state of the gateway for its service manager."""
 
     def not_ready(self) -> str | None:
-        """Why no traffic should come yet; None when it may."""
+        """Explain why no traffic should come yet, None if it may."""
 
     def broken(self) -> str | None:
-        """What has stopped working and will not work again by itself; None while all is well."""
+        """Explain what has failed and will not recover without a restart, None if nothing has."""
 
     def headline(self) -> str:
-        """How it is, in a line."""
+        """Summarize the state in one line."""
 
 
 class _Phase(Enum):
@@ -46,101 +46,103 @@ class _Phase(Enum):
 
 
 class ServiceManager:
-    """Tells the service manager at ``address`` (a path, or ``@`` and an abstract name; None: nobody).
+    """Notifies the service manager at ``address``: a path, or ``@`` and an abstract name. None: there is none.
 
-    ``patience``: within so many seconds it wants to hear again and again that the gateway works; None: it does not care.
+    ``watchdog`` is the number of seconds in which it expects each sign of life. None: it has no watchdog.
     """
 
-    def __init__(self, address: str | None, patience: float | None) -> None:
+    def __init__(self, address: str | None, watchdog: float | None) -> None:
         self._address = None if address is None else address.replace("@", "\0", 1) if address.startswith("@") else address
-        self._patience = patience
+        self._watchdog = watchdog
         self._phase = _Phase.STARTING
         self._due = dict.fromkeys(("STATUS", "EXTEND_TIMEOUT_USEC", "WATCHDOG"), 0.0)
         self._status = ""
-        self._complained = False
+        self._has_warned = False
 
     @classmethod
     def of(cls, environ: Mapping[str, str], pid: int) -> ServiceManager:
-        """The one that the environment names; the watchdog counts only where it is meant for this process (sd_watchdog_enabled(3))."""
+        """Return the service manager of the environment. A watchdog for another process is ignored (sd_watchdog_enabled(3))."""
         address, microseconds = environ.get("NOTIFY_SOCKET", ""), environ.get("WATCHDOG_USEC", "")
         meant = environ.get("WATCHDOG_PID", str(pid)) == str(pid)
-        patience = int(microseconds) / _MICROSECONDS if meant and microseconds.isdecimal() else None
-        return cls(address if address[:1] in ("/", "@") else None, patience)
+        watchdog = int(microseconds) / _MICROSECONDS if meant and microseconds.isdecimal() else None
+        return cls(address if address[:1] in ("/", "@") else None, watchdog)
 
     async def run(self, gateway: Supervised) -> None:
-        """Tell of the gateway until cancelled."""
+        """Notify the service manager until cancelled."""
         while self._address is not None:
             try:
-                self.look(gateway, time.monotonic())
-            except Exception:  # noqa: BLE001  the outer edge: where it goes on like this, the watchdog hears nothing
-                _log.exception("a look for the service manager")
-            await asyncio.sleep(_LOOK_EVERY)
+                self.notify(gateway, time.monotonic())
+            except Exception:  # noqa: BLE001  the outer edge: if it persists, the watchdog gets no sign of life
+                _log.exception("notifying the service manager failed")
+            await asyncio.sleep(_CHECK_INTERVAL)
 
-    def look(self, gateway: Supervised, now: float) -> None:
-        """Say what is to be said at this moment of the monotonic clock."""
-        words: dict[str, str] = {}
+    def notify(self, gateway: Supervised, now: float) -> None:
+        """Send the notifications that are due. ``now`` is the time of the monotonic clock."""
+        fields: dict[str, str] = {}
         if self._phase is _Phase.STARTING and gateway.not_ready() is None:
-            words["READY"] = "1"
-        if self._is_due("STATUS", now, _STATUS_EVERY) and self._phase is not _Phase.STOPPING:
-            words |= self._news(gateway.headline())
-        words |= self._signs_of_life(gateway, now)
-        if self._say(words):
-            self._status = words.get("STATUS", self._status)
-            self._phase = _Phase.RUNNING if "READY" in words else self._phase
+            fields["READY"] = "1"
+        if self._is_due("STATUS", now, _STATUS_INTERVAL) and self._phase is not _Phase.STOPPING:
+            fields |= self._changed_status(gateway.headline())
+        fields |= self._signs_of_life(gateway, now)
+        if self._send(fields):
+            self._status = fields.get("STATUS", self._status)
+            self._phase = _Phase.RUNNING if "READY" in fields else self._phase
 
-    def _news(self, headline: str) -> dict[str, str]:
+    def _changed_status(self, headline: str) -> dict[str, str]:
         return {"STATUS": headline} if headline != self._status else {}
 
     def _signs_of_life(self, gateway: Supervised, now: float) -> dict[str, str]:
-        """A start may last as long as it goes on, since models take their time; afterwards there is the watchdog."""
-        word, every = ("EXTEND_TIMEOUT_USEC", _ASK_EVERY) if self._phase is _Phase.STARTING else ("WATCHDOG", (self._patience or 0) / 3)
-        if not every or not self._is_due(word, now, every):
+        """Extend the start timeout while the gateway starts, because models may take long, and feed the watchdog afterwards."""
+        field, interval = (
+            ("EXTEND_TIMEOUT_USEC", _EXTEND_INTERVAL) if self._phase is _Phase.STARTING else ("WATCHDOG", (self._watchdog or 0) / 3)
+        )
+        if not interval or not self._is_due(field, now, interval):
             return {}
         if self._phase is not _Phase.STOPPING and (broken := gateway.broken()) is not None:
-            _log.error("the service manager hears no more from here, so that it starts the gateway anew: %s", broken)
+            _log.error("the service manager is not notified any longer, so that it restarts the gateway: %s", broken)
             return {}
-        return _within(_STARTING_TAKES) if word == "EXTEND_TIMEOUT_USEC" else {word: "1"}
+        return _within(_START_EXTENSION) if field == "EXTEND_TIMEOUT_USEC" else {field: "1"}
 
-    def _is_due(self, word: str, now: float, every: float) -> bool:
-        if now < self._due[word]:
+    def _is_due(self, field: str, now: float, interval: float) -> bool:
+        if now < self._due[field]:
             return False
-        self._due[word] = now + every
+        self._due[field] = now + interval
         return True
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Say that the configuration is being read, and when that is over. Before the gateway is ready, that is a part of its start."""
+        """Notify that the configuration is being read, and its end. Before the gateway is ready, reading is a part of the start."""
         if self._phase is not _Phase.RUNNING:
             yield
             return
         self._phase = _Phase.RELOADING
-        self._say({"RELOADING": "1", "MONOTONIC_USEC": str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)})
+        self._send({"RELOADING": "1", "MONOTONIC_USEC": str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)})
         try:
             yield
         finally:
             if self._phase is _Phase.RELOADING:
-                self._phase = _Phase.RUNNING if self._say({"READY": "1"}) else _Phase.STARTING
+                self._phase = _Phase.RUNNING if self._send({"READY": "1"}) else _Phase.STARTING
 
     def stopping(self, seconds: float) -> None:
-        """Say that the end has begun, and that it may take so long."""
+        """Notify that the gateway stops, which may take ``seconds``."""
         self._phase = _Phase.STOPPING
-        self._say({"STOPPING": "1", "STATUS": "stopping"} | _within(seconds))
+        self._send({"STOPPING": "1", "STATUS": "stopping"} | _within(seconds))
 
-    def _say(self, words: Mapping[str, str]) -> bool:
-        """Returns whether it was heard; whatever was not is said again where that matters."""
-        if self._address is None or not words:
+    def _send(self, fields: Mapping[str, str]) -> bool:
+        """Send a notification. Returns whether it was sent."""
+        if self._address is None or not fields:
             return True
-        text = "\n".join(f"{name}={' '.join(value.split())}" for name, value in words.items())
+        text = "\n".join(f"{name}={' '.join(value.split())}" for name, value in fields.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
                 line.setblocking(False)
                 line.sendto(text.encode(), self._address)
         except OSError as error:
-            if not self._complained:
-                _log.warning("the service manager cannot be told: %s", error)
-            self._complained = True
+            if not self._has_warned:
+                _log.warning("the service manager cannot be notified: %s", error)
+            self._has_warned = True
             return False
-        self._complained = False
+        self._has_warned = False
         return True
 
 

@@ -1,7 +1,7 @@
-"""What signals ask of the gateway: to end, or to read its configuration.
+"""The signals that stop the gateway, or reload its configuration.
 
-The rule: SIGHUP means both in the world, so what it means here is decided by what has happened: where the terminal that the
-gateway was started from is gone, it asks for the end, and otherwise for the files.
+The rule: SIGHUP is used for both, so its meaning depends on the terminal. If the terminal from which the gateway was started is closed, it
+stops the gateway. Otherwise it reloads the configuration.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _TERMINALS = (0, 2)  # standard input and error
 
 
 def stop_signals() -> asyncio.Queue[int]:
-    """The signals that ask for the end, as a queue."""
-    asked: asyncio.Queue[int] = asyncio.Queue()
+    """Return a queue of stop requests: SIGTERM and SIGINT add to it."""
+    requests: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, number)
-    return asked
+        loop.add_signal_handler(number, requests.put_nowait, number)
+    return requests
 
 
-def on_hangup(asked: asyncio.Queue[int], read: Callable[[], None]) -> None:
-    """Have SIGHUP call ``read``, or ask for the end where it comes because the terminal was closed."""
+def on_hangup(stop_requests: asyncio.Queue[int], reload: Callable[[], None]) -> None:
+    """Let SIGHUP call ``reload``, or add a stop request if the terminal was closed."""
     terminals = [fd for fd in _TERMINALS if os.isatty(fd)]
 
     def hung_up() -> None:
-        if all(map(os.isatty, terminals)):  # one that was closed is none any more
-            read()
+        if all(map(os.isatty, terminals)):  # a closed terminal is not a terminal any longer
+            reload()
         else:
-            asked.put_nowait(signal.SIGHUP)
+            stop_requests.put_nowait(signal.SIGHUP)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)

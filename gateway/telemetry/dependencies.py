@@ -38,7 +38,7 @@ class Dependency:
     since: float
     last_error: str
 
-    def shown(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the entry of /status."""
         state = "up" if self.is_up else "down"
         return {"name": self.name, "subject": self.subject, "state": state, "since": self.since, "last_error": self.last_error}
@@ -62,9 +62,9 @@ class Dependencies:
         since = before.since if before.is_up is up else now
         return replace(before, is_up=up, since=since, last_error=each.error or before.last_error)
 
-    def shown(self) -> list[dict[str, Any]]:
+    def as_json(self) -> list[dict[str, Any]]:
         """Return the list of /status."""
-        return [each.shown() for each in self._known.values()]
+        return [each.as_json() for each in self._known.values()]
 
     def down(self) -> list[str]:
         """Return the names of dependencies that do not work, each once."""

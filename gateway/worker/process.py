@@ -192,7 +192,7 @@ class WorkerProcess:
                 self._acceptor.publish()
             count += 1
             if count % _REPORT_LOGS_EVERY == 0:
-                logs.tell(monotonic())
+                logs.report_suppressed(monotonic())
 
     async def _drain(self, seconds: float, listener: socket.socket) -> None:
         """Accept no new connections, let requests finish within ``seconds``, and cancel the others."""

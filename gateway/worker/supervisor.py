@@ -120,7 +120,7 @@ class _WorkerSlot:
         return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered)
 
     def has_applied(self, number: int) -> bool:
-        """Whether the worker has applied this ``Health`` message or a later one. A worker without a process applies it at its start."""
+        """Return whether the worker has applied this ``Health`` message or a later one. A new process applies it at its start."""
         return self._link is None or self._health_number >= number
 
     def send(self, message: Message) -> None:
@@ -300,7 +300,7 @@ class WorkerSupervisor:
         return (current, StopKeepAlive()) if self._is_keep_alive_stopped else (current,)
 
     def have_applied(self, number: int) -> bool:
-        """Whether every worker has applied the health message with this number, or a later one."""
+        """Return whether every worker has applied the health message with this number, or a later one."""
         return all(slot.has_applied(number) for slot in self._slots)
 
     async def wait_applied(self, number: int, within: float = _APPLY_TIMEOUT) -> None:

@@ -52,7 +52,7 @@ def test_a_browser_without_the_token_gets_a_page_that_says_how_to_authenticate(t
         page = asked(guarded, "/status", accept=browser, authorization=f"Bearer {TOKEN}")
         assert page.status_code == 200 and "sim/one" in page.text
         assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
-        assert asked(guarded, "/status", accept="application/json").json() == {"error": "the admin port asks for its token"}
+        assert asked(guarded, "/status", accept="application/json").json() == {"error": "the admin port requires its token"}
 
 
 @pytest.mark.parametrize(

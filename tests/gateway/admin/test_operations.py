@@ -71,7 +71,7 @@ def test_without_a_token_nothing_is_done(tmp_path: Path) -> None:
                 assert answer.status_code == 403 and "server.admin.token" in answer.json()["error"]
         said = typed("stop", "sim/one", "--admin", f"http://127.0.0.1:{open_one.admin}")
         assert (said.returncode, said.stderr.count("\n")) == (1, 1)
-        assert "nothing is done over the admin port without a server.admin.token" in said.stderr
+        assert "operations over the admin port require server.admin.token" in said.stderr
         assert open_one.ask().status_code == 200
 
 
@@ -95,7 +95,7 @@ def test_without_the_token_nothing_is_done(one: Gateway, path: str) -> None:
 def test_nothing_is_done_for_a_page(one: Gateway, page: dict[str, str]) -> None:
     for path in (STOP, "/reload", "/drain"):
         answer = asked(one, path, SHOWN | page)
-        assert (answer.status_code, answer.json()["error"]) == (403, "nothing is done for a page in a browser")
+        assert (answer.status_code, answer.json()["error"]) == (403, "operations are refused for web pages")
     preflight = asked(one, STOP, page | {"access-control-request-method": "POST"}, "OPTIONS")
     assert preflight.status_code == 403 and not any(name.startswith("access-control") for name in preflight.headers)
     assert one.ask().status_code == 200
@@ -104,7 +104,7 @@ def test_nothing_is_done_for_a_page(one: Gateway, page: dict[str, str]) -> None:
 def test_with_the_token_it_is_done_and_noted(one: Gateway) -> None:
     answer = asked(one, STOP, SHOWN)
     assert (answer.status_code, answer.json()["state"]) == (200, "stopped")
-    assert "stop of sim/one is asked for by the token, from 127.0.0.1" in one.said
+    assert "stop of sim/one requested by the token, from 127.0.0.1" in one.said
     assert asked(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
     wait_for(lambda: state(one) == "ready", why=lambda: one.said)
     wait_for(lambda: answers(one))  # once the workers have heard, too
@@ -113,7 +113,7 @@ def test_with_the_token_it_is_done_and_noted(one: Gateway) -> None:
     assert asked(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404
     assert asked(one, STOP, SHOWN, "GET").status_code == asked(one, "/status", SHOWN).status_code == 405
     assert one.command("reload").returncode == 0
-    assert "reload is asked for by uid " in one.said and "(pid " in one.said
+    assert "reload requested by uid " in one.said and "(pid " in one.said
     assert TOKEN not in one.said + one.log
 
 
@@ -132,11 +132,11 @@ def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> Non
     wrong.write_text("wrong")
     two_lines.write_text("wrong\nwrong")
     failing: list[tuple[tuple[str, ...], str]] = [
-        ((*there[:2], "--token-file", str(wrong)), "the admin port asks for its token"),
-        (there[:2], "the admin port asks for its token"),
+        ((*there[:2], "--token-file", str(wrong)), "the admin port requires its token"),
+        (there[:2], "the admin port requires its token"),
         ((*there[:2], "--token-file", str(two_lines)), "two-lines cannot be read: it holds no token"),
         ((*there[:2], "--token-file", str(folder / "none")), "none cannot be read: No such file or directory"),
-        (("--admin", one.url, *there[2:]), "what answers there is no gateway's admin port"),
+        (("--admin", one.url, *there[2:]), "this is not the admin port of a gateway"),
         (("--admin", "http://localhost:1", *there[2:]), "http://localhost:1: "),
         (("--admin", "nonsense", *there[2:]), "nonsense: "),
     ]
@@ -169,7 +169,7 @@ def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gatewa
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, local.stdout, "") and "unused" in shown.stdout
     for command in (["keys", "list"], ["usage"]):
         assert typed(*command, *there[2:]).returncode == 2, "a token for nobody"
-        assert "the admin port asks for its token" in typed(*command, *there[:2]).stderr
+        assert "the admin port requires its token" in typed(*command, *there[:2]).stderr
     assert typed("usage", "--by", "color", *there).returncode == 2
 
 
@@ -211,4 +211,4 @@ def test_a_gateway_is_drained_by_a_command(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as leaving:
         assert leaving.command("drain").stdout == "the gateway is stopping; requests under way finish first\n"
         assert leaving.process.wait(60) == 0
-        assert "drain is asked for by uid " in leaving.said
+        assert "drain requested by uid " in leaving.said

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gateway.admin.status_page import page
 from gateway.admin.status_terminal import show
-from gateway.admin.status_view import STATES, duration, in_a_line, picture
+from gateway.admin.status_view import STATES, duration, in_a_line, status_view
 from gateway.api.html import Html, tag
 from gateway.telemetry.token_rates import TokenCounts, TokenRates
 
@@ -55,13 +55,13 @@ def test_a_duration(seconds: float, words: str) -> None:
 )
 def test_a_servers_state_is_one_of_six_words(known: dict[str, Any], state: str) -> None:
     assert state in STATES
-    assert picture(status(server(**known))).models[0].servers[0].state == state
+    assert status_view(status(server(**known))).models[0].servers[0].state == state
 
 
 @pytest.mark.parametrize("state", ["sleeping", "draining", "stopped"])
 def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
     for known in ({}, {"state": "ready"}):
-        shown = picture(status(server(condition="out_of_rotation", **known), state=state))
+        shown = status_view(status(server(condition="out_of_rotation", **known), state=state))
         assert shown.models[0].servers[0].state == state
 
 
@@ -69,7 +69,7 @@ def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
 def test_a_server_that_a_ready_model_goes_without_is_not_ready(known: dict[str, Any], state: str) -> None:
     model = status(server(condition="out_of_rotation", **known), server(name="m#1"))["models"][0]
     assert in_a_line(model) == f"m: ready (m#0: {state})"
-    assert picture(status(*model["servers"])).models[0].servers[0].state == state
+    assert status_view(status(*model["servers"])).models[0].servers[0].state == state
 
 
 def test_a_model_in_a_line() -> None:
@@ -79,8 +79,8 @@ def test_a_model_in_a_line() -> None:
 
 
 def test_a_bounded_server_says_of_how_many() -> None:
-    assert picture(status(server())).models[0].servers[0].load == "2"
-    shown = picture(status(server(), max_inflight=8))
+    assert status_view(status(server())).models[0].servers[0].load == "2"
+    shown = status_view(status(server(), max_inflight=8))
     assert shown.models[0].servers[0].load == "2 of 8"
     assert "2 of 8 in flight" in page(shown)
 
@@ -88,16 +88,16 @@ def test_a_bounded_server_says_of_how_many() -> None:
 def test_how_far_a_start_has_come() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
     starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])
-    (shown,) = picture(status(starting, state="starting")).models[0].servers
+    (shown,) = status_view(status(starting, state="starting")).models[0].servers
     assert (shown.progress, shown.percent) == (line, 50)
-    (told,) = picture(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
+    (told,) = status_view(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
     assert (told.progress, told.percent) == ("Capturing graphs", None)
-    assert 'value="50"' in page(picture(status(starting)))
+    assert 'value="50"' in page(status_view(status(starting)))
 
 
 def test_what_is_said_of_the_whole() -> None:
     adapters = [{"id": "l", "in_flight": 3, "tokens_per_second": {"prompt": 4.0, "completion": 12.34}}]
-    shown = picture(status(server(), queued=4, waiting_s=61, loras=adapters, aliases=["a"]))
+    shown = status_view(status(server(), queued=4, waiting_s=61, loras=adapters, aliases=["a"]))
     assert (shown.headline, shown.facts[:3]) == ("waiting", ("1 of 1 model ready", "5 in flight", "1 of 2 workers up"))
     (model,) = shown.models
     assert (model.since, model.queued, model.waiting, model.speed) == ("1 min", 4, "1 min", "-")
@@ -109,10 +109,10 @@ def test_what_is_said_of_the_whole() -> None:
 def test_the_root_cause_and_the_hint_come_before_the_log() -> None:
     known = {"reason": "m#0 could not start: no memory: ValueError: x (exit code 1)", "hint": "Raise it.", "cause": "kv_cache_too_small"}
     failed = server(condition="down", state="failed", log="/l", last_log_lines=["boom"], **known)
-    shown, out = picture(status(failed)), io.StringIO()
+    shown, out = status_view(status(failed)), io.StringIO()
     show(shown, Console(file=out, width=200))
     told = out.getvalue().splitlines()[-4:]
-    assert told == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  the end of /l:", "  | boom"]
+    assert told == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  end of /l:", "  | boom"]
     text = page(shown)
     assert text.index("no memory: ValueError") < text.index("Hint: Raise it.") < text.index("boom")
 
@@ -124,12 +124,12 @@ def test_a_configuration_that_is_not_in_use_is_told() -> None:
         "when": known["time"] - 65,
         "needs_restart": ["server.port needs a restart"],
     }
-    shown = picture(known | {"configuration": read})
+    shown = status_view(known | {"configuration": read})
     first, *rest = shown.warnings
-    assert first == "the configuration on disk cannot be used, for 1 min: g.yaml:3: x: unknown key"
+    assert first == "the configuration on disk has been invalid for 1 min: g.yaml:3: x: unknown key"
     assert rest == ["g.yaml:9: y: <b>bad</b>", "server.port needs a restart"]
     assert "y: &lt;b&gt;bad" in page(shown)
-    assert picture(known).warnings == ()
+    assert status_view(known).warnings == ()
 
 
 def dependency(name: str, state: str, subject: str = "", last_error: str = "") -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_each_dependency_that_is_down_is_shown_with_its_error() -> None:
         dependency("identity_provider", "up", "https://b.example", "it did not answer once"),
         dependency("limits_store", "down", "", "<b>refused</b>"),
     ]
-    shown = picture(status(server()) | {"dependencies": known})
+    shown = status_view(status(server()) | {"dependencies": known})
     assert shown.warnings == (
         "identity_provider (https://a.example) is down for 1 min: it answered with status 503",
         "limits_store is down for 1 min: <b>refused</b>",
@@ -153,23 +153,23 @@ def test_each_dependency_that_is_down_is_shown_with_its_error() -> None:
 def test_rows_in_memory_are_shown_while_they_can_be_stored_nowhere() -> None:
     known = status(server()) | {"ledger": {"memory_rows": 23}}
     both = [dependency("ledger_database", "down", "", "full"), dependency("ledger_spool", "down", "", "full")]
-    assert picture(known | {"dependencies": both}).warnings[-1] == "23 rows of the ledger in memory only"
-    assert len(picture(known | {"dependencies": both[1:]}).warnings) == 1
+    assert status_view(known | {"dependencies": both}).warnings[-1] == "23 rows of the ledger in memory only"
+    assert len(status_view(known | {"dependencies": both[1:]}).warnings) == 1
 
 
 def test_a_gateway_that_is_ready_and_has_trouble_is_degraded() -> None:
     known = status(server()) | {"ready": True, "reason": None}
-    assert (picture(known).state, picture(known).headline) == ("ready", "ready")
-    shown = picture(known | {"degraded": ["1 of 1 model without a ready server", "limits_store is down"]})
+    assert (status_view(known).state, status_view(known).headline) == ("ready", "ready")
+    shown = status_view(known | {"degraded": ["1 of 1 model without a ready server", "limits_store is down"]})
     assert (shown.state, shown.headline) == ("degraded", "degraded: 1 of 1 model without a ready server, limits_store is down")
     assert 'class="state degraded"' in page(shown) and 'class="state ready">degraded' not in page(shown)
-    assert picture(status(server())).state == "not ready"
+    assert status_view(status(server())).state == "not ready"
 
 
 def test_nothing_acts_on_a_terminal() -> None:
     failed = server(condition="down", reason="\x1b]0;owned\x07 [bold]x", last_log_lines=["\x1b[2J", "[red]y"], state="failed", log="/l")
     out = io.StringIO()
-    show(picture(status(failed, id="[link=x]m")), Console(file=out, width=200))
+    show(status_view(status(failed, id="[link=x]m")), Console(file=out, width=200))
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
     assert all(text in out.getvalue() for text in ("[link=x]m", "[bold]x", "[red]y", "\\x1b[2J"))
 

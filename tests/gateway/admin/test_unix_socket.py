@@ -82,7 +82,7 @@ def test_a_successors_socket_is_left_alone(folder: Path) -> None:
 
 def test_a_link_in_the_folders_place_is_refused(folder: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="belongs to somebody else"), listening(folder / "a.sock"):
+    with pytest.raises(PermissionError, match="belongs to another user"), listening(folder / "a.sock"):
         pass
 
 
@@ -90,7 +90,7 @@ def test_a_link_in_the_folders_place_is_refused(folder: Path, tmp_path: Path) ->
 def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
-    with pytest.raises(PermissionError, match="belongs to somebody else"), listening(folder / "a.sock"):
+    with pytest.raises(PermissionError, match="belongs to another user"), listening(folder / "a.sock"):
         pass
 
 

@@ -65,9 +65,9 @@ def test_a_model_is_started_anew(running: Gateway) -> None:
     ("words", "said"),
     [
         (("stop", "sim/on"), "there is no model sim/on; did you mean `sim/one`?"),
-        (("restart", "sim/adapter"), "sim/adapter is a LoRA adapter on the servers of sim/one: name that"),
-        (("restart", "adapter"), "adapter is a LoRA adapter on the servers of sim/one: name that"),
-        (("stop", "one"), "one is an alias of sim/one: name that"),
+        (("restart", "sim/adapter"), "sim/adapter is a LoRA adapter on the servers of sim/one; use that ID"),
+        (("restart", "adapter"), "adapter is a LoRA adapter on the servers of sim/one; use that ID"),
+        (("stop", "one"), "one is an alias of sim/one; use that ID"),
         (("start", "far"), "far is not launched by the gateway"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_second_gateway_of_the_same_file_does_not_start(running: Gateway) -> N
     words = [str(Path(sys.executable).with_name("vllm-gateway")), "serve", str(running.folder / "gateway.yaml")]
     second = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
     assert (second.returncode, second.stdout) == (1, "")
-    assert second.stderr.startswith("vllm-gateway: another gateway runs with this configuration (it answers on ")
+    assert second.stderr.startswith("vllm-gateway: another gateway runs with this configuration (it responds on ")
     assert second.stderr.count("\n") == 1
     assert running.command("status").returncode == 0
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from gateway.admin.status_view import picture
+from gateway.admin.status_view import status_view
 from gateway.telemetry.metrics import Series
 from tests.support.controlled import Controlled, controlled
 from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
@@ -120,7 +120,7 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         assert one.control.readiness.not_ready() is None, "servers come and go, and the gateway is ready"
         shown = {each["name"]: each["endpoint"] for each in one.status(MODEL)["servers"]}
         assert list(shown.values()) == ["unready", "leaving", "ready"]
-        states = {server.name: server.state for server in picture(one.report.status()).models[0].servers}
+        states = {server.name: server.state for server in status_view(one.report.status()).models[0].servers}
         assert list(states.values()) == ["starting", "draining", "ready"]
         await stage.put()
         await stage.shows()
@@ -231,7 +231,7 @@ async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(t
             assert "403: endpointslices is forbidden" in one.status(MODEL)["discovery"]["problem"]
             assert one.value("discovery_up", MODEL) == 0.0
             assert Series("discovery_up", ("other",)) not in one.report.series()
-            (warning,) = picture(one.report.status()).warnings
+            (warning,) = status_view(one.report.status()).warnings
             assert warning.startswith(f"discovery ({MODEL}) is down for ") and ": the API server says 403" in warning
             assert (await one.ask("other")).status_code == 200
             assert (await one.ask(MODEL)).json()["error"]["code"] == "no_healthy_server"

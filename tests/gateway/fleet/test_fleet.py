@@ -278,7 +278,7 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
         watching = asyncio.create_task(watch())
         await one.operations.restart(A)
         assert sorted(each["condition"] for each in one.status(A)["servers"]) == ["out_of_rotation", "up"] and one.state(A) == "ready"
-        with pytest.raises(RefusedOperation, match="being worked on"):
+        with pytest.raises(RefusedOperation, match="in a transition"):
             await one.operations.restart(A)
         more = [asyncio.create_task(one.ask(A, stream=True, simulate={"tokens": 20, "tokens_per_second": 10})) for _ in range(100)]
         replies = await asyncio.gather(*first, *more)

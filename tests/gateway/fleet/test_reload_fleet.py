@@ -63,7 +63,7 @@ async def test_who_stops_a_model_is_told_that_it_has_left_the_file_meanwhile(tmp
         await one.reaches(A, "draining")
         await one.reload(eager(B))
         answer = await stopping
-        assert (answer.status_code, answer.json()) == (404, {"error": f"{A} has left the configuration meanwhile"})
+        assert (answer.status_code, answer.json()) == (404, {"error": f"{A} was removed from the configuration meanwhile"})
         assert all(map(whole, await asyncio.gather(*streams)))
         assert not psutil.pid_exists(pid)
 

@@ -96,10 +96,10 @@ def test_repeats_are_counted() -> None:
     repeats = Repeats(burst=2, window=5.0)
     assert [repeats.admits("a", 30, "x %s", now) for now in (0, 1, 2, 3)] == [True, True, False, False]
     assert repeats.admits("a", 30, "y", 3) and repeats.admits("a", 40, "x %s", 3)
-    assert list(repeats.over(4.9)) == []
-    assert list(repeats.over(5.0)) == [("a", 30, "x %s", 2)]
+    assert list(repeats.expired(4.9)) == []
+    assert list(repeats.expired(5.0)) == [("a", 30, "x %s", 2)]
     assert repeats.admits("a", 30, "x %s", 5.1)
-    assert list(repeats.over(100.0)) == [], "what was all written is not told"
+    assert list(repeats.expired(100.0)) == [], "what was all written is not told"
 
 
 def test_what_is_remembered_of_repeats_is_bounded() -> None:
@@ -115,8 +115,8 @@ def test_a_flood_is_a_few_lines_and_a_number() -> None:
         logger.warning("again %d", number)
     (handler,) = logger.handlers
     assert isinstance(handler, Handler)
-    handler.tell(0.0)
-    handler.tell(float("inf"))
+    handler.report_suppressed(0.0)
+    handler.report_suppressed(float("inf"))
     *lines, last = map(orjson.loads, stream.getvalue().splitlines())
     assert [line["message"] for line in lines] == [f"again {number}" for number in range(BURST)]
     left_out = 1000 - BURST

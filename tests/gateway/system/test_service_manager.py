@@ -58,13 +58,13 @@ def inbox(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_ready_is_told_once_and_the_start_is_extended_until_then(inbox: Inbox) -> None:
     told, stage = manager(inbox), Stage()
-    told.look(stage, 0)
-    told.look(stage, 1)
+    told.notify(stage, 0)
+    told.notify(stage, 1)
     assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(LASTING)}]
-    told.look(stage, 11)
+    told.notify(stage, 11)
     stage.waits = None
-    told.look(stage, 13)
-    told.look(stage, 13.5)
+    told.notify(stage, 13)
+    told.notify(stage, 13.5)
     assert inbox.told[1:] == [
         {"EXTEND_TIMEOUT_USEC": str(LASTING)},
         {"READY": "1", "STATUS": "1 of 1 servers up and more"},
@@ -77,22 +77,22 @@ def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_w
     told, stage = manager(inbox), Stage()
     stage.waits = None
     for tick in range(12):
-        told.look(stage, tick / 4)
+        told.notify(stage, tick / 4)
     assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
     inbox.forget()
     stage.wrong = "no worker starts"
     for tick in range(12, 24):
-        told.look(stage, tick / 4)
+        told.notify(stage, tick / 4)
     assert inbox.told == [{"STATUS": "no worker starts"}]
     stage.wrong = None
-    told.look(stage, 7)
+    told.notify(stage, 7)
     assert inbox.has("WATCHDOG", "1")
 
 
 def test_a_start_that_is_broken_is_not_extended(inbox: Inbox) -> None:
     told, stage = manager(inbox), Stage()
     stage.wrong = "no worker starts"
-    told.look(stage, 0)
+    told.notify(stage, 0)
     assert inbox.told == [{"STATUS": "no worker starts"}]
 
 
@@ -101,7 +101,7 @@ def test_no_watchdog_is_fed_that_is_not_this_process(inbox: Inbox, microseconds:
     told, stage = manager(inbox, microseconds, pid), Stage()
     stage.waits = None
     for tick in range(20):
-        told.look(stage, tick)
+        told.notify(stage, tick)
     assert inbox.has("READY") and not inbox.has("WATCHDOG")
 
 
@@ -110,7 +110,7 @@ def test_a_reading_is_told_with_the_moment_of_its_beginning(inbox: Inbox) -> Non
     with told.reloading():
         assert inbox.told == []  # a part of the start
     stage.waits = None
-    told.look(stage, 0)
+    told.notify(stage, 0)
     inbox.forget()
     before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     with told.reloading():
@@ -123,12 +123,12 @@ def test_a_reading_is_told_with_the_moment_of_its_beginning(inbox: Inbox) -> Non
 def test_after_the_end_has_begun_nothing_is_ready_any_more(inbox: Inbox) -> None:
     told, stage = manager(inbox), Stage()
     stage.waits = None
-    told.look(stage, 0)
+    told.notify(stage, 0)
     inbox.forget()
     with told.reloading():
         told.stopping(90.5)
     stage.waits, stage.wrong = "draining", "the reloader has ended"
-    told.look(stage, 2)
+    told.notify(stage, 2)
     assert inbox.told[1:] == [{"STOPPING": "1", "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": "90500000"}, {"WATCHDOG": "1"}]
 
 
@@ -136,9 +136,9 @@ def test_what_was_not_heard_is_said_again(tmp_path: Path) -> None:
     address, stage = str(tmp_path / "notify"), Stage()
     stage.waits = None
     told = ServiceManager.of({"NOTIFY_SOCKET": address}, os.getpid())
-    told.look(stage, 0)
+    told.notify(stage, 0)
     with service_manager(address) as inbox:
-        told.look(stage, 2)
+        told.notify(stage, 2)
         assert inbox.told == [{"READY": "1", "STATUS": "1 of 1 servers up and more"}]
 
 

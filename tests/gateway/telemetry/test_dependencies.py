@@ -21,11 +21,11 @@ def test_a_state_keeps_its_time_until_it_changes() -> None:
     known.observe([Observation("limits_store", error="refused")], 20.0)
     known.observe([Observation("limits_store", error="timed out")], 30.0)
     expected = {"name": "limits_store", "subject": "", "state": "down", "since": 20.0, "last_error": "timed out"}
-    assert known.shown() == [expected] and known.down() == ["limits_store"]
+    assert known.as_json() == [expected] and known.down() == ["limits_store"]
     known.observe([Observation("limits_store")], 40.0)
-    assert known.shown() == [expected | {"state": "up", "since": 40.0}] and known.down() == []
+    assert known.as_json() == [expected | {"state": "up", "since": 40.0}] and known.down() == []
     known.observe([], 50.0)
-    assert known.shown() == [] and list(known.series()) == []
+    assert known.as_json() == [] and list(known.series()) == []
 
 
 def test_several_of_a_name_are_one_series_that_is_down_with_any_of_them() -> None:
