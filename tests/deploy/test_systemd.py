@@ -203,7 +203,7 @@ def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["--wheel"], "--wheel needs a value"),
         (["--purge"], "--purge goes with --uninstall"),
