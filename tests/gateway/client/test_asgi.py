@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.client.asgi import Message
+from gateway.client.connection import ClientConnection
 from tests.gateway.client.test_connection import lazy, only
 from tests.support.running import Served, model, serving, until
 from tests.support.wire import Client, client
@@ -62,6 +64,24 @@ async def test_the_scope_describes_the_request() -> None:
             "root_path": "", "path": "/a b", "raw_path": b"/a%20b", "query_string": b"c=d", "state": {},
             "headers": [(b"host", b"test"), (b"x-twice", b"1"), (b"x-twice", b"2")],
         }  # fmt: skip
+
+
+async def test_a_client_on_a_unix_socket_has_no_address(tmp_path: Path) -> None:
+    scopes = []
+
+    async def run(scope: Message, _: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await sends(sized(2), part(b"ok"))(scope, _, send)
+
+    path = str(tmp_path / "socket")
+    async with serving([model(1)]) as served:
+        served.context.other_routes = run
+        async with await asyncio.get_running_loop().create_unix_server(lambda: ClientConnection(served.context), path):
+            one = Client(*await asyncio.open_unix_connection(path))
+            assert (await one.ask(GET)).body == b"ok"
+            one.leave()
+            await until(lambda: not served.connections)
+    assert (scopes[0]["client"], scopes[0]["server"]) == (None, (path, None))
 
 
 @pytest.mark.parametrize("target", [b"http://test/health", b"test:80", b"/\xe4", b"?a"])
