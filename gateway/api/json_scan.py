@@ -22,7 +22,7 @@ the only key for the elements of an array."""
 ELEMENT = "[]"
 
 _DOCUMENT, _KEY, _KEY_REST, _COLON, _VALUE, _VALUE_REST, _COMMA, _NOTHING = range(8)
-"""What the scanner expects next."""
+"""The next thing that the scanner expects."""
 
 _WHOLE_KEY = re.compile(rb'"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')
 _LONGEST_KEY = 256  # bytes of a key with its escapes that are compared

@@ -115,11 +115,11 @@ def _listed(details: list[Any]) -> str:
     for each in details[: validation.MAX_FINDINGS]:
         if isinstance(each, dict) and isinstance(each.get("loc"), list):
             path = ".".join(str(segment) for segment in each["loc"] if isinstance(segment, str | int))
-            lines.append(f"  {{'type': '{_word(each.get('type'))}', 'loc': {path!r}, 'msg': {_text(each.get('msg'))!r}")
+            lines.append(f"  {{'type': '{_kind(each.get('type'))}', 'loc': {path!r}, 'msg': {_text(each.get('msg'))!r}")
     return "\n".join((f"{len(lines)} validation errors:", *lines)) if lines else ""
 
 
-def _word(value: object) -> str:
+def _kind(value: object) -> str:
     return value if isinstance(value, str) and value.isidentifier() else "value_error"
 
 
@@ -379,7 +379,7 @@ def _names(text: str, param: str, *, own: bool) -> bool:
 
 
 def _first_field(message: str, param: str | None, document: Mapping[str, Any]) -> str | None:
-    """Return the field that a message starts with if vLLM does not name one: ``min_p must be in [0, 1], got 5.0.``"""
+    """Return the field that a message starts with if vLLM does not name it, as in ``min_p must be in [0, 1]``."""
     if param is not None:
         return param
     first = _FIRST.match(message)

@@ -81,10 +81,10 @@ def _listed_findings(lines: Iterable[str]) -> Iterator[Finding]:
         found = _LISTED_FINDING.match(line)
         if found is None:
             continue
-        kind, one, other, several, *words = found.groups()
+        kind, one, other, several, *reasons = found.groups()
         path_text = one or other or ".".join("".join(pair) for pair in _QUOTED.findall(several or ""))
         path = tuple(path_text.split(".", _MAX_SEGMENTS))
-        reason = next((each for each in words if each is not None), "")
+        reason = next((each for each in reasons if each is not None), "")
         path = path[1:_MAX_SEGMENTS] if path[:1] == ("body",) else path[:_MAX_SEGMENTS]
         yield Finding(kind, path, reason.replace("\\'", "'").replace('\\"', '"'))
 
@@ -147,7 +147,7 @@ def _lacks_arguments(finding: Finding, value: Any) -> bool:
 
 
 def _below(value: Any, segment: str) -> Any:
-    """Return the field of an object or the item of a list by this name; _UNKNOWN if there is none."""
+    """Return the field of an object or the item of a list by this name; _UNKNOWN if it does not exist."""
     if isinstance(value, dict):
         return value.get(segment, _UNKNOWN)
     if isinstance(value, list) and segment.isdecimal() and len(segment) < 10 and int(segment) < len(value):
@@ -156,7 +156,7 @@ def _below(value: Any, segment: str) -> Any:
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """Return the value of a document at a path; a private marker if there is none."""
+    """Return the value of a document at a path; a private marker if it does not exist."""
     for segment in path:
         document = _below(document, segment)
     return document
@@ -174,7 +174,7 @@ _LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
 
 
 def _rebased(report: Report, document: Any) -> tuple[Finding, ...]:
-    """The findings with paths from the body on, where they have been reported relative to a part of it."""
+    """Return the findings with paths that start at the body, also those that are reported relative to a part of it."""
     findings = report.findings
     relative = report.title is not None or any(each.path[:1] and each.path[0].isdecimal() for each in findings)
     if not relative or not isinstance(document, dict) or not findings:
@@ -337,8 +337,8 @@ def _discriminator(union: Path, found: list[_Located], value: Any, more: bool) -
     wrong = [each for each in of_name if each.kind == "literal_error"]
     if name not in present or not wrong:
         return [each for each in of_name if each.kind == "missing"][:1] or of_name[:1]
-    expected = dict.fromkeys(word for each in wrong for word in _EXPECTED.findall(each.reason))
-    return [_Located("literal_error", (*union, name), " ".join(f"'{word}'" for word in expected) + ("…" if more else ""))]
+    expected = dict.fromkeys(value for each in wrong for value in _EXPECTED.findall(each.reason))
+    return [_Located("literal_error", (*union, name), " ".join(f"'{value}'" for value in expected) + ("…" if more else ""))]
 
 
 def _without_other_bodies(located: list[_Located], document: Any) -> list[_Located]:
@@ -393,7 +393,7 @@ _NOUNS: Mapping[str, str] = MappingProxyType(
 )
 _PREFIXES = ("Value error, ", "Assertion failed, ")
 _NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
-_WORD = re.compile(r"[a-z_]\w+")
+_NAME = re.compile(r"[a-z_]\w+")
 _NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class in vLLM's Cohere API
 
 
@@ -410,7 +410,7 @@ def explain(report: Report, document: Any = None) -> Explanation | None:
         return None
     message, param = "; ".join(dict.fromkeys(each.message for each in sentences)), sentences[0].param
     if param is None and isinstance(document, dict):  # text about the body as a whole
-        param = next((word for word in _WORD.findall(message) if word in document), None)
+        param = next((value for value in _NAME.findall(message) if value in document), None)
     return Explanation(message, param, sentences[0].missing)
 
 
@@ -451,7 +451,7 @@ def _reason(found: Sequence[_Located]) -> str:
     nouns = dict.fromkeys(_NOUNS[each.kind] for each in found if each.kind in _NOUNS)
     if literals:
         return _one_of(
-            dict.fromkeys(word for each in literals for word in _EXPECTED.findall(each.reason)), literals[0].reason.endswith("…")
+            dict.fromkeys(value for each in literals for value in _EXPECTED.findall(each.reason)), literals[0].reason.endswith("…")
         )
     if first.kind == "union_tag_invalid":
         return _one_of(dict.fromkeys(_EXPECTED.findall(first.reason.rpartition("expected tags: ")[2])), False)
@@ -464,11 +464,11 @@ def _reason(found: Sequence[_Located]) -> str:
 
 
 def _one_of(expected: Iterable[str], more: bool) -> str:
-    words = [f"'{word}'" for word in expected]
-    if len(words) > _MAX_EXPECTED or (more and words):
-        return "Input should be " + _either([*words[:_MAX_EXPECTED], "another accepted value"])
-    return "Input should be " + _either(words) if words else "Input should be one of the accepted values"
+    values = [f"'{value}'" for value in expected]
+    if len(values) > _MAX_EXPECTED or (more and values):
+        return "Input should be " + _either([*values[:_MAX_EXPECTED], "another accepted value"])
+    return "Input should be " + _either(values) if values else "Input should be one of the accepted values"
 
 
-def _either(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+def _either(values: Sequence[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -1,4 +1,4 @@
-"""What connections and requests need of their worker.
+"""The worker context: everything that connections and requests need of their worker.
 
 ``WorkerContext`` lives as long as its worker. ``ActiveSnapshot`` is one version of the configuration, compiled for look-ups. The rule: an
 ``ActiveSnapshot`` never changes, and the next one replaces it by one assignment to ``WorkerContext.active``. A request that waits reads
@@ -67,11 +67,11 @@ class ActiveSnapshot:
 
 
 def _ignore(_: str | None) -> None:
-    """There is no control process to report to."""
+    """Do nothing: there is no control process to report to."""
 
 
 class WorkerContext:
-    """What connections and requests need of their worker. Everything but ``active`` lives as long as the worker."""
+    """Everything that connections and requests need of their worker. All of it but ``active`` lives as long as the worker."""
 
     active: ActiveSnapshot
     """The snapshot in force. ``Worker`` assigns it."""

@@ -1,4 +1,4 @@
-"""What is known of one request while it is served, and its end.
+"""The context of one request while it is served, and its end.
 
 The rules: every request ends in ``RequestContext.__exit__``, so it is recorded once. An error is sent to the client in one place,
 ``_send_error``.
@@ -43,7 +43,7 @@ _log = logging.getLogger("vllm_gateway.exchange")
 class Fallbacks:
     """The models that a request may still be sent to, and what happened on the models before.
 
-    ``prepare`` makes the request for one of them; ``requested`` is the model that the client requested.
+    ``prepare`` makes the request for a candidate; ``requested`` is the model that the client requested.
     """
 
     requested: CatalogEntry
@@ -58,7 +58,7 @@ class Fallbacks:
 
 
 class RequestContext(msgspec.Struct, eq=False):
-    """What is known of a request so far.
+    """Everything that is known about one request so far.
 
     On leaving the ``with``, the client gets the error if there was one, and the request is recorded. ``started_at`` is seconds since the
     epoch, each other time is ``time.monotonic``. ``waited`` is the seconds spent waiting for the client, ``queued`` for a server.
@@ -115,7 +115,7 @@ class RequestContext(msgspec.Struct, eq=False):
         if self.keepalive is not None and not is_stream(response):
             self.keepalive.end()
 
-    def set_attempt_aside(self, fallbacks: Fallbacks) -> None:
+    def end_attempt(self, fallbacks: Fallbacks) -> None:
         """Note what the attempt has met, before the request is sent to a fallback."""
         if (attempt := self.attempt) is not None:
             fallbacks.failures += self._failures(attempt)
@@ -124,7 +124,7 @@ class RequestContext(msgspec.Struct, eq=False):
             self.attempt = None
 
     def use_model(self, model: CatalogEntry, requested: CatalogEntry) -> None:
-        """Serve the request by this model. The client is told if it is not the requested one."""
+        """Serve the request by this model. The response names it if it is not the requested model."""
         self.model = model
         self.request.extra_headers = (
             b"" if model is requested else b"x-vllm-gateway-fallback: %b\r\n" % quote(model.model.id, safe=_VISIBLE).encode()

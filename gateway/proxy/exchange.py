@@ -70,7 +70,7 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                     async with worker.steps.turn(len(body)) as pace:
                         upstream = await _prepare_json(body, context, key, pace)
                 del body  # the response may take long
-            # Send it and relay the response; once more for each fallback.
+            # Send it and relay the response; again for each fallback.
             while True:
                 if request.reservation is not None:
                     await request.reservation.reserve_tokens()
@@ -87,8 +87,10 @@ _MEDIA_TYPES = {Body.JSON: (b"application/json", b""), Body.FORM: (b"multipart/f
 
 
 def _check_media_type(request: ClientRequest) -> str | None:
-    """Return the body's content encoding; None if it has none. Raises Refusal unsupported_media_type for a type or encoding that the
-    route does not accept."""
+    """Return the body's content encoding; None without one.
+
+    Raises Refusal unsupported_media_type for a content type or encoding that the route does not accept.
+    """
     headers, route = request.head.headers, request.target.route
     allowed, given = _MEDIA_TYPES[route.body], headers.get(b"content-type", b"")
     if given not in allowed and given.partition(b";")[0].strip().lower() not in allowed:
@@ -263,7 +265,7 @@ async def _next_fallback(error: NoServerError | ConnectFailed | Refusal, context
     if fallbacks is None or context.handover is not None or (isinstance(error, Refusal) and error.code not in _NO_CAPACITY):
         raise error
     fallbacks.first_error = fallbacks.first_error or error
-    context.set_attempt_aside(fallbacks)
+    context.end_attempt(fallbacks)
     while fallbacks.candidates:
         model = fallbacks.candidates.pop(0)
         context.use_model(model, fallbacks.requested)
@@ -285,14 +287,14 @@ async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest,
         retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
         raise from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
     if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":
-        raise BadResponse(response.server.name, "its answer is encoded, and report_nothing asked for that")
+        raise BadResponse(response.server.name, "its response has a content encoding that the gateway did not request")
     response_relay: BodyRelay | EventRelay
     if is_stream(response):
         if isinstance(body, FormBody):
             context.stream = True  # a form says so somewhere behind its model
         response_relay = EventRelay(response, upstream)
     elif request.response_started:
-        raise BadResponse(response.server.name, "its answer is no stream, and a stream has been begun")
+        raise BadResponse(response.server.name, "its response is not a stream, and a stream has been started")
     elif body.translation is not None:
         response_relay = TranslatedRelay(response, upstream, body.translation)
     elif request.target.route.dialect is Dialect.PLAIN and is_binary(response):

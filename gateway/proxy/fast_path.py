@@ -28,7 +28,7 @@ _LEAST, _MOST = 64, 2048
 def _size_lines() -> tuple[tuple[bytes, int, int], ...]:
     """Return, for each size of a read that is one chunk: its first line, the bytes of that line, and the bytes of the chunk's data.
 
-    For a size that no such read has, the first line is one that no read starts with.
+    For a size that no such read has, the first line is a text that no read starts with.
     """
     lines = [(b"\n", 1, 0)] * _MOST
     for size in range(_LEAST, _MOST):
@@ -50,7 +50,7 @@ def fast_path(
     marks: Marks,
     connection: Connection,
 ) -> Callable[[bytes], None]:
-    """Return a function that takes a connection's reads in place of its ``data_received``, once the response has started.
+    """Return a function that takes a connection's reads instead of its ``data_received``, once the response has started.
 
     ``held``: the bytes of an incomplete event. ``marks``: bytes that an ordinary chunk does not contain. ``write`` sends framed chunks to
     the client.

@@ -229,7 +229,7 @@ class Form:
             raise Refusal("invalid_value", f"The form is not valid: {error}.") from None
         self._offset += len(data)
 
-    # What the parser calls
+    # Called by the parser
 
     def _part_begin(self) -> None:
         self._name = None

@@ -238,7 +238,7 @@ class TranslatedRelay(BodyRelay):
         body = await response.read_body(TRANSLATED_LIMIT)
         document = _json(body)
         if not document:
-            raise BadResponse(response.server.name, "its answer is not the JSON that was expected")
+            raise BadResponse(response.server.name, "its response is not the expected JSON")
         self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
@@ -411,8 +411,10 @@ def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
 
 
 def end_truncated(request: ClientRequest, refusal: Refusal, events: int) -> None:
-    """End a response that has started and cannot be completed: by an error event in a stream, of which ``events`` have been sent, or by
-    cutting the connection."""
+    """End a response that has started and cannot be completed, by an error event or by cutting the connection.
+
+    ``events``: the number of events of the stream that have been sent.
+    """
     if request.is_event_stream:
         request.write(render_event(refusal, dialect=request.target.route.dialect, number=events))
         request.finish_response()
@@ -458,7 +460,7 @@ def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, An
     try:
         return translate(document)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise BadResponse(response.server.name, f"its answer cannot be translated: {type(error).__name__}") from error
+        raise BadResponse(response.server.name, f"its response cannot be translated: {type(error).__name__}") from error
 
 
 def _error_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -68,7 +68,7 @@ def card(model: Model, reported: Reported = _NOTHING) -> Card:
 
 
 def _abilities(model: Model, task: str | None) -> Card:
-    """Return the fields about the model's capabilities. Those of the launch arguments apply to generating models only."""
+    """Return the fields about the model's capabilities. Capabilities from the launch arguments apply to generating models only."""
     capabilities = model.capabilities
     if capabilities is None:
         capabilities = model.launched_with if task in _GENERATING else None

@@ -34,7 +34,7 @@ _SWEEP_EVERY = 4  # ticks
 
 
 def _ignore(_: str) -> None:
-    """There is no control process to report to."""
+    """Do nothing: there is no control process to report to."""
 
 
 class Worker:

@@ -1,6 +1,6 @@
 """Sends one request to a server, classifies the result, and sends it again where that is safe.
 
-The rule: a request is sent a second time only while no part of it can have run (``UpstreamError.untouched``), at most once, and only if
+The rule: a request is sent again only while no part of it can have run (``UpstreamError.untouched``), at most once, and only if
 the retry budget allows it. The second server is another one where the pool has one. The slot and the connection are released when the
 ``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
 """
@@ -38,7 +38,7 @@ whether the server wants more. It wants no more once it has responded or failed.
 class UpstreamResponse(msgspec.Struct, eq=False):
     """One response while it arrives. Implements ``Receiver``: the connection's callbacks end here.
 
-    Bytes wait in ``pending`` until ``stream_to`` names a sink. From then on, the bytes of one read go to the sink in one piece, in the
+    Bytes wait in ``pending`` until ``stream_to`` names a sink. Afterwards the bytes of one read go to the sink in one piece, in the
     callback that brought them.
     """
 
@@ -69,7 +69,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     def server(self) -> ServerSpec:
         return self._server.spec
 
-    # What the request handler calls
+    # Called by the request handler
 
     def stream_to(self, sink: Callable[[bytes], None]) -> None:
         """Give everything to ``sink`` from now on, starting with the pending bytes."""
@@ -119,7 +119,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     def finish_within(self, pause: float, timeout: float) -> None:
         """Truncate the response once nothing has come for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
 
-        Two intervals, because after one of them it may be this process that was suspended.
+        Two intervals, because during a single interval this process itself may have been suspended.
         """
         self._deadline = monotonic() + timeout
         self.resume()
@@ -193,7 +193,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         self._waiter = Signal()
         return self._waiter
 
-    # What the connection calls
+    # Called by the connection
 
     def on_headers(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
@@ -237,7 +237,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         if waiter is not None:
             waiter.set()
 
-    # What the clock calls
+    # Called by the clock
 
     def check(self, now: float) -> None:
         if self.complete or self.error is not None:
@@ -252,20 +252,20 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     def _overdue(self, now: float) -> UpstreamError | None:
         limits, name = self._timeouts, self.server.name
         if now - self.sent_at > limits.total:
-            return TotalTimeout(name, f"the answer took longer than {limits.total:g} s")
+            return TotalTimeout(name, f"the response took longer than {limits.total:g} s")
         if self._uploading and not self._connection.write_paused:
             return None  # the server has read everything: the client is slow
         if not self.last_byte_at:
             return FirstByteTimeout(name, f"no response within {limits.first_byte:g} s") if now - self.sent_at > limits.first_byte else None
         if not self.paused and now - self.last_byte_at > limits.idle:
-            return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its answer")
+            return IdleTimeout(name, f"silent for more than {limits.idle:g} s in its response")
         return None
 
 
 class Attempt:
     """One request's way to a response, over one or two servers of a pool.
 
-    ``failures`` holds each error on the way, including one that a retry made good. ``composed_at`` is when the request was first
+    ``failures`` holds each error on the way, including errors that a retry made good. ``composed_at`` is when the request was first
     composed. ``facts`` is what the pool's policy needs to know about the request.
     """
 

@@ -1,6 +1,6 @@
 """Runs a coroutine without an asyncio task: each step runs inside the callback that the coroutine waited for.
 
-``asyncio.Task`` runs each step in an event-loop iteration of its own, and creates a future, a handle and a context for it. A request
+``asyncio.Task`` runs each step in a separate event-loop iteration, and creates a future, a handle and a context for it. A request
 waits for its body and for its response, and these objects cost more than relaying it (docs/performance.md). An ``InlineTask`` runs its
 first step where it is started, and each further step inside ``Signal.set``.
 
