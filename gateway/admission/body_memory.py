@@ -31,8 +31,9 @@ class BodyMemory:
         self._held_by: dict[str, _HeldBodies] = {}
 
     def reserve(self, size: int, holder: str, *, more: bool = False) -> bool:
-        """Reserve bytes for a body of a holder, or ``more`` for a body that has some. Returns False, and reserves nothing, if it may
-        not.
+        """Reserve bytes for a body of a holder, or ``more`` for a body that has some.
+
+        Returns False, and reserves nothing, if the holder may not have them.
         """
         held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
         if free < 0 or (held.bodies > more and held.size + size > _TIMES_FREE * free):

@@ -31,7 +31,7 @@ class ConcurrencyLimit:
 
     A single key may use all of it. When it is full and a light key is refused, free capacity is shared by a dynamic threshold
     (Choudhury and Hahne, 1998): heavy keys are rejected until enough capacity is free, which comes as their requests finish.
-    Nothing is counted for keys other than the one that asks.
+    Only the requesting key is counted.
     """
 
     __slots__ = ("_most", "_shared_until")

@@ -277,9 +277,9 @@ class DispatchRate:
         self._mean += (now - self._last - self._mean) / self._seen
         self._last = now
 
-    def seconds_for(self, turns: int, now: float) -> int:
+    def seconds_for(self, dispatches: int, now: float) -> int:
         """Return the whole seconds, at least one, that a number of dispatches will take."""
-        return max(math.ceil(max(self._mean, now - self._last) * turns), 1)
+        return max(math.ceil(max(self._mean, now - self._last) * dispatches), 1)
 
 
 def _overloaded(seconds: int) -> Refusal:

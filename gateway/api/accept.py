@@ -15,6 +15,6 @@ def prefers_html(accept: str) -> bool:
 
 
 def _weighted(part: str) -> tuple[str, float]:
-    kind, *parameters = (word.strip().lower() for word in part.split(";"))
-    quality = next((word[2:] for word in parameters if word.startswith("q=")), "1")
+    kind, *parameters = (parameter.strip().lower() for parameter in part.split(";"))
+    quality = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
     return kind, float(quality) if _QUALITY.fullmatch(quality) else 0.0

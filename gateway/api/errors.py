@@ -122,10 +122,12 @@ class Refusal(Exception):
 
 
 def draining() -> Refusal:
+    """Return the error for a gateway that is stopping."""
     return Refusal("draining", "The gateway is shutting down.")
 
 
 def none_healthy() -> Refusal:
+    """Return the error for a model without a healthy server."""
     return Refusal("no_healthy_server", "No server of this model is healthy at the moment.")
 
 
@@ -135,6 +137,7 @@ def unknown_model(model: str) -> Refusal:
 
 
 def internal_error() -> Refusal:
+    """Return the error for a bug of the gateway."""
     return Refusal("internal_error", "The gateway failed. The operator can find the cause by the request id.")
 
 

@@ -99,7 +99,7 @@ OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Fields whose older names clients still use."""
 
 NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
-"""Fields in which nothing is a media part of a message: schemas and the like."""
+"""Fields in which nothing is a media part of a message, such as schemas."""
 
 
 class BodyPolicy:
@@ -192,8 +192,8 @@ class BodyPolicy:
             if not isinstance(url, str) or not self._media.allows(url):
                 raise self._not_allowed(f"images.{at}")
 
-    def _refused_url(self, name: str, value: Any, holder: Document, member: str) -> Refusal:
-        return self._not_allowed(f"{name}.{path_to(value, holder)}{member}")
+    def _refused_url(self, name: str, value: Any, holder: Document, field: str) -> Refusal:
+        return self._not_allowed(f"{name}.{path_to(value, holder)}{field}")
 
     def _not_allowed(self, path: str) -> Refusal:
         return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
@@ -219,7 +219,7 @@ class BodyPolicy:
     def _check_number(self, name: str, value: Any, document: Document) -> None:
         check_number(name, value, self._maxima[name])
         if name in _CHOICE_FIELDS and value * _batch_size(document.get("prompt")) > MAX_BATCH:
-            raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' ask for more than {MAX_BATCH} answers.", param=name)
+            raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' request more than {MAX_BATCH} choices.", param=name)
 
     def _check_size(self, name: str, value: Any) -> None:
         if len(orjson.dumps(value)) > self._sizes[name]:

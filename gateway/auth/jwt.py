@@ -125,7 +125,7 @@ class TokenVerifier:
             self._on_unknown_key(issuer)
 
     def _principal_for(self, verified: VerifiedToken) -> Key:
-        """Return the configured entry for this subject, with limits, a cache salt and an id of its own."""
+        """Return the configured entry for this subject, with its own limits, cache salt and id."""
         entry = self._entries.get(verified.entry)
         if entry is None or entry.revoked:
             raise Refusal("invalid_api_key", "The token's key is not known here." if entry is None else "This API key has been revoked.")
@@ -293,7 +293,7 @@ def _claim(claims: Mapping[str, Any], name: str | None) -> object:
 def _names(value: object, name: str | None) -> tuple[str, ...]:
     """Return a list of names, or the words of one text. Raises Refusal."""
     found = value.split() if isinstance(value, str) else [] if value is None else value
-    if not isinstance(found, list) or len(found) > _MAX_NAMES or not all(isinstance(word, str) for word in found):
+    if not isinstance(found, list) or len(found) > _MAX_NAMES or not all(isinstance(each, str) for each in found):
         raise Refusal("invalid_api_key", f"The token's claim {name} is not a list of at most {_MAX_NAMES} names.")
     return tuple(found)
 

@@ -28,7 +28,7 @@ def mint(key_id: str) -> str:
 def visible_id(key_id: str) -> str:
     """Return the eight characters that all generated keys of a principal share.
 
-    They come from the SHA-256 of the id. So an operator who finds a key can identify its entry, and the key does not contain the
+    They come from the SHA-256 of the id. So the entry of a found key can be identified, and the key does not contain the
     id.
     """
     number = int.from_bytes(hashlib.sha256(key_id.encode()).digest(), "big")

@@ -151,8 +151,9 @@ class KeyFiles:
         _replace_file(page, text)
 
     def _check(self, page: _KeyFile, made: Source) -> None:
-        """Check for problems that the change causes. Raises InvalidResultError. Earlier problems do not count: a secret may be
-        unavailable here.
+        """Raise InvalidResultError for problems that the change causes.
+
+        Earlier problems do not count: a secret may be unavailable here.
         """
         after = self._problems({Path(os.path.abspath(page.file)): made})
         before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()

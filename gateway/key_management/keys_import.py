@@ -90,14 +90,14 @@ def sort_keys(listed: Sequence[ImportedKey], hashes: Collection[str], ids: Colle
 
 
 def _one_id_each(fresh: Sequence[ImportedKey], ids: Collection[str]) -> None:
-    places: dict[str, str] = {}
+    positions: dict[str, str] = {}
     for one in fresh:
         identity = str(one.entry["id"])
         if identity in ids:
             raise BadLineError(f"{one.position}: the configuration has another key with this id")
-        if identity in places:
-            raise BadLineError(f"{one.position}: {places[identity]} has this id with another key")
-        places[identity] = one.position
+        if identity in positions:
+            raise BadLineError(f"{one.position}: {positions[identity]} has this id with another key")
+        positions[identity] = one.position
 
 
 def looks_like_a_key(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Edit a YAML text and leave every other byte unchanged: comments, order, quotes, indentation. Pure, from text to text.
 
-New text is on lines of its own, or in flow style if it replaces something. The rule: the caller has parsed the text
+New text is on separate lines, or in flow style if it replaces something. The rule: the caller has parsed the text
 (``config.source`` bounds its depth), parses the result and checks that it says what it should, as ``key_file`` does. Some YAML is
 damaged by these edits, for example an alias in place of the list.
 """
@@ -65,7 +65,7 @@ def set_member(text: str, path: Path, name: str, value: Any) -> str:
 
 
 def stanza(entry: Mapping[str, Any], indent: int) -> str:
-    """Write a mapping as an item of a block list, on lines of its own; quoted text is written as JSON, which is valid YAML."""
+    """Write a mapping as an item of a block list, on separate lines; quoted text is written as JSON, which is valid YAML."""
     first, *rest = (f"{name}: {_flow(value)}" for name, value in entry.items())
     return "\n".join([f"{' ' * indent}- {first}", *(f"{' ' * (indent + 2)}{line}" for line in rest)])
 

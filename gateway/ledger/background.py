@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
-    """Return what ``work`` returns, or raise what it raises. Raises DatabaseUnavailableError after ``seconds``; the work then
-    continues.
+    """Return what ``work`` returns, or raise what it raises.
 
-    The interpreter waits for asyncio's own threads when it exits, which a hanging database would block.
+    Raises DatabaseUnavailableError after ``seconds``; the work then continues. The interpreter waits for asyncio's own threads when
+    it exits, which a hanging database would block.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
@@ -28,7 +28,7 @@ async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
             report = partial(outcome.set_result, work())
         except Exception as error:  # noqa: BLE001  the caller gets it
             report = partial(outcome.set_exception, error)
-        with suppress(RuntimeError):  # the loop is gone
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: outcome.done() or report())
 
     threading.Thread(target=run, name="ledger-query", daemon=True).start()

@@ -90,22 +90,25 @@ def _without_group(each: UsageSum) -> dict[str, Any]:
     return {name: value for name, value in asdict(each).items() if name != "group"}
 
 
-def parse_query(words: Mapping[str, str], now: datetime) -> UsageQuery:
+def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     """Parse a query from the parameters ``by``, ``since``, ``until``, ``key``, ``team``, ``model``. Raises QueryError."""
     known = ("by", "since", "until", "key", "team", "model")
-    for word in words:
-        if word not in known:
-            raise QueryError(f"there is no parameter {word}{did_you_mean(word, known)}")
-    by = tuple(dict.fromkeys(part.strip() for part in words.get("by", _DEFAULT_BY).split(",")))
+    for parameter in parameters:
+        if parameter not in known:
+            raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, known)}")
+    by = tuple(dict.fromkeys(part.strip() for part in parameters.get("by", _DEFAULT_BY).split(",")))
     for part in by:
         if part not in DIMENSIONS:
             raise QueryError(
                 f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose from {', '.join(DIMENSIONS)}"
             )
-    since, until = _instant(words.get("since", _DEFAULT_SINCE), now), _instant(words["until"], now) if "until" in words else now
+    since, until = (
+        _instant(parameters.get("since", _DEFAULT_SINCE), now),
+        _instant(parameters["until"], now) if "until" in parameters else now,
+    )
     if since >= until:
         raise QueryError("the time ends before it starts")
-    names = {what: words.get(what) for what in ("key", "team", "model")}
+    names = {what: parameters.get(what) for what in ("key", "team", "model")}
     for what, name in names.items():
         if name is not None and "\0" in name:  # PostgreSQL text cannot contain it
             raise QueryError(f"no {what} has a NUL in its name")
@@ -187,9 +190,9 @@ def _order(query: UsageQuery, each: UsageSum) -> tuple[Any, ...]:
     return day, -(each.prompt_tokens + each.completion_tokens), tuple(part or "" for part in each.group)
 
 
-def query_ledger(settings: conf.Ledger, beside: Path, words: Mapping[str, str]) -> UsageReport:
+def query_ledger(settings: conf.Ledger, beside: Path, parameters: Mapping[str, str]) -> UsageReport:
     """Query the ledger of a configuration in the folder ``beside``. Raises QueryError and DatabaseUnavailableError."""
-    query, url = parse_query(words, datetime.now(UTC)), database_url(settings.url.get_secret_value(), beside)
+    query, url = parse_query(parameters, datetime.now(UTC)), database_url(settings.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
         raise DatabaseUnavailableError(
             f"there is no file {url.database}; the gateway creates it with its first row"

@@ -100,7 +100,7 @@ class Recorder:
         )
 
     def save(self, folder: Path, stream: TextIO) -> None:
-        """Save the unread and open rows for the next gateway, because control is gone.
+        """Save the unread and open rows for the next gateway, because control has exited.
 
         If the disk accepts nothing, the rows are written to ``stream``.
         """

@@ -27,8 +27,8 @@ LIMIT = 256 * 1024 * 1024
 """Bytes that the spool may use: about a million rows."""
 
 _SEGMENT = 4 * 1024 * 1024
-_SUFFIX, _SAVED, _ASIDE = ".rows", "saved-", ".unreadable"
-_LAID_ASIDE = 8  # unreadable files that are retained for recovery
+_SUFFIX, _SAVED, _UNREADABLE = ".rows", "saved-", ".unreadable"
+_MAX_UNREADABLE = 8  # unreadable files that are retained for recovery
 _PROBE, _PROBE_SIZE = "probe", 64 * 1024  # a file, and as many bytes as some hundred rows have
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # limits of the process: the file itself may be readable later
 _log = logging.getLogger("vllm_gateway.ledger")
@@ -93,7 +93,7 @@ class Spool:
                 path.unlink()
 
     def oldest(self) -> Segment | None:
-        """Return the oldest rows; None if there are none. The same segment is returned until it is removed."""
+        """Return the oldest rows; None if the spool is empty. The same segment is returned until it is removed."""
         with self._lock:
             if not self._closed and self._open is not None:
                 self._close()
@@ -112,7 +112,7 @@ class Spool:
                 _log.error("the ledger's spool had %d rows, of which %d could be read", segment.rows, found)
 
     def payloads(self, segment: Segment) -> list[bytes] | None:
-        """Read the rows of a segment. None: its file is unreadable and was set aside. Raises OSError for a temporary error."""
+        """Read the rows of a segment. None: its file is unreadable and was quarantined. Raises OSError for a temporary error."""
         try:
             return segment.payloads()
         except OSError as error:
@@ -120,7 +120,7 @@ class Spool:
             with self._lock:
                 self._drop_segment(segment)
                 self.dropped += segment.rows
-                self._set_aside(segment.path, segment.rows, error)
+                self._quarantine(segment.path, segment.rows, error)
             return None
 
     def _drop_segment(self, segment: Segment) -> None:
@@ -136,7 +136,7 @@ class Spool:
                 data = path.read_bytes()
             except OSError as error:
                 self._raise_if_it_may_pass(error)
-                self._set_aside(path, 0, error)  # the number of its rows is unknown
+                self._quarantine(path, 0, error)  # the number of its rows is unknown
             else:
                 self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data)))
         self._update_counts()
@@ -146,11 +146,11 @@ class Spool:
         if error.errno in _OWN_LIMITS or _identity(self.folder) != self._identity:
             raise error
 
-    def _set_aside(self, path: Path, rows: int, error: OSError) -> None:
-        _log.error("a file of the ledger's spool cannot be read and is set aside, with %s rows: %s", rows or "its", error)
+    def _quarantine(self, path: Path, rows: int, error: OSError) -> None:
+        _log.error("a file of the ledger's spool cannot be read and is quarantined, with %s rows: %s", rows or "its", error)
         with suppress(OSError):
-            path.rename(path.with_suffix(_ASIDE))
-        for older in sorted(self.folder.glob("*" + _ASIDE))[:-_LAID_ASIDE]:
+            path.rename(path.with_suffix(_UNREADABLE))
+        for older in sorted(self.folder.glob("*" + _UNREADABLE))[:-_MAX_UNREADABLE]:
             with suppress(OSError):
                 older.unlink()
 

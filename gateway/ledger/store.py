@@ -84,16 +84,16 @@ class _Insertion:
         insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
         self.statement = str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect))
         self._processors: list[tuple[int, Callable[[Any], Any]]] = []
-        for place, column in enumerate(USAGE.columns):
+        for index, column in enumerate(USAGE.columns):
             processor = column.type.dialect_impl(dialect).bind_processor(dialect)
             if processor is not None:  # many rows have the same day
-                self._processors.append((place, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
+                self._processors.append((index, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
 
     def parameters(self, row: UsageRow) -> tuple[Any, ...]:
         """Return a row's values. Raises ValueError for a value that the database cannot store."""
         made = values(row)
-        for place, processor in self._processors:
-            made[place] = processor(made[place])
+        for index, processor in self._processors:
+            made[index] = processor(made[index])
         return tuple(made)
 
 
@@ -167,7 +167,7 @@ class UsageStore:
 
 
 def migrate(connection: Connection) -> None:
-    """Run the missing migrations in the connection's transaction. If several gateways start at once, one of them does it."""
+    """Run the missing migrations in the connection's transaction. If several gateways start at once, only one does it."""
     connection.exec_driver_sql(_LOCKS[connection.dialect.name])
     config = AlembicConfig()
     config.set_main_option("script_location", str(_MIGRATIONS))
@@ -182,6 +182,6 @@ def _is_of_a_row(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """One line, without the statement and its values."""
+    """Return the driver's message in one line, without values of the statement."""
     cause = getattr(error, "orig", None) or error
     return " ".join(str(cause).split()) or type(cause).__name__

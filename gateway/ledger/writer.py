@@ -48,9 +48,9 @@ _log = logging.getLogger("vllm_gateway.ledger")
 class Ledger:
     """The running ledger. The counts are of rows, since control started."""
 
-    def __init__(self, journals: Sequence[Journal], kept: Spool, store: UsageStore, retention: float | None) -> None:
+    def __init__(self, journals: Sequence[Journal], spooled: Spool, store: UsageStore, retention: float | None) -> None:
         self.journals = journals
-        self._spool = kept
+        self._spool = spooled
         self._store = store
         self._retention = retention
         self._orphaned: deque[list[bytes]] = deque()  # open rows of workers that died
@@ -63,7 +63,7 @@ class Ledger:
         self._unfit = 0
         self.written = 0
         self.lost = 0
-        self.away: str | None = None
+        self.unavailable: str | None = None
         self._tried = False  # the database was tried at least once
         self._disk: str | None = None  # why the spool accepts no rows
         self._both: str | None = None  # why the database accepts none either, while rows wait in memory
@@ -104,7 +104,7 @@ class Ledger:
         """Return the state for /status; ``away`` says why the database accepts no rows."""
         rows, size = self.memory_rows, self.memory_bytes
         return {
-            "away": self.away or self._both,
+            "away": self.unavailable or self._both,
             "waiting_rows": self._spool.rows + rows,
             "waiting_bytes": self._spool.size + size,
             "memory_rows": rows,
@@ -115,12 +115,12 @@ class Ledger:
     def dependencies(self) -> Iterator[Observation]:
         """Yield whether the database and the spool accept rows; nothing for a database that was not tried yet."""
         if self._tried:
-            yield Observation("ledger_database", error=self.away or self._both)
+            yield Observation("ledger_database", error=self.unavailable or self._both)
         yield Observation("ledger_spool", error=self._disk)
 
-    async def usage(self, words: Mapping[str, str]) -> dict[str, Any]:
+    async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any]:
         """Return the report for a query. Raises QueryError and DatabaseUnavailableError."""
-        query = queries.parse_query(words, datetime.now(UTC))
+        query = queries.parse_query(parameters, datetime.now(UTC))
         return (await run_in_thread(lambda: queries.run_query(self._store.engine, query), _QUERY_TIMEOUT)).document()
 
     async def last_use(self, config: conf.Config) -> LastUse:
@@ -212,7 +212,7 @@ class Ledger:
         self._both = None
 
     def _probe_the_disk(self) -> None:
-        """Check whether a failed spool accepts rows again, if there are none to write."""
+        """Check whether a failed spool accepts rows again, if there are no rows to write."""
         if self._disk is None or time.monotonic() < self._probe_at:
             return
         self._probe_at = time.monotonic() + _PROBE_EVERY
@@ -253,7 +253,7 @@ class Ledger:
             work()
             self._tried = True
         except DatabaseUnavailableError as error:
-            self.away, self._tried = str(error), True
+            self.unavailable, self._tried = str(error), True
             self._log_limited("database", f"the ledger's database accepts no rows; usage is stored in {self._spool.folder}: {error}")
             return False
         except OSError as error:
@@ -275,7 +275,7 @@ class Ledger:
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
-        elif self.away is not None:
+        elif self.unavailable is not None:
             self._write([])  # probe the database, since there are no rows to write
         else:
             self._new_rows.wait(_IDLE_WAIT)
@@ -287,9 +287,9 @@ class Ledger:
         with self._counting:
             self._unfit += unfit
             self.written += len(rows) - unfit
-        if self.away is not None:
+        if self.unavailable is not None:
             self._log_recovery("database", "the ledger's database is available again")
-            self.away = None
+            self.unavailable = None
 
     def _decoded(self, payload: bytes) -> UsageRow | None:
         try:
@@ -301,7 +301,7 @@ class Ledger:
             return None
 
     def _log_recovery(self, what: str, message: str) -> None:
-        """Log that a problem is over; the next problem of its kind is logged at once."""
+        """Log that a problem is solved; the next problem of its kind is logged at once."""
         self._next_log.pop(what, None)
         _log.warning("%s", message)
 
@@ -329,10 +329,10 @@ def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> 
     ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError, and OSError without a spool.
     """
     url = database_url(settings.url.get_secret_value(), beside)
-    with spool(folder) as kept, ExitStack() as stack:
+    with spool(folder) as spooled, ExitStack() as stack:
         store = stack.enter_context(closing(UsageStore(url)))
         journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(workers)]
-        ledger = Ledger(journals, kept, store, settings.retention)
+        ledger = Ledger(journals, spooled, store, settings.retention)
         threads = [threading.Thread(target=work, name=f"ledger-{work.__name__}", daemon=True) for work in (ledger.collect, ledger.deliver)]
         for thread in threads:
             thread.start()

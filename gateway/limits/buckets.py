@@ -57,8 +57,8 @@ class Buckets:
         self._lock = Lock() if self._is_alone else _Lock(fd)  # a single worker has one thread, so the cheapest lock will do
         with self._lock:
             self._find_new_holders()
-            for place in self._offsets.values():
-                self.cells[place + self._own] = 0.0
+            for offset in self._offsets.values():
+                self.cells[offset + self._own] = 0.0
 
     @classmethod
     def private(cls) -> Buckets:
@@ -133,9 +133,12 @@ class Buckets:
                 worst = holder, refusal
         return worst
 
-    def reserve(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, ends: dict[int, float]) -> tuple[Holder, ExceededLimit] | None:
-        """Reserve amounts from each holder, or nothing; then return the holder that refuses and its limit. ``ends``: see
-        ``rules.admit``.
+    def reserve(
+        self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, reservation_ends: dict[int, float]
+    ) -> tuple[Holder, ExceededLimit] | None:
+        """Reserve amounts from each holder and return None, or reserve nothing and return the holder that refuses and its limit.
+
+        ``reservation_ends``: see ``rules.admit``.
         """
         cells = self.cells
         with self._lock:
@@ -143,7 +146,7 @@ class Buckets:
                 return worst
             for holder, amounts in wanted:
                 offset, slots = holder.offset, amounts.slots
-                refusal = rules.admit(holder.limits, cells, offset, self.in_flight(offset) if slots else 0, amounts, at, ends)
+                refusal = rules.admit(holder.limits, cells, offset, self.in_flight(offset) if slots else 0, amounts, at, reservation_ends)
                 if refusal is not None:
                     return holder, refusal
                 if slots:
@@ -151,13 +154,13 @@ class Buckets:
         return None
 
     def settle(
-        self, reserved: Iterable[tuple[Holder, Amounts]], ends: Mapping[int, float], used: Amounts, then: Moment, now: float
+        self, reserved: Iterable[tuple[Holder, Amounts]], reservation_ends: Mapping[int, float], used: Amounts, then: Moment, now: float
     ) -> None:
         """Replace what was reserved at ``then`` by what was used."""
         cells = self.cells
         with self._lock:
             for holder, amounts in reserved:
-                rules.settle(holder.limits, cells, holder.offset, amounts, used, ends, now, then)
+                rules.settle(holder.limits, cells, holder.offset, amounts, used, reservation_ends, now, then)
                 if amounts.slots:
                     cells[holder.offset + self._own] -= amounts.slots
 

@@ -1,6 +1,6 @@
 -- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twin is rules.py.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
--- given back to each (rb, tb), the current day (d) with its tokens and cost (dt, dc), another day (od, odt, odc), and the same of
+-- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dc), another day (od, odt, odc), and the same of
 -- the months (m, mt, mc, om, omt, omc). Gateways of other versions read these fields: never change what one means.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000

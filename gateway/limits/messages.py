@@ -66,15 +66,15 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
 
 
-def _most_tokens(reason: str, room: float, estimated: TokenEstimate, price: tuple[float, float] | None) -> int:
+def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: tuple[float, float] | None) -> int:
     """Return the largest ``max_tokens`` with which a request fits into what is left; 0 if none does."""
     if estimated.completion < 2:
         return 0
-    tokens = room - estimated.prompt
+    tokens = capacity - estimated.prompt
     if reason.startswith("cost"):
         if price is None or price[1] <= 0:
             return 0
-        tokens = (room * _MILLION - estimated.prompt * price[0]) / price[1]
+        tokens = (capacity * _MILLION - estimated.prompt * price[0]) / price[1]
     return max(math.floor(tokens / estimated.choices + _ROUNDING), 0)
 
 

@@ -6,7 +6,7 @@ unavailable store; reconnecting happens in the background. Unsent settlements ar
 A command that is given up may still run later, or never. So an admission carries a deadline by the store's clock, after which it
 reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
 
-Requests run without an asyncio task, so nothing here asks for the current task. Replies come in the order of the commands, so
+Requests run without an asyncio task, so nothing here uses the current task. Replies come in the order of the commands, so
 checking the age of the oldest command four times a second finds a store that does not reply.
 """
 
@@ -116,8 +116,8 @@ class StoreConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, patience: float, on_lost: Callable[[StoreConnection, str], None]) -> None:
-        self._timeout = patience
+    def __init__(self, timeout: float, on_lost: Callable[[StoreConnection, str], None]) -> None:
+        self._timeout = timeout
         self._on_lost = on_lost
         self._parser = Parser()
         self._pending: deque[PendingCommand] = deque()
@@ -178,8 +178,8 @@ class RedisStore:
     when the store becomes unavailable or the reason changes, and with None when it is available again.
     """
 
-    def __init__(self, place: LimitsStore, worker: str, on_change: Callable[[str | None], None]) -> None:
-        self.settings = place
+    def __init__(self, settings: LimitsStore, worker: str, on_change: Callable[[str | None], None]) -> None:
+        self.settings = settings
         self._on_change = on_change
         self._scripts = load_scripts()
         self._reason: str | None = None
@@ -336,16 +336,16 @@ class RedisStore:
 
     async def _connect(self) -> StoreConnection:
         """Open a connection and load the scripts. Raises OSError and ReplyError."""
-        place, loop = self.settings, asyncio.get_running_loop()
-        if place.path is not None:
-            _, line = await loop.create_unix_connection(lambda: StoreConnection(place.patience, self._connection_lost), place.path)
+        settings, loop = self.settings, asyncio.get_running_loop()
+        if settings.path is not None:
+            _, line = await loop.create_unix_connection(lambda: StoreConnection(settings.patience, self._connection_lost), settings.path)
         else:
-            context = ssl.create_default_context() if place.tls else None
+            context = ssl.create_default_context() if settings.tls else None
             _, line = await loop.create_connection(
-                lambda: StoreConnection(place.patience, self._connection_lost), place.host, place.port, ssl=context
+                lambda: StoreConnection(settings.patience, self._connection_lost), settings.host, settings.port, ssl=context
             )
         try:
-            for pending in [line.send(each) for each in _greeting(place, self._scripts)]:
+            for pending in [line.send(each) for each in _greeting(settings, self._scripts)]:
                 await pending.signal
                 if isinstance(pending.reply, ReplyError):
                     raise pending.reply
@@ -403,10 +403,10 @@ class RedisStore:
 # On the wire
 
 
-def _greeting(place: LimitsStore, scripts: Scripts) -> list[bytes]:
-    """Return the first commands of a connection. The last one asks for the time."""
-    auth = [] if place.password is None else [command("AUTH", *([place.user] if place.user else []), place.password)]
-    select = [command("SELECT", place.database)] if place.database else []
+def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
+    """Return the first commands of a connection. The last one requests the time."""
+    auth = [] if settings.password is None else [command("AUTH", *([settings.user] if settings.user else []), settings.password)]
+    select = [command("SELECT", settings.database)] if settings.database else []
     load = (command("SCRIPT", "LOAD", each.text) for each in (scripts.admit, scripts.settle, scripts.renew))
     return [*auth, *select, *load, command("TIME")]
 
@@ -461,8 +461,10 @@ def _is_late(reply: Reply) -> bool:
 
 
 def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[int], now: float) -> StoreResult:
-    """Parse the reply of admit.lua: the number of the holder that refuses and of its limit, milliseconds to wait, the time, millionths
-    left, and the milliseconds until each bucket is full.
+    """Parse the reply of admit.lua.
+
+    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, millionths left, and the
+    milliseconds until each bucket is full.
     """
     number, limit_number, wait, _, left, *rest = reply
     full_times = [

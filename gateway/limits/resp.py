@@ -20,9 +20,9 @@ class ProtocolError(Exception):
     """The bytes are not RESP2."""
 
 
-def command(*words: bytes | str | float) -> bytes:
+def command(*arguments: bytes | str | float) -> bytes:
     """Write a command with its arguments."""
-    return array(map(argument, words), len(words))
+    return array(map(argument, arguments), len(arguments))
 
 
 def array(arguments: Iterable[bytes], count: int) -> bytes:
@@ -30,9 +30,9 @@ def array(arguments: Iterable[bytes], count: int) -> bytes:
     return b"*%d\r\n%b" % (count, b"".join(arguments))
 
 
-def argument(word: bytes | str | float) -> bytes:
+def argument(value: bytes | str | float) -> bytes:
     """Write one argument."""
-    data = word if isinstance(word, bytes) else str(word).encode()
+    data = value if isinstance(value, bytes) else str(value).encode()
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
 

@@ -1,6 +1,6 @@
 """Decide about limits: whether a holder has capacity for what a request needs, and what its counts are afterwards. Pure.
 
-The rules: amounts are reserved from every limit or from none. What is not used is given back where it was reserved, as far as it is
+The rules: amounts are reserved from every limit or from none. What is not used is returned where it was reserved, as far as it is
 still missing there. A holder never gets more than its limits, even if a clock is changed. admit.lua and settle.lua make the same
 decisions in a Redis; a change here needs the same change there.
 
@@ -9,10 +9,10 @@ than ``limit * (1 + t / 60)`` pass. A bucket stores the time at which it will be
 minute ahead if a request used more than it had reserved. Days and months are those of UTC. The period before is remembered, so a
 clock that is set back finds its counts again.
 
-What time has refilled must not be given back as well, or more would pass than the limit. A bucket refills in the order of its
-reservations. What a request reserved is missing until the bucket was to be full with it, or earlier by what others have given back
-since. So a bucket also counts what was given back to it, and a request remembers the sum of both: the ``end`` of its reservation.
-If others gave back what lay behind it, less is given back than possible, never more.
+What time has refilled must not be returned as well, or more would pass than the limit. A bucket refills in the order of its
+reservations. What a request reserved is missing until the bucket was to be full with it, or earlier by what others have returned
+since. So a bucket also counts what was returned to it, and a request remembers the sum of both: the ``end`` of its reservation.
+If others returned what lay behind it, less is returned than possible, never more.
 
 The counts of a holder are ``SIZE`` numbers in an array of cells, from an ``offset``. So workers can share them, and a request
 creates no objects for them.
@@ -32,7 +32,7 @@ from gateway.snapshot.snapshot import Limits
 REQUESTS, TOKENS = 0, 1
 """Offsets of the two buckets: when each is full again."""
 _BACK = 2
-"""Behind a bucket: the seconds that were ever given back to it."""
+"""Behind a bucket: the seconds that were ever returned to it."""
 DAY, MONTH = 4, 10
 """Offsets of the two windows: the period, and what was used in it."""
 USED, SPENT = 1, 2
@@ -51,10 +51,10 @@ _ROUNDING = 1e-6
 class Cells(Protocol):
     """An array of numbers that holds the counts."""
 
-    def __getitem__(self, place: int, /) -> float:
+    def __getitem__(self, index: int, /) -> float:
         """Return one number."""
 
-    def __setitem__(self, place: int, value: float, /) -> None:
+    def __setitem__(self, index: int, value: float, /) -> None:
         """Change one number."""
 
 
@@ -193,12 +193,12 @@ def _seconds_left_in_month(wall: float) -> float:
 
 
 def admit(
-    limits: Limits, cells: Cells, offset: int, in_flight: float, amounts: Amounts, at: Moment, ends: dict[int, float]
+    limits: Limits, cells: Cells, offset: int, in_flight: float, amounts: Amounts, at: Moment, reservation_ends: dict[int, float]
 ) -> ExceededLimit | None:
     """Reserve the amounts and return None; or reserve nothing and return the exceeded limit.
 
-    ``ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts mostly show at
-    once that everything fits; ``exceeded_limit`` is called only if they do not.
+    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts mostly
+    show at once that everything fits; ``exceeded_limit`` is called only if they do not.
     """
     now, tokens, cost = at.now, amounts.tokens, amounts.cost
     full, latest = cells[offset + REQUESTS], now + _MINUTE
@@ -228,10 +228,10 @@ def admit(
             return refusal
     if amounts.requests:
         cells[offset + REQUESTS] = by_requests
-        ends[offset + REQUESTS] = by_requests + cells[offset + REQUESTS + _BACK]
+        reservation_ends[offset + REQUESTS] = by_requests + cells[offset + REQUESTS + _BACK]
     if tokens:
         cells[offset + TOKENS] = by_tokens
-        ends[offset + TOKENS] = by_tokens + cells[offset + TOKENS + _BACK]
+        reservation_ends[offset + TOKENS] = by_tokens + cells[offset + TOKENS + _BACK]
     if of_calendar:
         if not fits:
             _start_period(cells, day, at.day)
@@ -245,14 +245,21 @@ def admit(
 
 
 def settle(
-    limits: Limits, cells: Cells, offset: int, reserved: Amounts, used: Amounts, ends: Mapping[int, float], now: float, then: Moment
+    limits: Limits,
+    cells: Cells,
+    offset: int,
+    reserved: Amounts,
+    used: Amounts,
+    reservation_ends: Mapping[int, float],
+    now: float,
+    then: Moment,
 ) -> None:
-    """Replace what was reserved at ``then`` by what was used. ``ends`` is what ``admit`` has set."""
+    """Replace what was reserved at ``then`` by what was used. ``reservation_ends`` is what ``admit`` has set."""
     for_requests, for_tokens = settlement_of_buckets(limits, reserved, used)
     if for_requests:
-        _settle_bucket(cells, offset + REQUESTS, for_requests, ends, now)
+        _settle_bucket(cells, offset + REQUESTS, for_requests, reservation_ends, now)
     if for_tokens:
-        _settle_bucket(cells, offset + TOKENS, for_tokens, ends, now)
+        _settle_bucket(cells, offset + TOKENS, for_tokens, reservation_ends, now)
     if limits.calendar:
         tokens_of_day, cost_of_this_day, tokens_of_month, cost_of_this_month = settlement_of_calendar(limits, reserved, used)
         _add_to_period(cells, offset + DAY, then.day, tokens_of_day, cost_of_this_day)
@@ -260,7 +267,7 @@ def settle(
 
 
 def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:
-    """Return the seconds to take from the buckets of requests and tokens at settlement; negative: to give back."""
+    """Return the seconds to take from the buckets of requests and tokens at settlement; negative: to return."""
     each = limits.token_seconds
     in_advance = reserved.tokens * each
     return (
@@ -289,14 +296,14 @@ def _reserved_of_calendar(limits: Limits, tokens: float, cost: float) -> tuple[f
     )
 
 
-def _settle_bucket(cells: Cells, bucket: int, seconds: float, ends: Mapping[int, float], now: float) -> None:
-    """Take seconds from a bucket, or give back as many as time has not refilled since."""
+def _settle_bucket(cells: Cells, bucket: int, seconds: float, reservation_ends: Mapping[int, float], now: float) -> None:
+    """Take seconds from a bucket, or return as many as time has not refilled since."""
     full = cells[bucket]
     if seconds > 0:
         cells[bucket] = (full if full > now else now) + seconds
         return
     back = cells[bucket + _BACK]
-    missing = ends.get(bucket, 0.0) - back - now
+    missing = reservation_ends.get(bucket, 0.0) - back - now
     given = missing if missing < -seconds else -seconds
     if given > 0:
         cells[bucket], cells[bucket + _BACK] = full - given, back + given

@@ -4,9 +4,9 @@
 -- tokens, tokens and cost to the day, tokens and cost to the month.
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing.
 
--- Give back seconds that time has not refilled yet: rules._settle_bucket.
-local function give_back(holder, bucket, seconds, reserved_at, bucket_end)
-  -- What was reserved is missing for a minute at most; a hash that expired since has forgotten what was given back.
+-- Return seconds that time has not refilled yet: rules._settle_bucket.
+local function return_to_bucket(holder, bucket, seconds, reserved_at, bucket_end)
+  -- What was reserved is missing for a minute at most; a hash that expired since has forgotten what was returned.
   local given = math.min(seconds, reserved_at + 60 - now, bucket_end - holder[bucket .. 'b'] - now)
   if given > 0 then
     holder[bucket] = holder[bucket] - given
@@ -36,8 +36,8 @@ for i = 1, (#KEYS - 1) / 2 do
     local holder = read_holder(key)
     take_from_bucket(holder, 'r', added[1])
     take_from_bucket(holder, 't', added[2])
-    give_back(holder, 'r', -added[1], reserved_at, requests_end)
-    give_back(holder, 't', -added[2], reserved_at, tokens_end)
+    return_to_bucket(holder, 'r', -added[1], reserved_at, requests_end)
+    return_to_bucket(holder, 't', -added[2], reserved_at, tokens_end)
     add_to_period(holder, day, added[3], added[4], 'd')
     add_to_period(holder, month, added[5], added[6], 'm')
     write_holder(key, holder)

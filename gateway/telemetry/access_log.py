@@ -39,14 +39,14 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     method: str | None = None
     path: str | None = None
     model: str | None = None
-    asked: str | None = None
+    requested_model: str | None = None
     server: str | None = None
     status: int
     code: str | None = None
     stream: bool = False
     incomplete: str | None = None
     request_bytes: int
-    answer_bytes: int
+    response_bytes: int
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int = 0
@@ -72,14 +72,14 @@ def line(record: RequestRecord) -> bytes:
         method=record.method,
         path=record.path,
         model=record.model,
-        asked=record.asked,
+        requested_model=record.requested_model,
         server=record.server,
         status=record.status,
         code=record.code,
         stream=record.stream,
         incomplete=record.incomplete,
         request_bytes=record.request_bytes,
-        answer_bytes=record.answer_bytes,
+        response_bytes=record.response_bytes,
         retries=record.retries,
         queue_ms=round(record.queued * 1000, 3),
         first_byte_ms=None if first_byte is None else round(first_byte * 1000, 3),

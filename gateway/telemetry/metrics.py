@@ -101,7 +101,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "discovery_up": Family("gauge", "1 when the service discovery of the model works.", ("model",)),
         "key_set_up": Family("gauge", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
         "dependency_up": Family("gauge", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
-        "retries_total": Family("counter", "Requests sent to a server a second time.", ("model",), per_model=True),
+        "retries_total": Family("counter", "Requests sent to a server again.", ("model",), per_model=True),
         "fallbacks_total": Family("counter", "Requests served by a fallback model.", ("model", "fallback")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
         "launch_failures_total": Family("counter", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
@@ -277,7 +277,7 @@ class WorkerMetrics:
                     reasoning[0] += usage.reasoning
         if record.gaps is not None:
             self._count_stream(record, model, record.gaps)
-        if code is not None or record.incomplete is not None or record.failures or record.asked is not None:
+        if code is not None or record.incomplete is not None or record.failures or record.requested_model is not None:
             self._count_failures(record, model)
 
     def _outcome_cells(self, record: RequestRecord, model: str) -> tuple[Cells, Cells]:
@@ -306,8 +306,8 @@ class WorkerMetrics:
             self.cells("server_failures_total", owner, server, reason)[0] += 1
         if record.retries:
             self.cells("retries_total", model)[0] += record.retries
-        if record.asked is not None:
-            self.cells("fallbacks_total", record.asked, model)[0] += 1
+        if record.requested_model is not None:
+            self.cells("fallbacks_total", record.requested_model, model)[0] += 1
         if record.incomplete is not None:
             self.cells("incomplete_total", model, record.incomplete)[0] += 1
         if record.code is not None and record.code in AUTH_REASONS:

@@ -57,11 +57,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
     key: Key | None = None
     model: str | None = None
-    asked: str | None = None
+    requested_model: str | None = None
     server: str | None = None
     stream: bool = False
     request_bytes: int = 0
-    answer_bytes: int = 0
+    response_bytes: int = 0
     usage: Usage | None = None
     incomplete: str | None = None
     retries: int = 0

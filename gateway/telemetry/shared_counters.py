@@ -2,7 +2,7 @@
 
 Control creates an anonymous memory file, which a worker inherits. The worker appends a record for each series on first use, and
 from then on adds to its float64 cells in place. Control reads the cells when Prometheus scrapes, so a scrape costs the workers
-nothing. What a killed worker had counted is still there for its successor.
+nothing. The counts of a killed worker remain for its successor.
 
 The rule: one writer per file; a record is complete before the length that makes it visible is written.
 

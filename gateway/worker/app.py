@@ -80,7 +80,7 @@ class WorkerApp:
             status=sent["status"],
             code=state.get("code"),
             key=state.get("key"),
-            answer_bytes=sent["bytes"],
+            response_bytes=sent["bytes"],
             duration=duration,
             overhead=duration,
         )

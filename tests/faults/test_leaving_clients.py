@@ -174,7 +174,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             await until(lambda: served.in_flight == 0, 30)
             assert set(seen) == set(EVERY)
             assert sum(record.queued > 0 for record in served.context.records) > seen["in the queue"] / 2
-            assert sum(record.asked == "down" for record in served.context.records) > seen["while a fallback is tried"] / 2
+            assert sum(record.requested_model == "down" for record in served.context.records) > seen["while a fallback is tried"] / 2
             assert {record.status for record in served.context.records} == {499}
             assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
             assert served.total("server_ejected") == 0

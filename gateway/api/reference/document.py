@@ -19,7 +19,7 @@ JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stre
 _DESCRIPTION = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Responses are
 the model server's own bytes, so they may contain fields not documented here.
 
-A model may also have an instance URL of its own, such as `/i-7f3a/3900`. All routes but `/health` exist below it too, for example
+A model may also have its own instance URL, such as `/i-7f3a/3900`. All routes but `/health` exist below it too, for example
 `/i-7f3a/3900/v1/chat/completions`, and serve only that model; `model` may be omitted there. Elsewhere it may be omitted if the key may use
 only one model, or if the operator has set a `default_model`. A trailing slash changes nothing.
 

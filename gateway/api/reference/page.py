@@ -46,25 +46,25 @@ def _section(name: str, group: Iterable[Operation], document: Mapping[str, Any])
 
 
 def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
-    told = operation.document
-    answers = [
+    texts = operation.document
+    responses = [
         part for status, meaning in words.responses(document, operation) for part in (tag("dt", status), tag("dd", *_prose(meaning)))
     ]
     return tag(
         "section",
         tag("h3", f"{operation.method} {operation.path}"),
-        *(tag("p", *_prose(told[name])) for name in ("summary", "description") if name in told),
+        *(tag("p", *_prose(texts[name])) for name in ("summary", "description") if name in texts),
         *([tag("p", "Request: ", *_kinds(operation.request_kinds), class_="quiet")] if operation.request_kinds else []),
         tag("p", "Response: ", *_kinds(operation.response_kinds), class_="quiet"),
         *([tag("pre", call)] if (call := words.curl(operation)) else []),
         _table(operation.parameters),
-        tag("dl", *answers),
+        tag("dl", *responses),
     )
 
 
 def _kinds(kinds: Mapping[str, tuple[str, ...]]) -> Iterable[str]:
-    for place, (kind, pieces) in enumerate(kinds.items()):
-        yield ", " if place else ""
+    for index, (kind, pieces) in enumerate(kinds.items()):
+        yield ", " if index else ""
         yield kind
         if any(isinstance(piece, Ref) for piece in pieces):
             yield ": "
@@ -94,4 +94,4 @@ def _pieces(pieces: Iterable[str]) -> Iterable[str]:
 
 def _prose(text: str) -> list[str]:
     """Return text with the parts between backticks as code."""
-    return [tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))]
+    return [tag("code", part) if index % 2 else part for index, part in enumerate(text.split("`"))]

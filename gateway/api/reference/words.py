@@ -1,7 +1,7 @@
 """Describe an OpenAPI document in words: its operations, and its schemas as rows of tables. Pure.
 
 The rule: what a schema says is decided here once; its look is up to the writers. A ``Ref`` in a row is the name of another schema,
-which has its own table. Objects without a name get rows of their own, by dotted paths.
+which has its own table. Objects without a name get separate rows, by dotted paths.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Operation:
 def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
     """Yield all operations in the document's order."""
     for path, methods in document["paths"].items():
-        for method, told in methods.items():
-            yield Operation(method.upper(), path, told)
+        for method, item in methods.items():
+            yield Operation(method.upper(), path, item)
 
 
 def curl(operation: Operation) -> str | None:
-    """Return a command that calls an operation of the data port, or None where no request is shown.
+    """Return a command that calls an operation of the data port, or None if no request is shown.
 
     It uses the environment variables of OpenAI's SDKs. ``MODEL`` and ``speech.wav`` are the reader's.
     """
@@ -92,13 +92,13 @@ _V1 = "/v1/"
 
 def responses(document: Mapping[str, Any], operation: Operation) -> Iterator[tuple[str, str]]:
     """Yield the statuses of an operation's responses, and what each means."""
-    for status, told in operation.document["responses"].items():
-        shared = document["components"]["responses"][told["$ref"].rpartition("/")[2]] if "$ref" in told else told
+    for status, item in operation.document["responses"].items():
+        shared = document["components"]["responses"][item["$ref"].rpartition("/")[2]] if "$ref" in item else item
         yield status, shared["description"]
 
 
-def _kinds(told: Schema) -> dict[str, tuple[str, ...]]:
-    return {kind: tuple(kind_of(each.get("schema", {}))) for kind, each in told.get("content", {}).items()}
+def _kinds(item: Schema) -> dict[str, tuple[str, ...]]:
+    return {kind: tuple(kind_of(each.get("schema", {}))) for kind, each in item.get("content", {}).items()}
 
 
 def _choices(schema: Schema) -> tuple[str, ...]:
@@ -129,8 +129,8 @@ def kind_of(schema: Schema) -> Iterator[str]:
 
 
 def _alternatives(pieces: list[tuple[str, ...]]) -> Iterator[str]:
-    for place, piece in enumerate(dict.fromkeys(pieces)):
-        if place:
+    for index, piece in enumerate(dict.fromkeys(pieces)):
+        if index:
             yield " or "
         yield from piece
 
@@ -140,8 +140,8 @@ _WORDS = {"string": "text", "integer": "whole number", "boolean": "true or false
 
 def _typed(schema: Schema) -> Iterator[str]:
     types = schema.get("type", [])
-    for place, name in enumerate([types] if isinstance(types, str) else types):
-        if place:
+    for index, name in enumerate([types] if isinstance(types, str) else types):
+        if index:
             yield " or "
         yield _WORDS.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
         if name == "array" and "items" in schema and (inner := tuple(kind_of(schema["items"]))):
@@ -153,5 +153,5 @@ def _typed(schema: Schema) -> Iterator[str]:
 
 def _bounds(schema: Schema) -> str:
     words = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "up to"))
-    told = [f"{word} {schema[name]}" for name, word in words if name in schema]
-    return f" {' '.join(told)}" if told else ""
+    item = [f"{word} {schema[name]}" for name, word in words if name in schema]
+    return f" {' '.join(item)}" if item else ""

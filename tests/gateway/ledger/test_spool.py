@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_is_laid_aside_and_counted(tmp_path: Path, ca
     spoil(segment.path)
     assert kept.payloads(segment) is None
     assert (kept.rows, kept.dropped) == (1, 2)
-    assert segment.path.with_suffix(".unreadable").is_dir() and "set aside, with 2 rows" in caplog.text
+    assert segment.path.with_suffix(".unreadable").is_dir() and "quarantined, with 2 rows" in caplog.text
     assert drained(kept) == [b"three"]
 
 
@@ -157,7 +157,7 @@ def test_nor_does_it_keep_the_next_gateway_from_starting(tmp_path: Path, caplog:
     spoil(file)
     append(Spool(tmp_path), b"three")
     assert drained(Spool(tmp_path)) == [b"three"]
-    assert caplog.text.count("set aside") == 1
+    assert caplog.text.count("quarantined") == 1
 
 
 def test_while_the_whole_folder_is_away_nothing_is_given_up(tmp_path: Path) -> None:

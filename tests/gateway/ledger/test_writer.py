@@ -83,12 +83,12 @@ def test_a_database_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         for number in range(50):
             one.journals[0].append(payload(number))
-        wait_for(lambda: spooled(one) == 50 and one.away is not None)
+        wait_for(lambda: spooled(one) == 50 and one.unavailable is not None)
         wait_for(lambda: one.journals[0].read().rows == 0)
         assert rows_total(one, "written") == 0
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written == 50 and spooled(one) == 0)
-        assert one.away is None and rows_total(one, "dropped") == 0
+        assert one.unavailable is None and rows_total(one, "dropped") == 0
     assert len(kept(url, tmp_path)) == 50
 
 
@@ -137,14 +137,14 @@ def test_a_file_of_the_spool_that_cannot_be_read_holds_up_no_other(tmp_path: Pat
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1))
-        wait_for(lambda: spooled(one) == 1 and one.away is not None)
+        wait_for(lambda: spooled(one) == 1 and one.unavailable is not None)
         (file,) = one.folder.glob("*.rows")
         file.unlink()
         one.journals[0].append(payload(2))
         wait_for(lambda: one.journals[0].read().rows == 0)
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written == 1 and spooled(one) == 0)
-        assert rows_total(one, "dropped") == 1 and one.away is None
+        assert rows_total(one, "dropped") == 1 and one.unavailable is None
     assert set(kept(url, tmp_path)) == {"req_2"}
 
 

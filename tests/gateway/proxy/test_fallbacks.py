@@ -63,7 +63,7 @@ async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None
             assert served.value("tokens_total", "team-a", "other", "prompt") == 3
             await until(lambda: served.in_flight == 0)
             written = [orjson.loads(line(record)) for record in served.context.records]
-            assert [(each["model"], each["asked"], each["server"]) for each in written] == [("other", "tiny", "other#0")] * 2
+            assert [(each["model"], each["requested_model"], each["server"]) for each in written] == [("other", "tiny", "other#0")] * 2
 
 
 async def test_nothing_is_said_while_it_is_up() -> None:
@@ -71,7 +71,7 @@ async def test_nothing_is_said_while_it_is_up() -> None:
         reply = await ask(served.port, request())
         assert reply.status == 200 and TOLD not in reply.headers
         assert (len(server.requests), len(spare.requests)) == (1, 0)
-        assert b"asked" not in line(served.context.records[0])
+        assert b"requested_model" not in line(served.context.records[0])
 
 
 async def test_in_order_and_only_where_the_key_may_go() -> None:

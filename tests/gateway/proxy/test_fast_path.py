@@ -37,7 +37,7 @@ async def compare(events: Sequence[bytes], asks: bool) -> None:
         fast_body, fast = relayed(one, events, cut=False, asks=asks)
         general_body, general = relayed(one, events, cut=True, asks=asks)
     assert fast_body == general_body
-    assert (fast.answer_bytes, fast.usage, fast.incomplete) == (general.answer_bytes, general.usage, None)
+    assert (fast.response_bytes, fast.usage, fast.incomplete) == (general.response_bytes, general.usage, None)
     assert fast.gaps is not None and general.gaps is not None
     assert fast.gaps.events == general.gaps.events == len(events)
     assert sum(fast.gaps.counts) == sum(general.gaps.counts) == len(events) - 1, "a gap for each read after the first"

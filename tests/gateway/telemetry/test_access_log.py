@@ -55,7 +55,7 @@ def test_a_line() -> None:
     assert written.endswith(b"}\n") and written.count(b"\n") == 1
     assert orjson.loads(written) == {
         "time": "2025-10-09T08:53:20.250000Z", "request_id": "req_1", "key": "team-a", "endpoint": "/v1/chat/completions", "model": "tiny",
-        "server": "tiny#0", "status": 200, "request_bytes": 1, "answer_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
+        "server": "tiny#0", "status": 200, "request_bytes": 1, "response_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
         "cached_tokens": 1, "queue_ms": 0.0, "first_byte_ms": 125.0, "total_ms": 250.0, "detail": "a\nb",
     }  # fmt: skip
 

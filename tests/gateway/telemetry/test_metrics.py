@@ -25,7 +25,7 @@ from tests.support.running import key, model
 NOTHING: dict[str, Any] = {
     "id": "req_1", "started": 1.0, "endpoint": "/v1/chat/completions",
     "status": 200, "code": None, "key": Key("team-a"), "model": "tiny",
-    "server": "tiny#0", "stream": False, "request_bytes": 1, "answer_bytes": 2, "usage": None,
+    "server": "tiny#0", "stream": False, "request_bytes": 1, "response_bytes": 2, "usage": None,
     "incomplete": None, "retries": 0, "duration": 0.3,
     "overhead": 0.0004, "queued": 0.0, "first_byte": None, "first_token": None, "gaps": None, "user": None, "failures": (), "detail": None,
 }  # fmt: skip
