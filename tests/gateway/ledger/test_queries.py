@@ -139,10 +139,10 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
     [
         ({"by": "color"}, "not shown by color: choose from key, team, model, day, server"),
         ({"by": ""}, "by nothing"),
-        ({"since": "tomorrow"}, "tomorrow is no date .* and none of today, yesterday, this-month"),
-        ({"since": "2027-13"}, "2027-13 is no date"),
-        ({"since": "99999999999d"}, "99999999999d is no date"),
-        ({"since": "0001-01-01T00:00:00+14:00"}, "is no date such as"),
+        ({"since": "tomorrow"}, "tomorrow is not a time: use a date .* or today, yesterday, this-month"),
+        ({"since": "2027-13"}, "2027-13 is not a time"),
+        ({"since": "99999999999d"}, "99999999999d is not a time"),
+        ({"since": "0001-01-01T00:00:00+14:00"}, "is not a time: use a date such as"),
         ({"since": "2027-01-02", "until": "2027-01-01"}, "ends before it starts"),
         ({"sinse": "1d"}, "did you mean `since`"),
         ({"key": "a\0b"}, "no key has a NUL"),
@@ -213,7 +213,7 @@ def file(tmp_path: Path) -> Path:
 def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["usage", "--config", str(file)]) == 1
     told = capsys.readouterr()
-    assert told.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway makes it with its first row" in told.err
+    assert told.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway creates it with its first row" in told.err
     assert not (file.parent / "usage.db").exists()
     with closing(UsageStore(database_url("sqlite:///usage.db", file.parent))) as made:
         made.write([row(1, started=datetime.now(UTC).timestamp() - 60)])
@@ -228,7 +228,7 @@ def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFi
     [
         (["--by", "color"], 2, "not shown by color"),
         (["--format", "xml"], 2, "table, csv, json"),
-        (["--since", "never"], 2, "never is no date"),
+        (["--since", "never"], 2, "never is not a time"),
     ],
 )
 def test_the_command_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
