@@ -1,4 +1,4 @@
-"""The routes of the simulator, and what stands before them: the journal, then the key.
+"""The routes of the simulator, and the layers before them: the journal, then the key.
 
 Owns the table of routes. Every answer of a route that reads a body goes through ``_answering``, which renders
 whatever was refused.
@@ -28,16 +28,16 @@ from upstream.simulator.endpoints import audio, chat, chat_batch, completions, m
 from upstream.simulator.engine import metrics
 from upstream.simulator.engine.engine import Engine
 from upstream.simulator.engine.generation import Generation
-from upstream.simulator.engine.job import Call, Job, now, random_id
-from upstream.simulator.errors import Refusal
+from upstream.simulator.engine.job import ApiRequest, Job, now, random_id
+from upstream.simulator.errors import ApiError
 from upstream.simulator.flags import Lora, Settings
-from upstream.simulator.journal import Entry, Journal
+from upstream.simulator.journal import Journal, JournalEntry
 
 VERSION = "0.32.0"
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
-JobReader = Callable[[Call], Job]
-Reply = Callable[[Call], dict[str, Any]]
+JobReader = Callable[[ApiRequest], Job]
+Reply = Callable[[ApiRequest], dict[str, Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 GENERATING: dict[str, JobReader] = {
@@ -109,13 +109,13 @@ class Simulator:
         if scope["type"] != "http":
             await self._routes(scope, receive, send)
             return
-        entry = Entry(scope["method"], scope["path"], scope["query_string"].decode("latin-1"), scope["headers"])
+        entry = JournalEntry(scope["method"], scope["path"], scope["query_string"].decode("latin-1"), scope["headers"])
         if not entry.path.startswith("/sim/"):
             self.journal.open(entry)
         scope["state"]["entry"] = entry
         await self._recorded(entry, scope, receive, send)
 
-    async def _recorded(self, entry: Entry, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _recorded(self, entry: JournalEntry, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body into the entry, then answer, with the body handed on and the status noted."""
         body, whole = await _read(receive)
         entry.body = body
@@ -127,14 +127,14 @@ class Simulator:
         entry.end("refused" if (entry.status or 200) >= 400 else "finished")
 
     def _admits(self, scope: Scope) -> bool:
-        """vLLM's rule: a bearer, on some paths only (serve/middleware/authenticate.py)."""
+        """Check the bearer token as vLLM does, on some paths only (serve/middleware/authenticate.py)."""
         if not self.settings.api_keys or not scope["path"].startswith(GUARDED):
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
         scheme, _, token = given.partition(" ")
         return scheme.lower() == "bearer" and any(secrets.compare_digest(token.encode(), key.encode()) for key in self.settings.api_keys)
 
-    def _noting(self, entry: Entry, scope: Scope, send: Send) -> Send:
+    def _noting(self, entry: JournalEntry, scope: Scope, send: Send) -> Send:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), random_id().encode())
         extra = [(b"x-request-id", given)] if self.settings.request_id_headers else []
 
@@ -174,13 +174,13 @@ class Simulator:
     async def _answering(self, answer: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await answer()
-        except Refusal as refusal:
+        except ApiError as refusal:
             return Fast(refusal.body(), refusal.status)
         except Unparsable:
             return Fast({"detail": "There was an error parsing the body"}, 400)
 
-    def _call(self, request: Request, body: dict[str, Any]) -> Call:
-        return Call(self.settings, body, request.headers, self._behavior(body.get("simulate")))
+    def _call(self, request: Request, body: dict[str, Any]) -> ApiRequest:
+        return ApiRequest(self.settings, body, request.headers, self._behavior(body.get("simulate")))
 
     def _behavior(self, given: Any) -> behavior.Behavior:
         if isinstance(given, str):  # a form's field
@@ -263,7 +263,7 @@ class Unparsable(Exception):
 
 
 def _parsed(request: Request) -> dict[str, Any]:
-    """The body as an object, by FastAPI's rules and in its order. Raises Refusal and Unparsable."""
+    """Return the body as an object, by FastAPI's rules and in its order. Raises ApiError and Unparsable."""
     media_type = request.headers.get("content-type", "").lower().split(";", maxsplit=1)[0]
     if media_type != "application/json":
         raise errors.wrong_content_type()
@@ -293,7 +293,7 @@ async def _detail(_: Request, error: Exception) -> Response:
 
 
 async def _read(receive: Receive) -> tuple[bytes, bool]:
-    """The body, and whether it came whole."""
+    """Return the body, and whether it is complete."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -305,7 +305,7 @@ async def _read(receive: Receive) -> tuple[bytes, bool]:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that begins with the body that has been read already."""
+    """Return a ``receive`` that starts with the body that was read before."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

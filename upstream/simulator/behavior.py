@@ -1,6 +1,6 @@
 """How a request is answered, and how it fails: one table, for the server by ``--sim-…`` and for one request.
 
-Owns the settings. Each is declared once, below, and is both a flag (``--sim-hang-after 5``) and a member of a
+Owns the settings. Each is declared once, below, and is both a flag (``--sim-hang-after 5``) and a field of a
 request's top-level ``"simulate"`` object (``{"hang_after": 5}``), which vLLM would ignore as an unknown field.
 The request's word wins over the server's.
 """
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """A field whose flag says what it means."""
+    """Declare a field whose flag documents it."""
     return field(default=default, metadata={"help": meaning})
 
 
@@ -48,7 +48,7 @@ _ADAPTER = TypeAdapter(Behavior)
 
 
 def for_request(server: Behavior, given: Mapping[str, Any] | None) -> Behavior:
-    """The server's settings under a request's own. Raises pydantic.ValidationError for a misspelt member."""
+    """Return the server's settings, overridden by those of a request. Raises pydantic.ValidationError for a misspelled field."""
     if not given:
         return server
     return _ADAPTER.validate_python({**dataclasses.asdict(server), **given})

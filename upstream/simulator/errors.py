@@ -1,6 +1,6 @@
-"""What vLLM says when it does not do as asked: statuses, shapes and words.
+"""The errors of vLLM: statuses, shapes and messages.
 
-Owns the error bodies (serve/exception_handling and the request models of vLLM 0.32). A ``Refusal`` is raised
+Owns the error bodies (serve/exception_handling and the request models of vLLM 0.32). A ``ApiError`` is raised
 where the fault is seen and rendered once, by whoever holds the answer: as a status, or as an event of a stream.
 """
 
@@ -23,7 +23,7 @@ _MOST_ERRORS = 10
 _MOST_CHARACTERS = 200
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """A request that is answered with an error: ``status``, and what the error object holds."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "BadRequestError", param: str | None = None) -> None:
@@ -37,60 +37,60 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
 
     def event(self) -> bytes:
-        """As a chat or completions stream shows it; vLLM's ``json.dumps`` leaves spaces here and nowhere else."""
+        """Return the error event of a chat or completions stream; only here vLLM's ``json.dumps`` leaves spaces."""
         return b"data: " + json.dumps(self.body()).encode() + b"\n\n"
 
     def messages_body(self) -> dict[str, Any]:
-        """As /v1/messages shows it."""
+        """Return the error of /v1/messages."""
         return {"type": "error", "error": {"type": self.kind, "message": self.message}}
 
 
-def bad(message: str, param: str | None = None, value: object = None) -> Refusal:
-    """vLLM's VLLMValidationError, which writes its parameter and value behind the message."""
+def bad(message: str, param: str | None = None, value: object = None) -> ApiError:
+    """Return vLLM's VLLMValidationError, which appends its parameter and value to the message."""
     extras = [f"{name}={given}" for name, given in (("parameter", param), ("value", value)) if given is not None]
-    return Refusal(f"{message} ({', '.join(extras)})" if extras else message, param=param)
+    return ApiError(f"{message} ({', '.join(extras)})" if extras else message, param=param)
 
 
-def plain(message: str, param: str | None = None) -> Refusal:
-    """A BadRequestError whose message has nothing behind it."""
-    return Refusal(message, param=param)
+def plain(message: str, param: str | None = None) -> ApiError:
+    """Return a BadRequestError without parameter and value."""
+    return ApiError(message, param=param)
 
 
-def status(code: int) -> Refusal:
-    """A refusal by status alone, in vLLM's words for an HTTP error."""
+def status(code: int) -> ApiError:
+    """Return an error for a status, with vLLM's message for an HTTP error."""
     phrase = HTTPStatus(code).phrase
-    return Refusal(OVERLOADED if code == 503 else phrase, code, phrase)
+    return ApiError(OVERLOADED if code == 503 else phrase, code, phrase)
 
 
-def engine_dead() -> Refusal:
-    return Refusal(ENGINE_DEAD, 500, "InternalServerError")
+def engine_dead() -> ApiError:
+    return ApiError(ENGINE_DEAD, 500, "InternalServerError")
 
 
-def shut_down() -> Refusal:
-    return Refusal("cannot schedule new futures after shutdown", 500, "InternalServerError")
+def shut_down() -> ApiError:
+    return ApiError("cannot schedule new futures after shutdown", 500, "InternalServerError")
 
 
-def unknown_model(name: object, served: Iterable[str]) -> Refusal:
-    return Refusal(f"The model `{name}` does not exist. Valid aliases: {', '.join(served)}.", 404, "NotFoundError", "model")
+def unknown_model(name: object, served: Iterable[str]) -> ApiError:
+    return ApiError(f"The model `{name}` does not exist. Valid aliases: {', '.join(served)}.", 404, "NotFoundError", "model")
 
 
-def wrong_content_type() -> Refusal:
-    return Refusal("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, "Bad Request")
+def wrong_content_type() -> ApiError:
+    return ApiError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, "Bad Request")
 
 
-def bad_json(error: json.JSONDecodeError) -> Refusal:
+def bad_json(error: json.JSONDecodeError) -> ApiError:
     detail = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}, "ctx": {"error": error.msg}}
     return malformed([detail])
 
 
-def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str, ...] = ()) -> Refusal:
+def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str, ...] = ()) -> ApiError:
     """Wrong types and missing fields: pydantic's errors, listed as vLLM lists them (handlers/validation.py)."""
     listed = [_readable(error, prefix) for error in errors[:_MOST_ERRORS]]
     label = "error" if len(errors) == 1 else "errors"
     lines = [f"{len(errors)} validation {label}:", *(f"  {error}" for error in listed)]
     if len(errors) > len(listed):
         lines.append(f"  ...and {len(errors) - len(listed)} more {label}")
-    return Refusal("\n".join(lines), 400, "Bad Request", listed[0]["loc"])
+    return ApiError("\n".join(lines), 400, "Bad Request", listed[0]["loc"])
 
 
 def _readable(error: ErrorDetails | dict[str, Any], prefix: tuple[str, ...]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class BadArguments(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter that is served under a name of its own. ``base`` is the name of its model, empty for the first one."""
+    """An adapter that is served under a separate name. ``base``: the name of its model, empty for the first model."""
 
     name: str
     path: str
@@ -43,7 +43,7 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOptions:
     """How the process begins and ends: seconds, and counts over all requests."""
 
     listen_after: float = setting(0.0, "seconds during which connections are refused")
@@ -78,7 +78,7 @@ class Settings:
     shutdown_timeout: float
     keep_alive: float
     seed: int
-    start: Start
+    start: StartOptions
     behavior: Behavior
 
 
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
         shutdown_timeout=float(given.shutdown_timeout or 0),
         keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
         seed=given.sim_seed,
-        start=_collected(Start, given),
+        start=_collected(StartOptions, given),
         behavior=_collected(Behavior, given),
     )
 
@@ -138,7 +138,7 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
-    for kind in (Start, Behavior):
+    for kind in (StartOptions, Behavior):
         _add_settings(own, kind)
     return parser
 
@@ -153,7 +153,7 @@ _VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
 
 
 def _add_settings(group: argparse._ArgumentGroup, kind: type[Any]) -> None:
-    """A flag for each field, by its type; its help is the field's."""
+    """Add a flag for each field, by its type, with the field's help."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -179,7 +179,7 @@ def _normal_flag(argument: str) -> str:
 
 
 def _with_config_file(argv: Sequence[str]) -> list[str]:
-    """The flags of ``--config FILE`` (YAML) before those of the command line, which win."""
+    """Return the flags of ``--config FILE`` (YAML), then those of the command line, which take precedence."""
     arguments = list(argv)
     if "--config" not in arguments[:-1]:
         return arguments
@@ -215,7 +215,7 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def _size(text: str | None) -> int:
-    """vLLM's human-readable integers: 32k is 32,000 and 32K is 32,768; auto and -1 are the model's own."""
+    """Parse vLLM's human-readable integers: 32k is 32,000 and 32K is 32,768; auto and -1 mean the model's length."""
     if text in (None, "auto", "-1"):
         return DEFAULT_CONTEXT
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(text))

@@ -1,6 +1,6 @@
-"""What reached the server: one entry a request, for tests that want to see what a gateway sent.
+"""The received requests, one entry each, for tests that check what a gateway sent.
 
-Owns the entries. Bounded in number: the oldest are forgotten. Of a long body that is no JSON only the beginning is shown.
+Owns the entries. Their number is limited: the oldest are removed. For a long body that is not JSON, only the start is shown.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MOST_BODY: Final = 1 << 20
 
 
 @dataclass(slots=True)
-class Entry:
+class JournalEntry:
     """A request as it came, and how it ended. Times are seconds since the epoch.
 
     ``outcome`` is ``open`` until it is one of: ``finished`` (the whole answer was sent), ``refused`` (an error
-    status), ``disconnected`` (the client left), ``cut`` (the simulator closed the connection).
+    status), ``disconnected`` (the client disconnected), ``cut`` (the simulator closed the connection).
     """
 
     method: str
@@ -44,7 +44,7 @@ class Entry:
             self.outcome, self.ended = outcome, time.time()
 
     def shown(self) -> dict[str, Any]:
-        """The entry as ``GET /sim/requests`` shows it: ``headers`` as pairs in their order, ``body`` read if it is JSON."""
+        """Return the entry for ``GET /sim/requests``: ``headers`` as pairs in their order, ``body`` parsed if it is JSON."""
         return {
             "method": self.method,
             "path": self.path,
@@ -74,9 +74,9 @@ class Journal:
     """The latest entries, oldest first."""
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+        self._entries: deque[JournalEntry] = deque(maxlen=MOST_ENTRIES)
 
-    def open(self, entry: Entry) -> Entry:
+    def open(self, entry: JournalEntry) -> JournalEntry:
         self._entries.append(entry)
         return entry
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str], command: str = "python -m upstream.simulator") -> 
 
 
 def _bound(settings: Settings) -> socket.socket:
-    """The socket, bound and not listening. A unix socket's file stays behind at the end, and the next start fails on it."""
+    """Return the socket, bound and not listening. A unix socket's file remains at the end, and the next start fails on it."""
     if settings.uds:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(settings.uds)
@@ -87,7 +87,7 @@ def _whole_or_part(seconds: float) -> Any:
 
 
 async def _stop(simulator: Simulator, server: uvicorn.Server) -> None:
-    """vLLM's end: what is in flight has ``--shutdown-timeout`` seconds, then its choices finish with ``abort``."""
+    """Shut down like vLLM: requests in flight have ``--shutdown-timeout`` seconds, then their choices finish with ``abort``."""
     simulator.engine.draining = True
     try:
         await asyncio.wait_for(simulator.engine.idle.wait(), simulator.settings.shutdown_timeout)

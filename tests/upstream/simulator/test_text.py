@@ -13,7 +13,7 @@ from tests.support.rows import each_row
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.text import json_schema, tokenizer
-from upstream.simulator.text.plan import Ask, Kind, Prompt, plan
+from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, plan
 from upstream.simulator.text.speaker import Speaker
 
 
@@ -67,13 +67,13 @@ def test_lengths_bound_a_string() -> None:
 
 @pytest.mark.parametrize("bad", [{"type": "nothing"}, {"$ref": "#/no"}, {"type": "object", "properties": {"a": 5}, "required": ["a"]}])
 def test_a_schema_that_is_none_is_told(bad: dict[str, Any]) -> None:
-    with pytest.raises(json_schema.Unmeetable):
+    with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.instance(bad, Speaker(0))
 
 
 def test_a_schema_without_end_is_told() -> None:
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
-    with pytest.raises(json_schema.Unmeetable):
+    with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.instance(endless, Speaker(0))
 
 
@@ -86,12 +86,12 @@ def test_a_simple_expression_is_matched_whole(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "[", "(?=a)b(?=c)c{3}"])
 def test_an_expression_that_cannot_be_met_is_told(pattern: str) -> None:
-    with pytest.raises(json_schema.Unmeetable):
+    with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.matching(pattern, Speaker(0))
 
 
-def ask(**more: Any) -> Ask:
-    return Ask((Prompt.of_text("Hello"),), **{"limit": 1000, **more})
+def ask(**more: Any) -> GenerationRequest:
+    return GenerationRequest((Prompt.of_text("Hello"),), **{"limit": 1000, **more})
 
 
 @given(some.integers(1, 200), some.integers(1, 200), some.booleans())
@@ -104,7 +104,7 @@ def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:
     (choice,) = plan(ask(thinking=True), Behavior(tokens=20, reasoning_tokens=5), 0).choices
     kinds = [token.kind for token in choice.tokens]
-    assert kinds == [Kind.REASONING] * 5 + [Kind.SILENT] + [Kind.CONTENT] * 13 + [Kind.SILENT]
+    assert kinds == [TokenKind.REASONING] * 5 + [TokenKind.SILENT] + [TokenKind.CONTENT] * 13 + [TokenKind.SILENT]
 
 
 @given(some.text(min_size=1, max_size=3), some.integers(0, 50))

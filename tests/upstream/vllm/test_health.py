@@ -230,7 +230,7 @@ async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_th
         prober.set_targets([Target("s", server.address)])
         await until(lambda: len(told) == 1)
         with no_descriptors():
-            await until(lambda: caplog.text.count("cannot be looked at") > 2 * FAILURES_UNTIL_LOST)
+            await until(lambda: caplog.text.count("cannot be probed") > 2 * FAILURES_UNTIL_LOST)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         server.routes["/health"] = (503, b"")
         await told.up(False)

@@ -17,9 +17,9 @@ from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.chat import DONE
 from upstream.simulator.endpoints.fields import Fields
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Transcript, now
-from upstream.simulator.errors import Refusal
-from upstream.simulator.text.plan import Ask, Prompt
+from upstream.simulator.engine.job import ApiRequest, Job, Transcript, now
+from upstream.simulator.errors import ApiError
+from upstream.simulator.text.plan import GenerationRequest, Prompt
 
 TOKENS_PER_SECOND = 50
 _BYTES_PER_SECOND = 16000
@@ -49,7 +49,7 @@ class Recording:
 
     @classmethod
     async def of(cls, form: FormData) -> Recording:
-        """Read the upload. Raises Refusal where there is none, or an empty one."""
+        """Read the upload. Raises ApiError if it is missing or empty."""
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise errors.malformed([{"type": "missing", "loc": ("file",), "msg": "Field required", "input": {}}], ("body",))
@@ -67,25 +67,27 @@ def _seconds(content: bytes) -> float:
         return len(content) / _BYTES_PER_SECOND
 
 
-def job(call: Call, recording: Recording, task: Task) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest, recording: Recording, task: Task) -> Job:
+    """Understand a request. Raises ApiError."""
     request = fields.read(AudioRequest, call.body)
     model = call.model()
     if request.response_format not in ("json", "text", "verbose_json"):
         raise errors.plain("Currently only support response_format: `text`, `json`, `verbose_json` or `diarized_json`")
     prompt = Prompt.of_text(f"<|im_start|>{task}\n{request.prompt}" + "\x00" * math.ceil(recording.seconds * TOKENS_PER_SECOND))
     room = call.settings.max_model_len - len(prompt.ids)
-    ask = Ask((prompt,), max(1, min(room, request.max_completion_tokens or room)), seed=request.seed)
+    ask = GenerationRequest((prompt,), max(1, min(room, request.max_completion_tokens or room)), seed=request.seed)
     planned, refusal = call.planned(ask)
     transcript = Transcript(planned)
-    answer = AudioAnswer(call, request, model, transcript, recording, task)
+    answer = AudioResponse(call, request, model, transcript, recording, task)
     return Job(transcript, answer, bool(request.stream), call.behavior, refusal)
 
 
-class AudioAnswer:
+class AudioResponse:
     """A transcription's shapes."""
 
-    def __init__(self, call: Call, request: AudioRequest, model: str, transcript: Transcript, recording: Recording, task: Task) -> None:
+    def __init__(
+        self, call: ApiRequest, request: AudioRequest, model: str, transcript: Transcript, recording: Recording, task: Task
+    ) -> None:
         self._request = request
         self._transcript = transcript
         self._recording = recording
@@ -111,10 +113,10 @@ class AudioAnswer:
             yield _frame({**self._head, "choices": [], "usage": self._usage()})
         yield DONE
 
-    def failure(self, refusal: Refusal) -> Iterable[bytes]:
+    def failure(self, refusal: ApiError) -> Iterable[bytes]:
         return refusal.event(), DONE
 
-    def error_body(self, refusal: Refusal) -> Any:
+    def error_body(self, refusal: ApiError) -> Any:
         return refusal.body()
 
     def _usage(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request's rules and the answer's shapes (openai/chat_completion in vLLM 0.32)."""
+"""POST /v1/chat/completions: the request's rules and the shapes of the response (openai/chat_completion in vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.fields import Fields, OrZero, Sampling
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
-from upstream.simulator.errors import Refusal
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, context_checked, fingerprint, now, output_checked
+from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import chat_entry
-from upstream.simulator.text.plan import Ask, Kind, Prompt, Tool
+from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, Tool
 from upstream.simulator.text.tokenizer import number
 
 DONE = b"data: [DONE]\n\n"
@@ -73,8 +73,8 @@ class ChatRequest(Sampling):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-def read(call: Call) -> ChatRequest:
-    """The request, checked as vLLM checks it before rendering. Raises Refusal."""
+def read(call: ApiRequest) -> ChatRequest:
+    """Return the request, checked as vLLM checks it before rendering. Raises ApiError."""
     body = call.body
     fields.check_body(body)
     _check_logprobs(body)
@@ -131,24 +131,24 @@ class Prepared:
     """A chat request that has passed all checks, with the plan's question."""
 
     request: ChatRequest
-    ask: Ask
+    ask: GenerationRequest
     model: str
     id: str
-    refusal: Refusal | None
+    refusal: ApiError | None
 
 
-def job(call: Call) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest) -> Job:
+    """Understand a request. Raises ApiError."""
     request = read(call)
     prepared = prepare(call, request)
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = ChatAnswer(call, prepared, transcript)
+    answer = ChatResponse(call, prepared, transcript)
     return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
-def prepare(call: Call, request: ChatRequest) -> Prepared:
-    """Render the prompt and check it against the model. Raises Refusal."""
+def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
+    """Render the prompt and check it against the model. Raises ApiError."""
     settings = call.settings
     model = call.model()
     _check_tools(call, request)
@@ -166,7 +166,7 @@ def prepare(call: Call, request: ChatRequest) -> Prepared:
     room = settings.max_model_len - len(prompt.ids)
     limit = room if request.most_tokens is None else min(room, request.most_tokens)
     fields.check_sampling(request, limit)
-    ask = Ask(
+    ask = GenerationRequest(
         (prompt,),
         limit,
         n=request.n or 1,
@@ -183,7 +183,7 @@ def prepare(call: Call, request: ChatRequest) -> Prepared:
     return Prepared(request, ask, model, f"chatcmpl-{call.request_id()}", refusal)
 
 
-def _check_tools(call: Call, request: ChatRequest) -> None:
+def _check_tools(call: ApiRequest, request: ChatRequest) -> None:
     settings, choice = call.settings, request.tool_choice
     if choice in (None, "none") or (settings.tool_parser and (settings.auto_tools or choice != "auto")):
         return
@@ -193,8 +193,8 @@ def _check_tools(call: Call, request: ChatRequest) -> None:
     raise errors.plain(f"tool_choice={named} requires --tool-call-parser to be set")
 
 
-def _thinks(call: Call, request: ChatRequest) -> bool:
-    """With a reasoning parser the model thinks, unless the template is told not to."""
+def _thinks(call: ApiRequest, request: ChatRequest) -> bool:
+    """Return whether the model reasons: with a reasoning parser, unless the template disables it."""
     if call.settings.reasoning_parser is None:
         return False
     said = (request.chat_template_kwargs or {}).get("enable_thinking")
@@ -203,8 +203,8 @@ def _thinks(call: Call, request: ChatRequest) -> bool:
     return call.settings.thinks_by_default if said is None else bool(said)
 
 
-def _called(call: Call, request: ChatRequest) -> tuple[Tool, ...]:
-    """Which tools the model calls: the named one, else the first ones; a tool's result is answered with text."""
+def _called(call: ApiRequest, request: ChatRequest) -> tuple[Tool, ...]:
+    """Return the tools that the model calls: the named tool, otherwise the first ones, and none after a tool's result."""
     tools = [Tool(tool.function.name, tool.function.parameters or {}) for tool in request.tools or []]
     choice = request.tool_choice
     if not tools or choice in (None, "none"):
@@ -218,8 +218,8 @@ def _called(call: Call, request: ChatRequest) -> tuple[Tool, ...]:
     return tuple(tools[at % len(tools)] for at in range(count))
 
 
-def rendered(call: Call, request: ChatRequest) -> str:
-    """The prompt, by a template in the manner of ChatML. ``prompt_token_ids`` replace it, as they do in vLLM."""
+def rendered(call: ApiRequest, request: ChatRequest) -> str:
+    """Return the prompt, by a template like ChatML. ``prompt_token_ids`` replace it, as in vLLM."""
     replaced = (request.kv_transfer_params or {}).get("prompt_token_ids")
     if isinstance(replaced, list) and replaced:
         return Prompt.of_ids(replaced).text
@@ -243,16 +243,16 @@ def _content(message: Message) -> str:
     return text + (orjson.dumps(message.tool_calls).decode() if message.tool_calls else "")
 
 
-class ChatAnswer:
+class ChatResponse:
     """A chat answer's shapes."""
 
-    def __init__(self, call: Call, prepared: Prepared, transcript: Transcript) -> None:
+    def __init__(self, call: ApiRequest, prepared: Prepared, transcript: Transcript) -> None:
         self._settings = call.settings
         self._request = prepared.request
         self._transcript = transcript
         self._head = {"id": prepared.id, "object": "chat.completion.chunk", "created": now(), "model": prepared.model}
         self._prompt = prepared.ask.prompts[0]
-        self._usage = usage.Wanted.of(prepared.request.stream_options, call.settings)
+        self._usage = usage.UsageOptions.of(prepared.request.stream_options, call.settings)
         self._parses = call.settings.reasoning_parser is not None or call.settings.tool_parser is not None
         self._hides = not prepared.request.include_reasoning and self._parses
 
@@ -273,10 +273,10 @@ class ChatAnswer:
             yield _frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
         yield DONE
 
-    def failure(self, refusal: Refusal) -> Iterable[bytes]:
+    def failure(self, refusal: ApiError) -> Iterable[bytes]:
         return refusal.event(), DONE
 
-    def error_body(self, refusal: Refusal) -> Any:
+    def error_body(self, refusal: ApiError) -> Any:
         return refusal.body()
 
     def _roles(self) -> Iterator[bytes]:
@@ -313,21 +313,21 @@ class ChatAnswer:
             event["system_fingerprint"] = fingerprint(self._settings)
         return _frame(event)
 
-    def _delta(self, emission: Emission, said: Said) -> dict[str, Any] | None:
+    def _delta(self, emission: Emission, said: GeneratedChoice) -> dict[str, Any] | None:
         token = emission.token
-        if token is None or token.kind is Kind.SILENT:
+        if token is None or token.kind is TokenKind.SILENT:
             return None if self._parses else {"content": ""}
-        if token.kind is Kind.CONTENT:
+        if token.kind is TokenKind.CONTENT:
             return {"content": token.text, "reasoning": None} if self._hides else {"content": token.text}
-        if token.kind is Kind.REASONING:
+        if token.kind is TokenKind.REASONING:
             return {"reasoning": token.text} if self._request.include_reasoning else None
         place = len(said.calls) - 1
-        if token.kind is Kind.CALL:
+        if token.kind is TokenKind.CALL:
             opened = {"id": said.calls[place].id, "type": "function", "index": place, "function": {"name": token.text}}
             return {"tool_calls": [opened]}
         return {"tool_calls": [{"index": place, "function": {"arguments": token.text}}]}
 
-    def _logprobs(self, emission: Emission, said: Said) -> dict[str, Any] | None:
+    def _logprobs(self, emission: Emission, said: GeneratedChoice) -> dict[str, Any] | None:
         if not self._request.logprobs or self._hides or emission.token is None:
             return None
         return {"content": [self._logprob(emission.token.piece, len(said.tokens) - 1)]}
@@ -335,7 +335,7 @@ class ChatAnswer:
     def _logprob(self, piece: str, at: int) -> dict[str, Any]:
         return chat_entry(piece, at, self._request.top_logprobs, as_ids=bool(self._request.return_tokens_as_token_ids))
 
-    def _finish(self, said: Said) -> str | None:
+    def _finish(self, said: GeneratedChoice) -> str | None:
         called = said.finish == "stop" and said.calls and not isinstance(self._request.tool_choice, NamedTool)
         return "tool_calls" if called else said.finish
 
@@ -358,7 +358,7 @@ class ChatAnswer:
             "metrics": None,
         }
 
-    def _choice(self, at: int, said: Said) -> dict[str, Any]:
+    def _choice(self, at: int, said: GeneratedChoice) -> dict[str, Any]:
         shown = not self._hides
         logprobs = [self._logprob(token.piece, place) for place, token in enumerate(said.tokens)]
         return {
@@ -371,7 +371,7 @@ class ChatAnswer:
             "routed_experts": None,
         }
 
-    def _message(self, said: Said) -> dict[str, Any]:
+    def _message(self, said: GeneratedChoice) -> dict[str, Any]:
         forced = self._request.tool_choice == "required" or isinstance(self._request.tool_choice, NamedTool)
         message: dict[str, Any] = {
             "role": self._role,

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions/batch: several conversations in one request (openai/chat_completion/batch_serving.py in vLLM 0.32).
 
-The rule: each conversation is a chat request of its own with all other fields of the body, and has one choice of the response.
+The rule: each conversation is a separate chat request with all other fields of the body, and has one choice of the response.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import Field
 from upstream.simulator import errors
 from upstream.simulator.endpoints import chat, fields, usage
 from upstream.simulator.endpoints.fields import Fields
-from upstream.simulator.engine.job import Call, Job, Transcript
+from upstream.simulator.engine.job import ApiRequest, Job, Transcript
 
 _SINGLE = ("messages", "stream", "stream_options", "tools", "tool_choice")
 
@@ -22,20 +22,20 @@ class Conversations(Fields):
     messages: Annotated[list[Annotated[list[chat.Message], Field(min_length=1)]], Field(min_length=1)]
 
 
-def job(call: Call) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest) -> Job:
+    """Understand a request. Raises ApiError."""
     singles = [chat.prepare(one, chat.read(one)) for one in _calls(call)]
     first = singles[0]
     limit = min(single.ask.limit for single in singles)
     ask = replace(first.ask, prompts=tuple(single.ask.prompts[0] for single in singles), limit=limit)
     planned, refusal = call.planned(ask)
     transcript = Transcript(planned)
-    answer = BatchAnswer(call, replace(first, ask=ask), transcript)
+    answer = BatchResponse(call, replace(first, ask=ask), transcript)
     return Job(transcript, answer, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
 
 
-def _calls(call: Call) -> list[Call]:
-    """Each conversation as a chat request. Raises Refusal."""
+def _calls(call: ApiRequest) -> list[ApiRequest]:
+    """Return each conversation as a chat request. Raises ApiError."""
     if call.body.get("n", 1) not in (None, 1):
         raise errors.bad("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", call.body["n"])
     fields.read(Conversations, call.body)
@@ -43,7 +43,7 @@ def _calls(call: Call) -> list[Call]:
     return [replace(call, body={**shared, "messages": messages}) for messages in call.body["messages"]]
 
 
-class BatchAnswer(chat.ChatAnswer):
+class BatchResponse(chat.ChatResponse):
     """The shape of its response: that of chat, without the details of usage and the tokens of the prompts."""
 
     def body(self) -> dict[str, Any]:

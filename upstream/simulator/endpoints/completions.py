@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request's rules and the answer's shapes (openai/completion in vLLM 0.32)."""
+"""POST /v1/completions: the request's rules and the shapes of the response (openai/completion in vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.chat import DONE
 from upstream.simulator.endpoints.fields import Sampling
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Said, Transcript, context_checked, fingerprint, now, output_checked
-from upstream.simulator.errors import Refusal
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, context_checked, fingerprint, now, output_checked
+from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import completion_logprobs
-from upstream.simulator.text.plan import Ask, Prompt, prompts_of
+from upstream.simulator.text.plan import GenerationRequest, Prompt, prompts_of
 from upstream.simulator.text.tokenizer import number, piece_of
 
 DEFAULT_TOKENS = 16
@@ -33,8 +33,8 @@ class CompletionRequest(Sampling):
     return_tokens_as_token_ids: bool | None = None
 
 
-def job(call: Call) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest) -> Job:
+    """Understand a request. Raises ApiError."""
     body = call.body
     fields.check_body(body)
     fields.check_logprobs(body, "logprobs")
@@ -46,11 +46,11 @@ def job(call: Call) -> Job:
     model = call.model()
     planned, refusal = call.planned(_ask(call, request))
     transcript = Transcript(planned)
-    answer = CompletionAnswer(call, request, model, transcript)
+    answer = CompletionResponse(call, request, model, transcript)
     return Job(transcript, answer, bool(request.stream), call.behavior, fields.engine_refusal(request, request.logprobs) or refusal)
 
 
-def _ask(call: Call, request: CompletionRequest) -> Ask:
+def _ask(call: ApiRequest, request: CompletionRequest) -> GenerationRequest:
     settings = call.settings
     output_checked(request.max_tokens, "max_tokens", settings)
     prompts = tuple(prompts_of(request.prompt))
@@ -59,7 +59,7 @@ def _ask(call: Call, request: CompletionRequest) -> Ask:
     room = settings.max_model_len - max((len(prompt.ids) for prompt in prompts), default=0)
     limit = min(room, DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens)
     fields.check_sampling(request, max(limit, 1) if request.echo else limit)
-    return Ask(
+    return GenerationRequest(
         prompts,
         limit,
         n=request.n,
@@ -72,15 +72,15 @@ def _ask(call: Call, request: CompletionRequest) -> Ask:
     )
 
 
-class CompletionAnswer:
+class CompletionResponse:
     """A completion's shapes. Choices are numbered prompt by prompt."""
 
-    def __init__(self, call: Call, request: CompletionRequest, model: str, transcript: Transcript) -> None:
+    def __init__(self, call: ApiRequest, request: CompletionRequest, model: str, transcript: Transcript) -> None:
         self._settings = call.settings
         self._request = request
         self._transcript = transcript
         self._head = {"id": f"cmpl-{call.request_id()}", "object": "text_completion", "created": now(), "model": model}
-        self._usage = usage.Wanted.of(request.stream_options, call.settings)
+        self._usage = usage.UsageOptions.of(request.stream_options, call.settings)
         self._offsets = [0] * len(transcript.choices)
 
     def opening(self) -> Iterable[bytes]:
@@ -96,10 +96,10 @@ class CompletionAnswer:
             yield _frame({**self._head, "choices": [], "usage": totals, "system_fingerprint": fingerprint(self._settings)})
         yield DONE
 
-    def failure(self, refusal: Refusal) -> Iterable[bytes]:
+    def failure(self, refusal: ApiError) -> Iterable[bytes]:
         return refusal.event(), DONE
 
-    def error_body(self, refusal: Refusal) -> Any:
+    def error_body(self, refusal: ApiError) -> Any:
         return refusal.body()
 
     def _event(self, emission: Emission) -> bytes:
@@ -149,7 +149,7 @@ class CompletionAnswer:
             "metrics": None,
         }
 
-    def _choice(self, at: int, said: Said) -> dict[str, Any]:
+    def _choice(self, at: int, said: GeneratedChoice) -> dict[str, Any]:
         prompt = self._prompt(at)
         echoed = list(map(piece_of, prompt.ids)) if self._request.echo else []
         return {

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from upstream.simulator import errors
-from upstream.simulator.errors import Refusal
+from upstream.simulator.errors import ApiError
 from upstream.simulator.text import json_schema
 from upstream.simulator.text.speaker import Speaker
 
@@ -51,7 +51,7 @@ class StructuredOutputs(Fields):
 
 
 class Sampling(Fields):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     model: str | None = None
     n: int | None = 1
@@ -85,7 +85,7 @@ Model = TypeVar("Model", bound=Fields)
 
 
 def read(model: type[Model], body: Mapping[str, Any]) -> Model:
-    """The body as its model. Raises Refusal for wrong types."""
+    """Parse the body as a model. Raises ApiError for wrong types."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -93,7 +93,7 @@ def read(model: type[Model], body: Mapping[str, Any]) -> Model:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """The rules that vLLM checks on the raw object, before any type (its ``mode="before"`` validators)."""
+    """Check the rules of vLLM's ``mode="before"`` validators, on the raw object."""
     _check_salt(body.get("cache_salt"))
     if body.get("stream_options") and not body.get("stream"):
         raise errors.bad("Stream options can only be defined when `stream=True`.", "stream_options")
@@ -119,7 +119,7 @@ def _check_constraints(given: object) -> None:
 
 
 def check_logprobs(body: Mapping[str, Any], name: str) -> None:
-    """The rules of ``top_logprobs`` (chat) and ``logprobs`` (completions) that come before the stream."""
+    """Check ``top_logprobs`` (chat) and ``logprobs`` (completions), before the stream."""
     for field in ("prompt_logprobs", name):
         value = body.get(field)
         if value is not None and not isinstance(value, int | float):
@@ -132,7 +132,7 @@ def check_logprobs(body: Mapping[str, Any], name: str) -> None:
 
 
 def check_sampling(request: Sampling, limit: int) -> None:
-    """The rules of vLLM's SamplingParams, in its order. ``limit`` is the token limit after clamping."""
+    """Check the rules of vLLM's SamplingParams, in its order. ``limit``: the token limit after clamping."""
     n, temperature = request.n or 1, request.temperature
     if n < 1 or request.n == 0:
         raise errors.plain(f"n must be at least 1, got {request.n}.")
@@ -173,8 +173,8 @@ def _within(value: float | None, low: float, high: float, message: str) -> None:
         raise errors.plain(message)
 
 
-def engine_refusal(request: Sampling, logprobs: int | None) -> Refusal | None:
-    """What vLLM finds only in the engine: a 400 where nothing is streamed, the first event of a stream otherwise."""
+def engine_refusal(request: Sampling, logprobs: int | None) -> ApiError | None:
+    """Return the error that vLLM finds only in the engine: a 400, or the first event of a stream."""
     if logprobs is not None and logprobs > MOST_LOGPROBS:
         message = f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {MOST_LOGPROBS}"
         return errors.bad(message, "logprobs", logprobs)
@@ -186,7 +186,7 @@ def engine_refusal(request: Sampling, logprobs: int | None) -> Refusal | None:
 
 
 def constraint(request: Sampling) -> Callable[[Speaker], str] | None:
-    """The maker of a text that the request's constraint admits, or None where there is none."""
+    """Return a generator of text that satisfies the request's constraint, or None without a constraint."""
     wanted = request.response_format or {}
     if wanted.get("type") == "json_schema":
         given = wanted["json_schema"]

@@ -19,15 +19,15 @@ from upstream.simulator.endpoints import chat, fields, usage
 from upstream.simulator.endpoints.chat import Prepared
 from upstream.simulator.endpoints.fields import MOST_STOPS, Fields
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Said, Transcript
-from upstream.simulator.errors import Refusal
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript
+from upstream.simulator.errors import ApiError
 from upstream.simulator.flags import Settings
-from upstream.simulator.text.plan import Kind, Token
+from upstream.simulator.text.plan import Token, TokenKind
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Turn(Fields):
+class AnthropicMessage(Fields):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
@@ -51,7 +51,7 @@ class Thinking(Fields):
 
 class CountRequest(Fields):
     model: str
-    messages: list[Turn]
+    messages: list[AnthropicMessage]
     system: str | list[dict[str, Any]] | None = None
     thinking: Thinking | None = None
     tools: list[MessageTool] | None = None
@@ -84,40 +84,40 @@ class MessagesRequest(CountRequest):
         return count
 
 
-class MessagesRefusal(Refusal):
+class MessagesError(ApiError):
     """A refusal that is shown in Anthropic's shape."""
 
     def body(self) -> dict[str, Any]:
         return self.messages_body()
 
 
-def job(call: Call) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest) -> Job:
+    """Understand a request. Raises ApiError."""
     request = fields.read(MessagesRequest, call.body)
     prepared = _prepared(call, _as_chat(request))
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = MessagesAnswer(prepared, transcript, call.settings)
+    answer = MessagesResponse(prepared, transcript, call.settings)
     return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
-def count(call: Call) -> dict[str, Any]:
-    """The answer of count_tokens. Raises Refusal."""
+def count(call: ApiRequest) -> dict[str, Any]:
+    """Return the response of count_tokens. Raises ApiError."""
     request = fields.read(CountRequest, call.body)
     tokens = len(_prepared(call, _as_chat(request)).ask.prompts[0].ids)
     return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
 
-def _prepared(call: Call, body: dict[str, Any]) -> Prepared:
+def _prepared(call: ApiRequest, body: dict[str, Any]) -> Prepared:
     inner = replace(call, body=body)
     try:
         return chat.prepare(inner, chat.read(inner))
-    except Refusal as refusal:
-        raise MessagesRefusal(refusal.message, refusal.status, refusal.kind, refusal.param) from refusal
+    except ApiError as refusal:
+        raise MessagesError(refusal.message, refusal.status, refusal.kind, refusal.param) from refusal
 
 
 def _as_chat(request: CountRequest) -> dict[str, Any]:
-    """The chat request that vLLM makes of it."""
+    """Return the chat request to which vLLM converts the request."""
     turns = [{"role": "system", "content": _text(request.system)}] if request.system else []
     turns += [turn for message in request.messages for turn in _turns(message)]
     body: dict[str, Any] = {"model": request.model, "messages": turns, "chat_template_kwargs": request.chat_template_kwargs}
@@ -150,8 +150,8 @@ def _choice(choice: ToolChoice | None) -> Any:
     return _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
 
 
-def _turns(turn: Turn) -> list[dict[str, Any]]:
-    """A turn's tool results as messages of their own, then what else it says."""
+def _turns(turn: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return the tool results of a message as separate messages, then its other content."""
     blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
     results = [block for block in blocks if block.get("type") == "tool_result"]
     others = [block for block in blocks if block.get("type") != "tool_result"]
@@ -169,7 +169,7 @@ def _block_text(block: dict[str, Any]) -> str:
     return str(block.get("text") or block.get("thinking") or f"<{block.get('type')}>")
 
 
-class MessagesAnswer:
+class MessagesResponse:
     """A message's shapes: named events, one content block open at a time."""
 
     def __init__(self, prepared: Prepared, transcript: Transcript, settings: Settings) -> None:
@@ -180,7 +180,7 @@ class MessagesAnswer:
         self._index = 0
 
     @property
-    def _said(self) -> Said:
+    def _said(self) -> GeneratedChoice:
         return self._transcript.choices[0]
 
     def opening(self) -> Iterable[bytes]:
@@ -190,7 +190,7 @@ class MessagesAnswer:
         if not emissions:
             yield self._start()
         for emission in emissions:
-            if emission.token is not None and emission.token.kind is not Kind.SILENT:
+            if emission.token is not None and emission.token.kind is not TokenKind.SILENT:
                 yield from self._shown(emission.token)
 
     def closing(self) -> Iterator[bytes]:
@@ -200,8 +200,8 @@ class MessagesAnswer:
         yield _event({"type": "message_delta", "delta": delta, "usage": usage.message(self._transcript, self._settings)})
         yield _event({"type": "message_stop"})
 
-    def failure(self, refusal: Refusal) -> Iterable[bytes]:
-        """vLLM fails to read its own error event here and says so, in pydantic's words, then ends."""
+    def failure(self, refusal: ApiError) -> Iterable[bytes]:
+        """Return pydantic's error: vLLM fails to read its own error event here, and ends the stream."""
         given = str(refusal.body())
         shown = given if len(given) <= 78 else f"{given[:39]}...{given[-36:]}"
         missing = "".join(
@@ -210,7 +210,7 @@ class MessagesAnswer:
         message = f"2 validation errors for ChatCompletionStreamResponse{missing}"
         return (_event({"type": "error", "error": {"type": "internal_error", "message": message}}),)
 
-    def error_body(self, refusal: Refusal) -> Any:
+    def error_body(self, refusal: ApiError) -> Any:
         return refusal.messages_body()
 
     def _start(self) -> bytes:
@@ -222,17 +222,17 @@ class MessagesAnswer:
             "model": self._prepared.model,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": self._transcript.prompt_tokens, "output_tokens": 0},  # what was cached is told at the end
+            "usage": {"input_tokens": self._transcript.prompt_tokens, "output_tokens": 0},  # cached tokens are reported at the end
         }
         return _event({"type": "message_start", "message": message})
 
     def _shown(self, token: Token) -> Iterator[bytes]:
-        if token.kind is Kind.CALL:
+        if token.kind is TokenKind.CALL:
             called = self._said.calls[-1]
             yield from self._begin({"type": "tool_use", "id": called.id, "name": called.name, "input": {}})
-        elif token.kind is Kind.ARGUMENTS:
+        elif token.kind is TokenKind.ARGUMENTS:
             yield self._delta({"type": "input_json_delta", "partial_json": token.text})
-        elif token.kind is Kind.REASONING:
+        elif token.kind is TokenKind.REASONING:
             if self._open != "thinking":
                 yield from self._begin({"type": "thinking", "thinking": ""})
             yield self._delta({"type": "thinking_delta", "thinking": token.text})
@@ -293,7 +293,7 @@ class MessagesAnswer:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as an object; those that the token limit cut short are none."""
+    """Return the arguments as an object; empty if the token limit truncated them."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -19,9 +19,9 @@ from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
 from upstream.simulator.endpoints.fields import Fields
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Transcript, context_checked, now
-from upstream.simulator.errors import Refusal
-from upstream.simulator.text.plan import Prompt, nothing, prompts_of
+from upstream.simulator.engine.job import ApiRequest, Job, Transcript, context_checked, now
+from upstream.simulator.errors import ApiError
+from upstream.simulator.text.plan import Prompt, empty_plan, prompts_of
 from upstream.simulator.text.speaker import seed_of
 
 DIMENSIONS = 16
@@ -88,17 +88,17 @@ class Ready:
     def closing(self) -> Iterable[bytes]:
         return ()
 
-    def failure(self, _refusal: Refusal) -> None:
+    def failure(self, _refusal: ApiError) -> None:
         return None
 
     def body(self) -> dict[str, Any]:
         return self.answer
 
-    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+    def error_body(self, refusal: ApiError) -> dict[str, Any]:
         return refusal.body()
 
 
-def embeddings(call: Call) -> Job:
+def embeddings(call: ApiRequest) -> Job:
     request, prompts = _texts(call)
     size = request.dimensions or DIMENSIONS
     shown = [
@@ -107,7 +107,7 @@ def embeddings(call: Call) -> Job:
     return _job(call, prompts, {**_head(call, "embd"), "data": shown})
 
 
-def cohere_embeddings(call: Call) -> Job:
+def cohere_embeddings(call: ApiRequest) -> Job:
     """POST /v2/embed, as Cohere's SDK sends it. The models here have no task instructions, as most have none."""
     request = fields.read(CohereRequest, call.body)
     given = [each for each in (request.texts, request.images, request.inputs) if each is not None]
@@ -159,7 +159,7 @@ _COHERE_TYPES: dict[str, Callable[[list[float]], Any]] = {
 }
 
 
-def pooling(call: Call) -> Job:
+def pooling(call: ApiRequest) -> Job:
     request, prompts = _texts(call)
     shown = [
         {"index": at, "object": "pooling", "data": _shown(_vector(call, prompt, DIMENSIONS), request)} for at, prompt in enumerate(prompts)
@@ -167,7 +167,7 @@ def pooling(call: Call) -> Job:
     return _job(call, prompts, {**_head(call, "pooling"), "data": shown})
 
 
-def classify(call: Call) -> Job:
+def classify(call: ApiRequest) -> Job:
     _, prompts = _texts(call)
     return _job(
         call, prompts, {**_head(call, "classify"), "data": [_classified(at, _draw(call, prompt.text)) for at, prompt in enumerate(prompts)]}
@@ -178,7 +178,7 @@ def _classified(at: int, positive: float) -> dict[str, Any]:
     return {"index": at, "label": LABELS[positive >= 0.5], "probs": [1 - positive, positive], "num_classes": len(LABELS)}
 
 
-def score(call: Call) -> Job:
+def score(call: ApiRequest) -> Job:
     request = fields.read(ScoreRequest, call.body)
     first = _listed(request.text_1 if request.text_1 is not None else request.queries)
     given = (option for option in (request.text_2, request.documents, request.items) if option is not None)
@@ -192,7 +192,7 @@ def score(call: Call) -> Job:
     return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_head(call, "score"), "data": shown})
 
 
-def rerank(call: Call) -> Job:
+def rerank(call: ApiRequest) -> Job:
     request = fields.read(RerankRequest, call.body)
     query, documents = _text(request.query), _listed(request.documents)
     prompts = [Prompt.of_text(query + document) for document in documents]
@@ -211,7 +211,7 @@ def _relevance(result: dict[str, Any]) -> float:
     return float(result["relevance_score"])
 
 
-def _texts(call: Call) -> tuple[TextRequest, list[Prompt]]:
+def _texts(call: ApiRequest) -> tuple[TextRequest, list[Prompt]]:
     request = fields.read(TextRequest, call.body)
     if request.input is None and request.messages is None:
         missing = {"type": "missing", "loc": ("input",), "msg": "Field required", "input": call.body}
@@ -231,27 +231,27 @@ def _text(given: Any) -> str:
     return given if isinstance(given, str) else "\n".join(str(part.get("text", "")) for part in given)
 
 
-def _head(call: Call, prefix: str) -> dict[str, Any]:
+def _head(call: ApiRequest, prefix: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{call.request_id()}", "object": "list", "created": now(), "model": call.model()}
 
 
-def _job(call: Call, prompts: list[Prompt], answer: dict[str, Any]) -> Job:
+def _job(call: ApiRequest, prompts: list[Prompt], answer: dict[str, Any]) -> Job:
     answer["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
     return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
 
 
-def _transcript(call: Call, prompts: list[Prompt]) -> Transcript:
+def _transcript(call: ApiRequest, prompts: list[Prompt]) -> Transcript:
     for prompt in prompts:
         context_checked(prompt.text, len(prompt.ids), call.settings)
-    return Transcript(nothing(tuple(prompts)))
+    return Transcript(empty_plan(tuple(prompts)))
 
 
-def _draw(call: Call, *texts: str) -> float:
+def _draw(call: ApiRequest, *texts: str) -> float:
     return seed_of(call.settings.seed, *texts) % 10**6 / 10**6
 
 
-def _vector(call: Call, prompt: Prompt, size: int) -> list[float]:
-    """A vector of length one."""
+def _vector(call: ApiRequest, prompt: Prompt, size: int) -> list[float]:
+    """Return a vector of length one."""
     draw = random.Random(seed_of(call.settings.seed, prompt.text))  # noqa: S311  determinism is the point
     raw = [draw.gauss(0, 1) for _ in range(size)]
     length = math.hypot(*raw)

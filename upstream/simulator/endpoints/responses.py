@@ -18,9 +18,9 @@ from upstream.simulator.endpoints import chat, fields
 from upstream.simulator.endpoints.chat import Prepared
 from upstream.simulator.endpoints.fields import Fields, OrZero
 from upstream.simulator.engine.engine import Emission
-from upstream.simulator.engine.job import Call, Job, Said, Transcript, now, output_checked, random_id
-from upstream.simulator.errors import Refusal
-from upstream.simulator.text.plan import Kind, Token
+from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, now, output_checked, random_id
+from upstream.simulator.errors import ApiError
+from upstream.simulator.text.plan import Token, TokenKind
 
 
 class ResponsesRequest(Fields):
@@ -50,8 +50,8 @@ class ResponsesRequest(Fields):
     request_id: str | None = None
 
 
-def job(call: Call) -> Job:
-    """Understand a request. Raises Refusal."""
+def job(call: ApiRequest) -> Job:
+    """Understand a request. Raises ApiError."""
     _check(call.body)
     request = fields.read(ResponsesRequest, call.body)
     call.model()
@@ -62,12 +62,12 @@ def job(call: Call) -> Job:
     prepared = chat.prepare(inner, chat.read(inner))
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = ResponsesAnswer(request, prepared, transcript)
+    answer = ResponsesResponse(request, prepared, transcript)
     return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
-def not_found(response_id: str) -> Refusal:
-    return Refusal(f"Response with id '{response_id}' not found.", 404, "invalid_request_error", "response_id")
+def not_found(response_id: str) -> ApiError:
+    return ApiError(f"Response with id '{response_id}' not found.", 404, "invalid_request_error", "response_id")
 
 
 def _check(body: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def _check(body: dict[str, Any]) -> None:
             "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable these "
             "features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
         )
-        raise Refusal(message, 400, "invalid_request_error", "background")
+        raise ApiError(message, 400, "invalid_request_error", "background")
     if not body.get("tools") and body.get("tool_choice") == "required":
         raise errors.bad("Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
     if isinstance(body.get("tool_choice"), dict) and body["tool_choice"].get("name") not in _names(body.get("tools")):
@@ -110,7 +110,7 @@ _PASSED = (
 
 
 def _as_chat(body: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
-    """The chat request with the same prompt, limits and tools."""
+    """Return the chat request with the same prompt, limits and tools."""
     asked = {name: body[name] for name in _PASSED if name in body}
     tools = [_tool(tool) for tool in request.tools if tool.get("type") == "function"]
     asked |= {"messages": _messages(request), "max_tokens": request.max_output_tokens}
@@ -151,7 +151,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item.get("role", "user"), "content": item.get("content")}
 
 
-class ResponsesAnswer:
+class ResponsesResponse:
     """A response's shapes: numbered events, one output item open at a time."""
 
     def __init__(self, request: ResponsesRequest, prepared: Prepared, transcript: Transcript) -> None:
@@ -161,13 +161,13 @@ class ResponsesAnswer:
         self._id = request.request_id or f"resp_{random_id()}"
         self._created = now()
         self._sequence = 0
-        self._open: Kind | None = None
+        self._open: TokenKind | None = None
         self._item = ""
         self._text = ""
         self._output: list[dict[str, Any]] = []
 
     @property
-    def _said(self) -> Said:
+    def _said(self) -> GeneratedChoice:
         return self._transcript.choices[0]
 
     def opening(self) -> Iterator[bytes]:
@@ -177,31 +177,31 @@ class ResponsesAnswer:
 
     def step(self, emissions: list[Emission]) -> Iterator[bytes]:
         for emission in emissions:
-            if emission.token is not None and emission.token.kind is not Kind.SILENT:
+            if emission.token is not None and emission.token.kind is not TokenKind.SILENT:
                 yield from self._shown(emission.token)
 
     def closing(self) -> Iterator[bytes]:
         yield from self._close()
         yield self._event("response.completed", response=self._response(self._status(), self._output, self._usage()))
 
-    def failure(self, _refusal: Refusal) -> Iterable[bytes] | None:
+    def failure(self, _refusal: ApiError) -> Iterable[bytes] | None:
         return None
 
-    def error_body(self, refusal: Refusal) -> Any:
+    def error_body(self, refusal: ApiError) -> Any:
         return refusal.body()
 
     def _shown(self, token: Token) -> Iterator[bytes]:
-        if token.kind is Kind.REASONING and not self._request.include_reasoning:
+        if token.kind is TokenKind.REASONING and not self._request.include_reasoning:
             return
-        if token.kind is Kind.ARGUMENTS:
+        if token.kind is TokenKind.ARGUMENTS:
             yield from self._more("response.function_call_arguments.delta", token.text)
             return
-        if token.kind is Kind.CALL or token.kind is not self._open:
+        if token.kind is TokenKind.CALL or token.kind is not self._open:
             yield from self._close()
             yield from self._begin(token)
-        if token.kind is Kind.REASONING:
+        if token.kind is TokenKind.REASONING:
             yield from self._more("response.reasoning_text.delta", token.text, content_index=0)
-        elif token.kind is Kind.CONTENT:
+        elif token.kind is TokenKind.CONTENT:
             yield from self._more("response.output_text.delta", token.text, content_index=0, logprobs=[])
 
     def _more(self, name: str, delta: str, **members: Any) -> Iterator[bytes]:
@@ -217,10 +217,10 @@ class ResponsesAnswer:
             place = {"item_id": self._item, "output_index": len(self._output)}
             yield self._event("response.content_part.added", content_index=0, **place, part=part)
 
-    def _begun(self, kind: Kind) -> dict[str, Any]:
-        if kind is Kind.REASONING:
+    def _begun(self, kind: TokenKind) -> dict[str, Any]:
+        if kind is TokenKind.REASONING:
             return _reasoning(self._item, None, "in_progress")
-        if kind is Kind.CONTENT:
+        if kind is TokenKind.CONTENT:
             return _message_item(self._item, [], "in_progress")
         called = self._said.calls[-1]
         return _call_item(self._item, called.id, called.name, "", "in_progress")
@@ -230,11 +230,11 @@ class ResponsesAnswer:
             return
         part: dict[str, Any] = {}
         place: dict[str, Any] = {"item_id": self._item, "output_index": len(self._output)}
-        if self._open is Kind.REASONING:
+        if self._open is TokenKind.REASONING:
             yield self._event("response.reasoning_text.done", content_index=0, **place, text=self._text)
             part = {"text": self._text, "type": "reasoning_text"}
             done = _reasoning(self._item, [part], "completed")
-        elif self._open is Kind.CONTENT:
+        elif self._open is TokenKind.CONTENT:
             yield self._event("response.output_text.done", content_index=0, **place, logprobs=[], text=self._text)
             part = {"annotations": [], "text": self._text, "type": "output_text", "logprobs": None}
             done = _message_item(self._item, [part], "completed")
@@ -242,7 +242,7 @@ class ResponsesAnswer:
             called = self._said.calls[-1]
             yield self._event("response.function_call_arguments.done", arguments=self._text, **place, name=called.name)
             done = _call_item(self._item, called.id, called.name, self._text, "completed")
-        if self._open is not Kind.CALL:
+        if self._open is not TokenKind.CALL:
             yield self._event("response.content_part.done", content_index=0, **place, part=part)
         yield self._event("response.output_item.done", item=done, output_index=len(self._output))
         self._output.append(done)
@@ -328,15 +328,15 @@ class ResponsesAnswer:
         }
 
 
-_PARTS: dict[Kind, tuple[str, dict[str, Any] | None]] = {
-    Kind.REASONING: ("rs", {"text": "", "type": "reasoning_text"}),
-    Kind.CONTENT: ("msg", {"annotations": [], "text": "", "type": "output_text", "logprobs": []}),
-    Kind.CALL: ("fc", None),
+_PARTS: dict[TokenKind, tuple[str, dict[str, Any] | None]] = {
+    TokenKind.REASONING: ("rs", {"text": "", "type": "reasoning_text"}),
+    TokenKind.CONTENT: ("msg", {"annotations": [], "text": "", "type": "output_text", "logprobs": []}),
+    TokenKind.CALL: ("fc", None),
 }
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as openai's own model of it has it, every member present."""
+    """Return a function with every field of openai's own model."""
     if tool.get("type") != "function":
         return tool
     members = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from upstream.simulator.endpoints import chat, fields
 from upstream.simulator.endpoints.fields import Fields
-from upstream.simulator.engine.job import Call
+from upstream.simulator.engine.job import ApiRequest
 from upstream.simulator.text import tokenizer
 
 
@@ -25,8 +25,8 @@ class DetokenizeRequest(Fields):
     tokens: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
 
 
-def tokenize(call: Call) -> dict[str, Any]:
-    """The ids of a prompt, or of messages as the chat template renders them. Raises Refusal."""
+def tokenize(call: ApiRequest) -> dict[str, Any]:
+    """Return the ids of a prompt, or of messages as the chat template renders them. Raises ApiError."""
     call.model()
     text, wants_strings = _chat_text(call) if "messages" in call.body else _text(call)
     pieces = tokenizer.pieces(text)
@@ -38,18 +38,18 @@ def tokenize(call: Call) -> dict[str, Any]:
     }
 
 
-def _text(call: Call) -> tuple[str, bool]:
+def _text(call: ApiRequest) -> tuple[str, bool]:
     request = fields.read(TokenizeRequest, call.body)
     return request.prompt, bool(request.return_token_strs)
 
 
-def _chat_text(call: Call) -> tuple[str, bool]:
+def _chat_text(call: ApiRequest) -> tuple[str, bool]:
     request = fields.read(TokenizeChatRequest, call.body)
     return chat.rendered(call, request), bool(request.return_token_strs)
 
 
-def detokenize(call: Call) -> dict[str, Any]:
-    """The text of ids. Raises Refusal."""
+def detokenize(call: ApiRequest) -> dict[str, Any]:
+    """Return the text of ids. Raises ApiError."""
     request = fields.read(DetokenizeRequest, call.body)
     call.model()
     return {"prompt": tokenizer.decode(request.tokens)}

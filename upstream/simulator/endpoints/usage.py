@@ -15,14 +15,14 @@ from upstream.simulator.flags import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class UsageOptions:
     """Where a stream carries usage."""
 
     at_end: bool
     running: bool
 
     @classmethod
-    def of(cls, options: StreamOptions | None, settings: Settings) -> Wanted:
+    def of(cls, options: StreamOptions | None, settings: Settings) -> UsageOptions:
         if settings.force_include_usage:
             return cls(at_end=True, running=True)
         at_end = options is not None and bool(options.include_usage)
@@ -34,7 +34,7 @@ def counts(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def chat(transcript: Transcript, settings: Settings) -> dict[str, Any]:
-    """The totals of a chat answer, every member present."""
+    """Return the totals of a chat response, with every field."""
     details = {"cached_tokens": transcript.cached, "created_cache_tokens": 0, "multimodal_tokens": None}
     return {
         **counts(transcript.prompt_tokens, transcript.completion_tokens),
@@ -44,14 +44,14 @@ def chat(transcript: Transcript, settings: Settings) -> dict[str, Any]:
 
 
 def running_chat(transcript: Transcript, at: int, settings: Settings) -> dict[str, Any]:
-    """One choice's usage so far."""
+    """Return the usage of one choice so far."""
     said = transcript.choices[at]
     details = _completion_details(said.reasoning_tokens, settings)
     return {**counts(transcript.prompt_tokens, len(said.tokens)), "completion_tokens_details": details}
 
 
 def completion(transcript: Transcript, settings: Settings) -> dict[str, Any]:
-    """The totals of a completion, every member present."""
+    """Return the totals of a completion, with every field."""
     details = {"cached_tokens": transcript.cached, "created_cache_tokens": None, "multimodal_tokens": None}
     return {
         **counts(transcript.prompt_tokens, transcript.completion_tokens),
@@ -61,19 +61,19 @@ def completion(transcript: Transcript, settings: Settings) -> dict[str, Any]:
 
 
 def message(transcript: Transcript, settings: Settings) -> dict[str, int]:
-    """The totals of a message, in Anthropic's words: what the cache had is no part of ``input_tokens``."""
+    """Return the totals of a message in Anthropic's format: ``input_tokens`` does not include cached tokens."""
     cached = {"cache_read_input_tokens": transcript.cached, "cache_creation_input_tokens": 0} if settings.prompt_tokens_details else {}
     read = transcript.prompt_tokens - sum(cached.values())
     return {"input_tokens": read, "output_tokens": transcript.completion_tokens, **cached}
 
 
 def pooled(prompt: int) -> dict[str, Any]:
-    """The usage of a request that generates nothing."""
+    """Return the usage of a request that generates no tokens."""
     return {**counts(prompt, 0), "prompt_tokens_details": None, "completion_tokens_details": None}
 
 
 def present(value: dict[str, Any]) -> dict[str, Any]:
-    """Without the members that are null, at any depth (pydantic's exclude_none)."""
+    """Remove null fields at any depth (pydantic's exclude_none)."""
     return {name: present(member) if isinstance(member, dict) else member for name, member in value.items() if member is not None}
 
 

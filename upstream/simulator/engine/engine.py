@@ -1,6 +1,6 @@
 """Makes the planned tokens at the planned speed, and counts them.
 
-Owns what is in flight. The rule: whoever generates does so inside ``slot``, which gives the place back on every
+Owns what is in flight. The rule: tokens are generated inside ``slot``, which releases the slot on every
 way out, and a wait is always ended by the client's leaving (a cancellation) or by the server's (``abort_all``).
 """
 
@@ -17,7 +17,7 @@ from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.metrics import Meters
 from upstream.simulator.engine.prefix_cache import PrefixCache
-from upstream.simulator.flags import Start
+from upstream.simulator.flags import StartOptions
 from upstream.simulator.text.plan import Choice, Plan, Token
 
 DIED = 1
@@ -25,7 +25,7 @@ DIED = 1
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """One token of one choice, or none where a choice is ended from outside; ``finish`` is on the last."""
+    """One token of one choice, or None if the choice is aborted. ``finish``: on the last token."""
 
     choice: int
     token: Token | None
@@ -71,7 +71,7 @@ def _release(waiting: asyncio.Future[None]) -> None:
 class Engine:
     """All requests of one server."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: StartOptions) -> None:
         self.meters = Meters()
         self.draining = False
         self.awake = asyncio.Event()
@@ -85,7 +85,7 @@ class Engine:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """A place in the batch. Raises Refusal once the server is shutting down."""
+        """Yield a slot in the batch. Raises ApiError while the server shuts down."""
         if self.draining:
             raise errors.shut_down()
         slot, began = Slot(), time.monotonic()
@@ -107,7 +107,7 @@ class Engine:
         self.meters.generation_lengths.observe(slot.made)
 
     def answered(self) -> None:
-        """A request has its answer, in full; some servers are told to die of it."""
+        """Count a complete response, and exit if the server is configured to exit after it."""
         self._answered += 1
         if self._start.die_after_requests is not None and self._answered >= self._start.die_after_requests:
             os._exit(DIED)
@@ -120,9 +120,9 @@ class Engine:
             slot.abort()
 
     async def steps(self, slot: Slot, plan: Plan, behavior: Behavior) -> AsyncIterator[list[Emission]]:
-        """The answer, a step at a time: one token of each choice that has not ended. The first step may be empty.
+        """Yield the response step by step: one token of each unfinished choice. The first step may be empty.
 
-        Raises Refusal where the engine is told to fail.
+        Raises ApiError if the engine is configured to fail.
         """
         began = time.monotonic()
         await self.awake.wait()

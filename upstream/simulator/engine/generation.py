@@ -1,7 +1,6 @@
-"""The story of one generation: headers, tokens, events, the end, or whatever the behavior puts in its place.
+"""One generation: headers, tokens, events and the end, or the failure that the behavior specifies.
 
-The rule: the client's leaving ends the work at once, in any state; it is learned from the connection's loss, not
-by asking for it.
+The rule: a client's disconnect ends the work immediately, in any state. It is reported by the connection, not polled.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from upstream.simulator import errors
 from upstream.simulator.engine.engine import Engine, Slot
 from upstream.simulator.engine.job import Job
 from upstream.simulator.engine.wire import Cut, Wire
-from upstream.simulator.errors import Refusal
-from upstream.simulator.journal import Entry
+from upstream.simulator.errors import ApiError
+from upstream.simulator.journal import JournalEntry
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -29,11 +28,11 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class Generation:
-    """An answer that is being made; an ASGI application for one request, which Starlette takes for a response."""
+    """A response in progress: an ASGI application for one request, which Starlette treats as a response."""
 
     engine: Engine
     job: Job
-    entry: Entry
+    entry: JournalEntry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._run(Wire(scope, send, self.job.behavior, self.entry)))
@@ -55,7 +54,7 @@ class Generation:
         try:
             with self.engine.slot() as slot:
                 await self._answer(slot, wire)
-        except Refusal as refusal:
+        except ApiError as refusal:
             await self._refuse(refusal, wire)
         self.engine.answered()
 
@@ -81,13 +80,13 @@ class Generation:
                     await wire.event(event)
             for event in answer.closing():
                 await wire.event(event)
-        except Refusal as refusal:
+        except ApiError as refusal:
             slot.finish = "error"
             await self._fail(refusal, wire)
         await wire.end()
         self.entry.end("finished")
 
-    async def _fail(self, refusal: Refusal, wire: Wire) -> None:
+    async def _fail(self, refusal: ApiError, wire: Wire) -> None:
         events = self.job.answer.failure(refusal)
         if events is None:
             wire.break_off()
@@ -104,7 +103,7 @@ class Generation:
         self.entry.end("finished")
 
     def _check(self) -> None:
-        """Raise what the engine says to the request, once it has begun."""
+        """Raise the engine's error for the request, once it has started."""
         if self.job.behavior.error_first:
             raise errors.engine_dead()
         if self.job.refusal is not None:
@@ -113,7 +112,7 @@ class Generation:
     def _count(self, slot: Slot) -> None:
         self.entry.prompt_tokens, self.entry.completion_tokens = slot.prompt_tokens, slot.made
 
-    async def _refuse(self, refusal: Refusal, wire: Wire) -> None:
+    async def _refuse(self, refusal: ApiError, wire: Wire) -> None:
         await self._send(refusal.status, orjson.dumps(self.job.answer.error_body(refusal)), wire)
         self.entry.end("refused")
 

@@ -1,6 +1,6 @@
-"""One request, understood: what will be made of it and in which shape it is shown.
+"""One parsed request: its plan, and the shape of its response.
 
-Owns the seam between the APIs (which read requests and write answers) and the exchange (which runs them).
+Owns the interface between the endpoints, which parse requests and shape responses, and the generation, which runs them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Protocol
 from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.engine import Emission, Slot
-from upstream.simulator.errors import Refusal
+from upstream.simulator.errors import ApiError
 from upstream.simulator.flags import Settings
-from upstream.simulator.text.json_schema import Unmeetable
-from upstream.simulator.text.plan import Ask, Kind, Plan, Token, nothing, plan
+from upstream.simulator.text.json_schema import UnsatisfiableSchemaError
+from upstream.simulator.text.plan import GenerationRequest, Plan, Token, TokenKind, empty_plan, plan
 from upstream.simulator.text.tokenizer import MAX_CHARS_PER_TOKEN
 
 
 def random_id() -> str:
-    """vLLM's random_uuid: sixteen hexadecimal digits."""
+    """Return sixteen hexadecimal digits, like vLLM's random_uuid."""
     return uuid.uuid4().hex[:16]
 
 
 @dataclass(slots=True)
-class Called:
-    """A tool call as far as it has been made."""
+class ToolCall:
+    """A tool call, up to its current token."""
 
     id: str
     name: str
@@ -40,11 +40,11 @@ class Called:
 
 
 @dataclass(slots=True)
-class Said:
-    """One choice as far as it has been made."""
+class GeneratedChoice:
+    """One choice, up to its current token."""
 
     tokens: list[Token] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish: str | None = None
     stop: str | None = None
@@ -55,31 +55,31 @@ class Said:
         if token is None:
             return
         self.tokens.append(token)
-        if token.kind is Kind.REASONING:
+        if token.kind is TokenKind.REASONING:
             self.reasoning_tokens += 1
-        elif token.kind is Kind.CALL:
-            self.calls.append(Called(f"chatcmpl-tool-{random_id()}", token.text))
-        elif token.kind is Kind.ARGUMENTS:
+        elif token.kind is TokenKind.CALL:
+            self.calls.append(ToolCall(f"chatcmpl-tool-{random_id()}", token.text))
+        elif token.kind is TokenKind.ARGUMENTS:
             self.calls[-1].pieces.append(token.text)
 
     @property
     def reasoning(self) -> str:
-        return self._text(Kind.REASONING)
+        return self._text(TokenKind.REASONING)
 
     @property
     def content(self) -> str:
-        return self._text(Kind.CONTENT)
+        return self._text(TokenKind.CONTENT)
 
-    def _text(self, kind: Kind) -> str:
+    def _text(self, kind: TokenKind) -> str:
         return "".join(token.text for token in self.tokens if token.kind is kind)
 
 
 class Transcript:
-    """A whole answer as far as it has been made."""
+    """A response, up to its current token."""
 
     def __init__(self, planned: Plan) -> None:
         self.plan = planned
-        self.choices = [Said() for _ in planned.choices]
+        self.choices = [GeneratedChoice() for _ in planned.choices]
         self.cached = 0
 
     def add(self, emissions: Iterable[Emission], slot: Slot) -> None:
@@ -100,43 +100,43 @@ class Transcript:
         return sum(said.reasoning_tokens for said in self.choices)
 
 
-class Answer(Protocol):
-    """The shapes of one API's answer, over a transcript that grows between the calls."""
+class ResponseShape(Protocol):
+    """The shapes of one API's response, over a transcript that grows between the calls."""
 
     def opening(self) -> Iterable[bytes]:
-        """The events that go out before the engine has begun."""
+        """Return the events before the engine starts."""
 
     def step(self, emissions: list[Emission]) -> Iterable[bytes]:
-        """The events of one step; the first step has no emissions."""
+        """Return the events of one step. The first step has no emissions."""
 
     def closing(self) -> Iterable[bytes]:
-        """The events after the last token."""
+        """Return the events after the last token."""
 
-    def failure(self, refusal: Refusal) -> Iterable[bytes] | None:
-        """The events of a failure in the stream, or None where vLLM breaks the connection off."""
+    def failure(self, refusal: ApiError) -> Iterable[bytes] | None:
+        """Return the events of a failure in the stream, or None if vLLM closes the connection."""
 
     def body(self) -> Any:
-        """The answer that is not streamed, for JSON."""
+        """Return the response without streaming, for JSON."""
 
-    def error_body(self, refusal: Refusal) -> Any:
-        """A refusal, for JSON."""
+    def error_body(self, refusal: ApiError) -> Any:
+        """Return an error, for JSON."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A request that is ready to run. ``refusal`` is what the engine will say to it once it has begun."""
+    """A request that is ready to run. ``refusal``: the engine's error, once it has started."""
 
     transcript: Transcript
-    answer: Answer
+    answer: ResponseShape
     stream: bool
     behavior: Behavior
-    refusal: Refusal | None = None
+    refusal: ApiError | None = None
     content_type: str = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A request as it came, and the server's settings: what every API's reader is given."""
+class ApiRequest:
+    """A request as received, and the server's settings: the input of every endpoint."""
 
     settings: Settings
     body: dict[str, Any]
@@ -144,7 +144,7 @@ class Call:
     behavior: Behavior
 
     def model(self) -> str:
-        """The answer's model: the first served name, or the adapter's. Raises Refusal for a name not served."""
+        """Return the model of the response: the first served name, or the adapter's. Raises ApiError for an unknown name."""
         asked = self.body.get("model")
         if asked in {lora.name for lora in self.settings.loras}:
             return str(asked)
@@ -153,15 +153,15 @@ class Call:
         return self.settings.served[0]
 
     def request_id(self) -> str:
-        """What follows the prefix of the answer's id (GenerateBaseServing._base_request_id)."""
+        """Return the part of the response's id after its prefix (GenerateBaseServing._base_request_id)."""
         return self.headers.get("x-request-id") or str(self.body.get("request_id") or random_id())
 
-    def planned(self, ask: Ask) -> tuple[Plan, Refusal | None]:
-        """The plan, or an empty one and what the engine says of the constraint."""
+    def planned(self, ask: GenerationRequest) -> tuple[Plan, ApiError | None]:
+        """Return the plan, or an empty plan and the engine's error about the constraint."""
         try:
             return plan(ask, self.behavior, self.settings.seed), None
-        except (Unmeetable, ValueError, TypeError, KeyError, IndexError) as error:
-            return nothing(ask.prompts), errors.plain(f"Grammar error: {error}")
+        except (UnsatisfiableSchemaError, ValueError, TypeError, KeyError, IndexError) as error:
+            return empty_plan(ask.prompts), errors.plain(f"Grammar error: {error}")
 
 
 def now() -> int:
@@ -169,12 +169,12 @@ def now() -> int:
 
 
 def fingerprint(settings: Settings) -> str:
-    """As vLLM's: the version and eight digits of the configuration's hash."""
+    """Return a fingerprint like vLLM's: the version and eight digits of the configuration's hash."""
     return f"vllm-0.32.0-{settings.seed & 0xFFFFFFFF:08x}"
 
 
 def context_checked(prompt_text: str, prompt_length: int, settings: Settings) -> None:
-    """Raise the Refusal of a prompt that the context does not hold (renderers/params.py)."""
+    """Raise the ApiError of a prompt that the context does not hold (renderers/params.py)."""
     limit = settings.max_model_len
     characters = limit * MAX_CHARS_PER_TOKEN
     if len(prompt_text) > characters:
@@ -185,13 +185,13 @@ def context_checked(prompt_text: str, prompt_length: int, settings: Settings) ->
         raise _overflow(limit, contained, "input_tokens", limit + 1)
 
 
-def _overflow(limit: int, contained: str, param: str, value: int) -> Refusal:
+def _overflow(limit: int, contained: str, param: str, value: int) -> ApiError:
     message = f"This model's maximum context length is {limit} tokens. However, your prompt contains {contained}. "
     return errors.bad(message + "Please reduce the length of the input prompt.", param, value)
 
 
 def output_checked(asked: int | None, param: str, settings: Settings) -> None:
-    """Raise the Refusal of a token limit that alone is above the context."""
+    """Raise the ApiError of a token limit that alone is above the context."""
     if asked is not None and asked > settings.max_model_len:
         message = f"{param}={asked} cannot be greater than max_model_len={settings.max_model_len}. Please request fewer output tokens."
         raise errors.bad(message, param, asked)

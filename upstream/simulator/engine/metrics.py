@@ -1,4 +1,4 @@
-"""What the simulator counts, and how /metrics shows it.
+"""The metrics of the simulator, and their text on /metrics.
 
 Owns the counters. The rule: a prompt is counted when its first token is due, a generated token when it is made,
 so that the counters are the sum of the usage that was reported and of what broken-off requests had by then.
@@ -72,7 +72,7 @@ class Meters:
         self.generation_lengths = Histogram(_TOKENS)
 
     def text(self, model: str) -> str:
-        """The Prometheus text format 1.0.0; ``model`` is the first served name."""
+        """Return the Prometheus text format 1.0.0. ``model``: the first served name."""
         return "\n".join(self._lines('engine="0",model_name="' + _escaped(model) + '"')) + "\n"
 
     def _lines(self, labels: str) -> Iterator[str]:

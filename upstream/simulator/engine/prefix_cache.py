@@ -1,7 +1,7 @@
 """Which leading tokens of a prompt the server has seen before, in blocks of sixteen.
 
 Owns the memory of prompts. As in vLLM, a block counts only if all blocks before it do, the last token is always
-computed anew, and a ``cache_salt`` keeps its requests apart. Bounded: the oldest blocks are forgotten.
+computed again, and a ``cache_salt`` keeps its requests apart. Bounded: the oldest blocks are forgotten.
 """
 
 from __future__ import annotations

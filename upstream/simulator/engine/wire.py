@@ -1,4 +1,4 @@
-"""The way out: an answer's bytes, cut, chunked and broken off as the behavior says.
+"""The bytes of a response: cut, chunked and truncated as the behavior specifies.
 
 Owns what is sent. The rule: after a cut nothing is sent any more, and the connection is closed without the end
 of the body, as a process that dies leaves it.
@@ -12,17 +12,17 @@ from typing import NoReturn
 from starlette.types import Scope, Send
 
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.journal import Entry
+from upstream.simulator.journal import JournalEntry
 
 
 class Cut(Exception):
-    """The connection is closed on purpose; the answer ends here."""
+    """The connection is closed on purpose, and the response ends here."""
 
 
 class Wire:
-    """One answer on its way to one client."""
+    """The bytes of one response to one client."""
 
-    def __init__(self, scope: Scope, send: Send, behavior: Behavior, entry: Entry) -> None:
+    def __init__(self, scope: Scope, send: Send, behavior: Behavior, entry: JournalEntry) -> None:
         self._transport: asyncio.Transport = scope["state"]["transport"]
         self._send = send
         self._behavior = behavior
@@ -77,6 +77,6 @@ class Wire:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def break_off(self) -> NoReturn:
-        """Close the connection in the middle. What was written still goes out. Raises Cut."""
+        """Close the connection before the end of the body. Written bytes are still sent. Raises Cut."""
         self._transport.close()
         raise Cut

@@ -29,12 +29,12 @@ _FORMATS: Final = {
 _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 
 
-class Unmeetable(ValueError):
-    """The schema or the expression is malformed, or asks for more than this module can do."""
+class UnsatisfiableSchemaError(ValueError):
+    """The schema or the expression is malformed, or requires more than this module supports."""
 
 
 def instance(schema: Schema | bool, speaker: Speaker) -> Any:
-    """A value that the schema admits, as small as its bounds allow. Raises Unmeetable."""
+    """Return a valid instance of the schema, as small as its bounds allow. Raises UnsatisfiableSchemaError."""
     return _Maker(schema if isinstance(schema, Mapping) else {}, speaker).value(schema, 0)
 
 
@@ -56,11 +56,11 @@ class _Maker:
 
     def value(self, schema: Any, depth: int) -> Any:
         if depth > 32:
-            raise Unmeetable("the schema requires values that are nested too deeply")
+            raise UnsatisfiableSchemaError("the schema requires values that are nested too deeply")
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
-            raise Unmeetable(f"no schema: {schema!r}")
+            raise UnsatisfiableSchemaError(f"no schema: {schema!r}")
         if "const" in schema:
             return schema["const"]
         if schema.get("enum"):
@@ -80,7 +80,7 @@ class _Maker:
             kind = kind[0]
         make = self._by_type.get(kind)
         if make is None:
-            raise Unmeetable(f"unknown type: {kind!r}")
+            raise UnsatisfiableSchemaError(f"unknown type: {kind!r}")
         return make(schema, depth)
 
     def _resolve(self, reference: str) -> Any:
@@ -88,7 +88,7 @@ class _Maker:
         for step in reference.removeprefix("#").strip("/").split("/"):
             step = step.replace("~1", "/").replace("~0", "~")
             if step and (not isinstance(place, Mapping) or step not in place):
-                raise Unmeetable(f"unresolved reference: {reference}")
+                raise UnsatisfiableSchemaError(f"unresolved reference: {reference}")
             place = place[step] if step else place
         return place
 
@@ -151,25 +151,25 @@ _QUANTIFIER: Final = re.compile(r"\{(\d+)(?:,\d*)?\}|[*+?]")
 
 
 def matching(pattern: str, speaker: Speaker) -> str:
-    """A short text that ``pattern`` matches whole: literals, classes, groups, alternatives and counts.
+    """Return a short text that ``pattern`` matches completely: literals, classes, groups, alternatives and counts.
 
     Raises Unmeetable for a malformed pattern and for what is not simple (look-around, back references).
     """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise Unmeetable(f"malformed expression: {error}") from error
+        raise UnsatisfiableSchemaError(f"malformed expression: {error}") from error
     text, rest = _alternatives(pattern.removeprefix("^").removesuffix("$"), 0)
     if rest != len(pattern.removeprefix("^").removesuffix("$")) or not compiled.fullmatch(text):
         word = speaker.word()
         if not compiled.fullmatch(word):
-            raise Unmeetable(f"not a simple expression: {pattern}")
+            raise UnsatisfiableSchemaError(f"not a simple expression: {pattern}")
         return word
     return text
 
 
 def _alternatives(pattern: str, at: int) -> tuple[str, int]:
-    """The first alternative's text and where the group ends; later alternatives are skipped."""
+    """Return the text of the first alternative, and the end of the group. Later alternatives are skipped."""
     text, at = _sequence(pattern, at)
     while at < len(pattern) and pattern[at] == "|":
         _, at = _sequence(pattern, at + 1)

@@ -11,7 +11,7 @@ Ranked = list[tuple[str, float]]
 
 
 def ranked(piece: str, at: int, count: int) -> Ranked:
-    """The token itself, then ``count - 1`` others with falling probability; at least the token itself."""
+    """Return the token itself, then ``count - 1`` others with falling probability; at least the token itself."""
     draw = seed_of(piece, at)
     logprob = -(draw % 997) / 1000
     others = ((" " + WORDS[(draw + rank) % len(WORDS)], logprob - rank - 0.25) for rank in range(1, count))
@@ -19,7 +19,7 @@ def ranked(piece: str, at: int, count: int) -> Ranked:
 
 
 def chat_entry(piece: str, at: int, count: int, *, as_ids: bool = False) -> dict[str, Any]:
-    """One element of a chat choice's ``logprobs.content``."""
+    """Return one element of a chat choice's ``logprobs.content``."""
     entries = [_entry(f"token_id:{number(name)}" if as_ids else name, logprob) for name, logprob in ranked(piece, at, count)]
     return {**entries[0], "top_logprobs": entries[:count]}
 
@@ -29,7 +29,7 @@ def _entry(name: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(pieces: list[str], at: int, offset: int, count: int) -> dict[str, Any]:
-    """A completion choice's ``logprobs`` for some tokens; ``at`` and ``offset`` are where the first of them stands."""
+    """Return a completion choice's ``logprobs`` for some tokens. ``at`` and ``offset``: the position of the first token."""
     each = [ranked(piece, at + number, max(count, 1)) for number, piece in enumerate(pieces)]
     offsets = []
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""What a request will be answered with, decided in full before the first token is sent.
+"""Plans the response to a request completely, before its first token is sent.
 
 Owns the reading of limits, stops and constraints into tokens. The rule: a pure function of the server's seed
-and of the request (``Ask``), so that the same request has the same answer, streamed or not.
+and of the request (``GenerationRequest``), so that the same request has the same answer, streamed or not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from upstream.simulator.text import json_schema, tokenizer
 from upstream.simulator.text.speaker import Speaker, seed_of
 
 
-class Kind(Enum):
-    """What a token is part of. SILENT ones are counted and never shown."""
+class TokenKind(Enum):
+    """The part of a response that a token belongs to. SILENT tokens are counted and not shown."""
 
     REASONING = auto()
     CONTENT = auto()
@@ -31,7 +31,7 @@ class Kind(Enum):
 class Token:
     """One generated token: ``text`` is what a client sees of it, ``piece`` is what the tokenizer calls it."""
 
-    kind: Kind
+    kind: TokenKind
     text: str
     piece: str
 
@@ -62,7 +62,7 @@ class Prompt:
 
 
 def prompts_of(given: str | list[Any] | None) -> list[Prompt]:
-    """The prompts of a field that takes a text, texts, token ids, or lists of token ids."""
+    """Return the prompts of a field that takes a text, texts, token ids, or lists of token ids."""
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [] if given is None else [given]
     return [Prompt.of_text(one) if isinstance(one, str) else Prompt.of_ids(one) for one in given]
@@ -77,8 +77,8 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a request wants, whichever API it came by. ``limit`` is the most tokens of one choice."""
+class GenerationRequest:
+    """The generation that a request of any API requires. ``limit``: the maximum tokens of one choice."""
 
     prompts: tuple[Prompt, ...]
     limit: int
@@ -106,20 +106,20 @@ class Plan:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def plan(ask: Ask, behavior: Behavior, seed: int) -> Plan:
-    """Decide every token. Raises schema.Unmeetable where a constraint cannot be met."""
+def plan(ask: GenerationRequest, behavior: Behavior, seed: int) -> Plan:
+    """Decide every token. Raises UnsatisfiableSchemaError if a constraint cannot be satisfied."""
     choices = (
         _choice(ask, behavior, Speaker(seed_of(seed, prompt.text, ask.seed, number))) for prompt in ask.prompts for number in range(ask.n)
     )
     return Plan(ask.prompts, tuple(choices), ask.cache_salt)
 
 
-def nothing(prompts: tuple[Prompt, ...]) -> Plan:
-    """The plan of a request that reads its prompts and generates nothing (embeddings, scores)."""
+def empty_plan(prompts: tuple[Prompt, ...]) -> Plan:
+    """Return the plan of a request that generates no tokens (embeddings, scores)."""
     return Plan(prompts, ())
 
 
-def _choice(ask: Ask, behavior: Behavior, speaker: Speaker) -> Choice:
+def _choice(ask: GenerationRequest, behavior: Behavior, speaker: Speaker) -> Choice:
     total = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), ask.minimum, 1)
     if ask.ignore_end:
         total = ask.limit + 1
@@ -127,34 +127,34 @@ def _choice(ask: Ask, behavior: Behavior, speaker: Speaker) -> Choice:
     return _limited(_stopped([*thoughts, *_said(ask, speaker, total - len(thoughts) - 1), _END], ask.stops), ask.limit)
 
 
-_END = Token(Kind.SILENT, "", tokenizer.END)
+_END = Token(TokenKind.SILENT, "", tokenizer.END)
 
 
 def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
     count = behavior.reasoning_tokens if behavior.reasoning_tokens is not None else max(1, min(16, total // 3))
-    return [*_shown(Kind.REASONING, speaker.pieces(count)), Token(Kind.SILENT, "", tokenizer.THOUGHT)]
+    return [*_shown(TokenKind.REASONING, speaker.pieces(count)), Token(TokenKind.SILENT, "", tokenizer.THOUGHT)]
 
 
-def _said(ask: Ask, speaker: Speaker, count: int) -> list[Token]:
+def _said(ask: GenerationRequest, speaker: Speaker, count: int) -> list[Token]:
     if ask.calls:
         return [token for tool in ask.calls for token in _call(tool, speaker)]
     if ask.forced is not None:
-        return _shown(Kind.CONTENT, tokenizer.pieces(ask.forced(speaker)))
-    return _shown(Kind.CONTENT, speaker.pieces(max(count, 0)))
+        return _shown(TokenKind.CONTENT, tokenizer.pieces(ask.forced(speaker)))
+    return _shown(TokenKind.CONTENT, speaker.pieces(max(count, 0)))
 
 
-def _shown(kind: Kind, pieces: list[str]) -> list[Token]:
+def _shown(kind: TokenKind, pieces: list[str]) -> list[Token]:
     return [Token(kind, piece, piece) for piece in pieces]
 
 
 def _call(tool: Tool, speaker: Speaker) -> list[Token]:
-    """A call as a model writes it: markup that nobody sees, the name, the arguments in Python's JSON spacing."""
+    """Return a tool call as a model writes it: invisible markup, the name, the arguments in Python's JSON spacing."""
     arguments = json.dumps(json_schema.instance(tool.parameters, speaker), ensure_ascii=False)
     return [
-        Token(Kind.SILENT, "", "<tool_call>"),
-        Token(Kind.CALL, tool.name, tool.name),
-        *_shown(Kind.ARGUMENTS, tokenizer.pieces(arguments)),
-        Token(Kind.SILENT, "", "</tool_call>"),
+        Token(TokenKind.SILENT, "", "<tool_call>"),
+        Token(TokenKind.CALL, tool.name, tool.name),
+        *_shown(TokenKind.ARGUMENTS, tokenizer.pieces(arguments)),
+        Token(TokenKind.SILENT, "", "</tool_call>"),
     ]
 
 
@@ -164,7 +164,7 @@ def _limited(choice: Choice, limit: int) -> Choice:
 
 def _stopped(said: list[Token], stops: tuple[str, ...]) -> Choice:
     """End at the stop string that is complete first; the tokens up to its last are counted."""
-    content = "".join(token.text for token in said if token.kind is Kind.CONTENT)
+    content = "".join(token.text for token in said if token.kind is TokenKind.CONTENT)
     found = [(content.find(stop) + len(stop), stop) for stop in stops if stop in content]
     if not found:
         return Choice(tuple(said), "stop")
@@ -173,10 +173,10 @@ def _stopped(said: list[Token], stops: tuple[str, ...]) -> Choice:
 
 
 def _tokens_until(said: list[Token], end: int) -> int:
-    """How many tokens it takes to say ``end`` characters of content."""
+    """Return the number of tokens that contain the first ``end`` characters of content."""
     length = 0
     for at, token in enumerate(said):
-        length += len(token.text) if token.kind is Kind.CONTENT else 0
+        length += len(token.text) if token.kind is TokenKind.CONTENT else 0
         if length >= end:
             return at + 1
     return len(said)
@@ -186,8 +186,8 @@ def _shortened(said: list[Token], keep: int) -> list[Token]:
     """Show only the first ``keep`` characters of the content."""
     kept: list[Token] = []
     for token in said:
-        if token.kind is Kind.CONTENT:
+        if token.kind is TokenKind.CONTENT:
             shown, keep = token.text[:keep], max(0, keep - len(token.text))
-            token = Token(Kind.CONTENT if shown else Kind.SILENT, shown, token.piece)
+            token = Token(TokenKind.CONTENT if shown else TokenKind.SILENT, shown, token.piece)
         kept.append(token)
     return kept

@@ -31,7 +31,7 @@ WORDS: Final = tuple(
 
 
 def seed_of(*parts: object) -> int:
-    """One number of any values, the same in every process (``hash`` is not)."""
+    """Return a number for any values that is the same in every process (``hash`` is not)."""
     return int.from_bytes(blake2b("\x1f".join(map(str, parts)).encode("utf-8", "replace"), digest_size=8).digest())
 
 

@@ -21,28 +21,28 @@ _NUMBER_OF_SPECIAL: Final = {text: number for number, text in enumerate(SPECIALS
 
 
 def pieces(text: str) -> list[str]:
-    """The pieces of a text; joined they are the text."""
+    """Return the pieces of a text. Joined they are the text."""
     return _PIECE.findall(text)
 
 
 def number(piece: str) -> int:
-    """A piece's token id: its UTF-8 bytes behind a leading 1, so that it is below 2**49 and needs no table."""
+    """Return a piece's token id: its UTF-8 bytes after a leading 1, so that it is below 2**49 and needs no table."""
     special = _NUMBER_OF_SPECIAL.get(piece)
     return special if special is not None else int.from_bytes(b"\x01" + piece.encode("utf-8", "replace"))
 
 
 def encode(text: str) -> list[int]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     return [number(piece) for piece in pieces(text)]
 
 
 def decode(ids: Iterable[int]) -> str:
-    """The text of token ids; an id that no piece has (a client may send any) reads as its number."""
+    """Return the text of token ids. An unknown id (a client may send any) becomes its number."""
     return "".join(map(piece_of, ids))
 
 
 def piece_of(token_id: int) -> str:
-    """The piece that has this id."""
+    """Return the piece with this id."""
     if token_id < len(SPECIALS):
         return SPECIALS[token_id]
     raw = token_id.to_bytes((token_id.bit_length() + 7) // 8)
