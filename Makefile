@@ -13,8 +13,8 @@ setup: $(READY)  ## the environment in .venv, with the locked packages
 run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
-# Most tests wait for something most of their time, so three share a core.
-PROCESSES ?= $(shell expr 3 \* $$(nproc))
+# Most tests wait for something most of their time, so three processes share a core; each collects the whole suite, so 16 are enough.
+PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? 3 * cores : 16)))
 test: $(READY)  ## the whole suite; what needs a real vLLM is skipped, saying so, until `make vllm`, `make clients` and `make deploy-tools`
 	$(BIN)/pytest --numprocesses $(PROCESSES) $(PYTEST_ARGS)
 
