@@ -23,7 +23,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_failure_is_told_without_its_details(kind: type[upstream.UpstreamError]) -> None:
+def test_a_failure_is_reported_without_its_details(kind: type[upstream.UpstreamError]) -> None:
     refusal = from_failure(kind("s#0", "10.0.0.5:8000 refused"))
     assert refusal.code == FAILURES[kind]
     assert refusal.spec.status == (504 if "timeout" in refusal.code else 502)
@@ -44,7 +44,7 @@ RETRIED = {"request_timeout", "rate_limit_exceeded"}
 
 
 @each_row("code", ERRORS)
-def test_a_client_is_told_not_to_retry_what_a_retry_cannot_cure(code: str) -> None:
+def test_a_client_is_advised_against_a_retry_that_cannot_help(code: str) -> None:
     headers, status = Refusal(code, "Words.").headers, ERRORS[code].status
     assert headers.get("x-should-retry") == ("false" if status < 500 and code not in RETRIED else None)
     assert "retry-after" not in headers or status in (429, 503)

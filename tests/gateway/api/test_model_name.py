@@ -98,7 +98,7 @@ async def answers(talk: Conversation) -> None:
         await talk.respond(BODY)
 
 
-async def test_answers_carry_the_id_and_are_the_servers_otherwise() -> None:
+async def test_responses_have_the_model_id_and_no_other_change() -> None:
     async with scripted(answers) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
         whole = await ask(served.port, request())
         assert (whole.status, whole.body) == (200, outside(BODY))
@@ -109,7 +109,7 @@ async def test_answers_carry_the_id_and_are_the_servers_otherwise() -> None:
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 9
 
 
-async def test_a_translated_answer_carries_it_too() -> None:
+async def test_a_translated_response_has_the_model_id_too() -> None:
     async def script(talk: Conversation) -> None:
         if talk.request.json.get("stream"):
             await talk.begin_stream()

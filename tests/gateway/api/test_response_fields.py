@@ -162,7 +162,7 @@ def test_a_key_may_be_spelled_otherwise(spelled: bytes, padding: bytes) -> None:
 
 @each_row("usage", ['{"prompt_tokens":-1}', "5", "null", '"x"', "[]", '{"prompt_tokens":"5"}'])
 @each_row("padding", ["", " " * WHOLE_SIZE])
-def test_a_usage_that_is_none_hides_nothing_else(usage: str, padding: str) -> None:
+def test_an_invalid_usage_does_not_hide_other_fields(usage: str, padding: str) -> None:
     wire = f'{padding}{{"usage":{usage},"choices":[{{"finish_reason":"abort"}}]}}'.encode()
     assert of_body(wire, Dialect.CHAT) == Fields(stopped=True, is_final=True)
 

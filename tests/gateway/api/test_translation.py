@@ -56,7 +56,7 @@ def sdk(served: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=KEY, max_retries=0)
 
 
-async def test_a_raw_prompt_is_answered_in_chat_shape(trio: tuple[Served, Scripted, Server]) -> None:
+async def test_a_raw_prompt_gets_a_response_in_chat_shape(trio: tuple[Served, Scripted, Server]) -> None:
     served, upstream, _ = trio
     body = {"model": "tiny", "prompt": "Once upon a time", "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "top_k": 3}
     reply = await ask(served.port, request(body))
@@ -126,7 +126,7 @@ async def test_a_stream_that_cannot_be_translated_ends_with_an_error(odd: Any, e
 
 
 @pytest.mark.parametrize("odd", ODD)
-async def test_an_answer_that_cannot_be_translated_is_the_servers_fault(trio: tuple[Served, Scripted, Server], odd: Any) -> None:
+async def test_a_response_that_cannot_be_translated_is_a_failure_of_the_server(trio: tuple[Served, Scripted, Server], odd: Any) -> None:
     served, _, server = trio
     server.answer = odd
     reply = await ask(served.port, request({"model": "tiny", "prompt": "x"}))

@@ -117,7 +117,7 @@ INSIDE = st.sampled_from(
 
 @settings(deadline=None)
 @given(st.text(max_size=30), INSIDE, st.text(max_size=30), st.integers(400, 499), st.none() | st.text(max_size=20))
-def test_nothing_of_the_inside_is_told(before: str, inside: str, after: str, status: int, param: str | None) -> None:
+def test_internals_are_removed(before: str, inside: str, after: str, status: int, param: str | None) -> None:
     refusal = from_server(status, orjson.dumps(own(f"{before} {inside} {after}", param=param)), "m", "prompt")
     assert inside not in refusal.message
     assert not any(
@@ -130,7 +130,7 @@ def test_nothing_of_the_inside_is_told(before: str, inside: str, after: str, sta
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(["error", "detail", "message", "type", "param", "code"]), inner)))  # fmt: skip
-def test_no_answer_is_too_strange(status: int, document: object) -> None:
+def test_any_error_body_is_mapped(status: int, document: object) -> None:
     refusal = from_server(status, orjson.dumps(document), "m", "prompt")
     assert refusal.code in ERRORS and 400 <= refusal.spec.status <= 599 and refusal.message
     assert set(orjson.loads(render(refusal))["error"]) == {"message", "type", "param", "code"}

@@ -153,7 +153,7 @@ def test_guided_words_become_todays(old: str) -> None:
         ({"include_usage": True, "continuous_usage_stats": True}, {"include_usage": True, "continuous_usage_stats": True}, False),
     ],
 )
-def test_usage_is_asked_for_in_streams(options: object, sent: object, hides: bool) -> None:
+def test_usage_is_requested_in_streams(options: object, sent: object, hides: bool) -> None:
     prepared = prepare({"prompt": "p", "stream": True, "stream_options": options}, MODEL, COMPLETIONS)
     assert (prepared.document["stream_options"], prepared.hides_usage, prepared.stream) == (sent, hides, True)
     plain = prepare({"prompt": "p", "stream": False}, MODEL, COMPLETIONS)
@@ -191,7 +191,7 @@ def test_the_number_of_values(member: bytes) -> None:
     assert caught.value.code == "request_too_large"
 
 
-def test_what_stands_in_a_string_is_not_counted() -> None:
+def test_marks_inside_a_string_are_not_counted() -> None:
     text = b'"' + b'[{,:\\"' * 1000 + b'"'
     assert parse(b'{"a":[%b],"b":[[[%b]]]}' % (b",".join([b"1"] * 1000), text), 1010)
 

@@ -44,7 +44,7 @@ def down(served: Served, *models: Model, expected: Mapping[str, float] | None = 
     served.worker.apply_health(Health(dict.fromkeys(names, Condition.DOWN), {}, expected or {}))
 
 
-async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None:
+async def test_a_fallback_serves_for_a_model_that_is_down_and_is_named() -> None:
     async with scripted(answers) as server:
         asked = model(1, fallbacks=("o",), defaults={"top_k": 1})
         other = model(server.port, identity="other", served="inside", aliases=("o",), defaults={"top_p": 0.5}, overrides={"seed": 3})
@@ -66,7 +66,7 @@ async def test_it_answers_in_the_place_of_one_that_is_down_and_says_so() -> None
             assert [(each["model"], each["requested_model"], each["server"]) for each in written] == [("other", "tiny", "other#0")] * 2
 
 
-async def test_nothing_is_said_while_it_is_up() -> None:
+async def test_no_fallback_is_named_while_the_model_is_up() -> None:
     async with scripted(answers) as server, scripted(answers) as spare, serving(pair(server, spare)) as served:
         reply = await ask(served.port, request())
         assert reply.status == 200 and TOLD not in reply.headers
@@ -89,7 +89,7 @@ async def test_in_order_and_only_where_the_key_may_go() -> None:
             assert served.value("fallbacks_total", "tiny", "second") == 1
 
 
-async def test_where_none_can_the_error_is_that_of_the_model_that_was_asked_for() -> None:
+async def test_if_no_fallback_can_serve_the_error_is_that_of_the_requested_model() -> None:
     with refusing() as port:
         asked, other = model(1, fallbacks=("other",)), model(port, identity="other")
         async with serving([asked, other]) as served:
@@ -124,7 +124,7 @@ async def test_a_server_that_may_have_run_it_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "429 Too Many Requests", "404 Not Found"])
-async def test_what_a_server_says_is_the_answer(status: str) -> None:
+async def test_a_servers_own_error_is_final(status: str) -> None:
     async def refuses(talk: Conversation) -> None:
         await talk.respond(b'{"error":{"message":"no","type":"x","param":null,"code":1}}', status)
 
@@ -174,7 +174,7 @@ async def test_a_form_goes_there_as_well() -> None:
             assert server.requests[0].body == body.replace(b"\r\n\r\ntiny", b"\r\n\r\nin")
 
 
-async def test_one_that_lets_everybody_wait_is_given_up_first() -> None:
+async def test_a_model_that_queues_all_requests_is_left_before_others() -> None:
     with silent() as port:
         async with scripted(answers) as server:
             asked = model(port, fallbacks=("other",), timeouts=Timeouts(connect=0.2))

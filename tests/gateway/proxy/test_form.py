@@ -193,7 +193,7 @@ async def test_what_comes_late_ends_the_request(late: bytes) -> None:
 
 
 @pytest.mark.parametrize("parts", [(MODEL, FILE), (FILE,)], ids=["a model", "none"])
-async def test_a_form_without_its_end_is_none(parts: tuple[bytes, ...]) -> None:
+async def test_a_form_without_its_end_is_refused(parts: tuple[bytes, ...]) -> None:
     head, _, body = form(*parts, path="/i-1/1" + PATH).partition(b"\r\n\r\n")
     cut = body.removesuffix(END)
     async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
@@ -278,7 +278,7 @@ async def test_a_form_over_the_limit_ends() -> None:
         assert server.requests == []
 
 
-async def test_leaving_in_an_upload() -> None:
+async def test_a_disconnect_during_an_upload() -> None:
     async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(form(MODEL, FILE)[:-200])
         await until(lambda: server.open == 1)
@@ -435,7 +435,7 @@ async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
         assert served.context.records[-1].stream
 
 
-async def test_a_stream_of_a_form_has_an_end_of_its_own() -> None:
+async def test_the_stream_of_a_form_has_its_own_last_event() -> None:
     """Who leaves behind it has had all of it; a stream without it was broken off."""
     text, done = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n', b"data: [DONE]\n\n"
     left = asyncio.Event()

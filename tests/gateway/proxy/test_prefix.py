@@ -64,7 +64,7 @@ def test_what_begins_otherwise(one: dict[str, Any], other: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("document", [{}, chat(), chat(user("")), {"prompt": ""}, {"input": []}, {"query": "q", "documents": ["d"]}])
-def test_where_there_is_no_beginning_there_is_no_number(document: dict[str, Any]) -> None:
+def test_a_body_without_a_prefix_has_no_affinity_key(document: dict[str, Any]) -> None:
     assert affinity_key(document) is None
     assert affinity_key({"cache_salt": "one", **document}) is None
 

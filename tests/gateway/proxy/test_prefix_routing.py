@@ -48,7 +48,7 @@ async def test_the_turns_of_a_conversation_reach_one_server(worker: Served) -> N
     assert worker.in_flight == 0
 
 
-async def test_what_belongs_together_can_be_said_in_a_header(worker: Served) -> None:
+async def test_a_header_groups_requests(worker: Served) -> None:
     def said(number: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": f"{number}"}]}
 

@@ -219,7 +219,7 @@ async def test_a_bad_chunk_in_a_body_is_refused(pair: tuple[Served, Scripted]) -
     assert server.requests == []
 
 
-async def test_an_anonymous_key_serves_those_who_show_none() -> None:
+async def test_an_anonymous_key_serves_clients_without_a_key() -> None:
     async def script(talk: Conversation) -> None:
         await talk.respond(COMPLETION)
 

@@ -84,7 +84,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("more", [b"\n", b"\n\n", b"\r\n", b"\n\n\n\n\n"])
 @pytest.mark.parametrize("apart", [True, False])
-async def test_blank_lines_behind_the_last_event_are_none(more: bytes, apart: bool) -> None:
+async def test_blank_lines_behind_the_last_event_are_not_an_event(more: bytes, apart: bool) -> None:
     reply, counted = await streamed(streams(ROLE, DONE, more) if apart else streams(ROLE, DONE + more))
     assert (reply.body, counted["incomplete"]) == (ROLE + DONE + more, 0)
 
@@ -196,7 +196,7 @@ async def test_a_long_event_passes() -> None:
 
 
 @pytest.mark.parametrize("head", [b"content-length: 1000", b"transfer-encoding: chunked"])
-async def test_an_error_answer_that_breaks_off_is_a_502(head: bytes) -> None:
+async def test_a_truncated_error_response_is_a_502(head: bytes) -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n\r\n" + (b"5\r\n" if b"chunked" in head else b"") + b'{"err')
         talk.writer.close()
@@ -241,7 +241,7 @@ METADATA = b'{"id": "e", "created": 1, "model": "%b", "data": [{"index": 0}], "u
 
 @pytest.mark.parametrize("rewrite", [False, True])
 @pytest.mark.parametrize("told", [False, True])
-async def test_vectors_in_bytes_come_with_what_is_told_of_them_and_are_counted(told: bool, rewrite: bool) -> None:
+async def test_binary_embeddings_keep_their_metadata_and_are_counted(told: bool, rewrite: bool) -> None:
     """vLLM tells it in a header, or with ``bytes_only`` nothing: then the guess of the prompt stands."""
 
     async def script(talk: Conversation) -> None:
@@ -267,7 +267,7 @@ async def test_vectors_in_bytes_come_with_what_is_told_of_them_and_are_counted(t
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 
 
-async def test_as_many_vectors_in_bytes_as_a_request_may_ask_for() -> None:
+async def test_the_largest_number_of_binary_embeddings_of_one_request() -> None:
     """What is told of each is a line in a header; a server is not to blame for its length."""
     item = b'{"index": %d, "embed_dtype": "bfloat16", "endianness": "native", "start": %d, "end": %d, "shape": [4096]}'
     items = b", ".join(item % (index, index * 8192, (index + 1) * 8192) for index in range(MAX_BATCH))
@@ -351,7 +351,7 @@ async def test_a_response_whose_engine_stopped_is_incomplete() -> None:
         assert served.value("incomplete_total", "tiny", "upstream") == 2
 
 
-async def test_what_is_said_in_a_recording_is_no_usage() -> None:
+async def test_text_of_a_recording_is_not_read_as_usage() -> None:
     text = b'{"usage":{"prompt_tokens":9},"choices":[{"finish_reason":"abort"}]}'
 
     async def speaks(talk: Conversation) -> None:

@@ -80,7 +80,7 @@ def test_streams_are_equal_however_they_are_cut() -> None:
     try_all(run)
 
 
-def test_plain_answers_are_equal_however_they_are_cut() -> None:
+def test_plain_responses_are_equal_however_they_are_cut() -> None:
     def run(plan: _Plan, port: int, runner: asyncio.Runner) -> None:
         @settings(max_examples=examples(80), deadline=None)
         @given(chunks=CUTS, segments=CUTS, sized=st.booleans())
@@ -100,7 +100,7 @@ def test_plain_answers_are_equal_however_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, route in ROUTES.items() if route.body == "json"])
-async def test_every_json_route_reaches_its_path_and_passes_its_answer(path: str) -> None:
+async def test_each_json_route_reaches_its_path_and_relays_the_response(path: str) -> None:
     answer = b'{"object":"list","data":[{"a":1.50,"b":"\\u00e9"}],"usage":{"prompt_tokens":7,"total_tokens":7}}'
     if ROUTES[path].dialect is Dialect.COHERE:
         answer = b'{"embeddings":{"float":[[1.50]]},"meta":{"billed_units":{"input_tokens":7}}}'
@@ -167,7 +167,7 @@ async def test_an_error_within_a_stream_is_put_into_shape() -> None:
 
 
 @pytest.mark.parametrize("ending", ["reset", "clean"])
-async def test_a_server_that_breaks_off_is_told_by_an_event(ending: str) -> None:
+async def test_a_truncated_stream_ends_with_an_error_event(ending: str) -> None:
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         await talk.chunk(ROLE + HELLO + STOP[:40])
@@ -185,7 +185,7 @@ async def test_a_server_that_breaks_off_is_told_by_an_event(ending: str) -> None
         assert served.in_flight == 0
 
 
-async def test_a_plain_answer_that_breaks_off_is_never_taken_for_whole() -> None:
+async def test_a_truncated_plain_response_is_never_complete() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{")
         await asyncio.sleep(0.05)
@@ -197,7 +197,7 @@ async def test_a_plain_answer_that_breaks_off_is_never_taken_for_whole() -> None
         assert served.value("incomplete_total", "tiny", "upstream") == 1
 
 
-async def test_an_answer_that_breaks_off_is_not_whole_to_an_older_client_either() -> None:
+async def test_a_truncated_response_is_not_complete_for_an_http10_client_either() -> None:
     """It has no other sign of an answer's end than that of the connection."""
     begun = asyncio.Event()
 
@@ -216,7 +216,7 @@ async def test_an_answer_that_breaks_off_is_not_whole_to_an_older_client_either(
             await one.reader.read()
 
 
-async def test_usage_is_counted_though_nobody_asked_for_it() -> None:
+async def test_usage_is_counted_if_the_client_did_not_request_it() -> None:
     async def script(talk: Conversation) -> None:
         if not talk.request.json.get("stream"):
             await talk.respond(COMPLETION)

@@ -25,7 +25,7 @@ def asked(one: Gateway, path: str, method: str = "GET") -> httpx2.Response:
     return httpx2.request(method, one.url + path, timeout=30, verify=False)
 
 
-def test_the_document_is_there_for_everybody(running: Gateway) -> None:
+def test_the_document_needs_no_key(running: Gateway) -> None:
     answer = asked(running, "/openapi.json")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     assert answer.json() == document() and answer.headers["x-request-id"].startswith("req_")

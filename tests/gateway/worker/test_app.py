@@ -23,7 +23,7 @@ async def test_the_version_is_for_those_with_a_key(path: str) -> None:
         assert served.value("requests_total", "other", "/version", "200") == 1
 
 
-async def test_the_version_is_for_everybody_where_no_key_is_needed() -> None:
+async def test_the_version_needs_no_key_if_requests_need_none() -> None:
     async with serving([model(1)], [key(token=KEY), key("all", "-", anonymous=True)]) as served:
         assert (await ask(served.port, request(b"", "/version", method="GET", token=None))).status == 200
 

@@ -65,7 +65,7 @@ def test_what_a_model_is_for(settings: dict[str, Any], reported: str | None, exp
     assert {name: shown[name] for name in ("task", "supported_parameters", "architecture") if name in shown} == expected
 
 
-def test_an_alias_has_an_entry_of_its_own() -> None:
+def test_an_alias_has_its_own_entry() -> None:
     listed = cards([(QWEN, Reported(2048)), (Model("sql", (), aliases=("s",), parent="Qwen/big"), Reported())])
     assert [each["id"] for each in listed] == ["Qwen/big", "qwen", "default", "sql", "s"]
     assert [each.get("root") for each in listed] == [None, "Qwen/big", "Qwen/big", None, "sql"]
@@ -100,7 +100,7 @@ def test_a_page(query: dict[str, str], ids: str, more: bool) -> None:
 @pytest.mark.parametrize(
     "query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"limit": ""}, {"limit": "-1"}, {"after_id": "z"}, {"before_id": ""}]
 )
-def test_a_page_that_is_none_is_refused(query: dict[str, str]) -> None:
+def test_an_invalid_page_is_refused(query: dict[str, str]) -> None:
     with pytest.raises(Refusal) as caught:
         page(ENTRIES, query)
     assert (caught.value.code, caught.value.param) == ("invalid_value", next(iter(query)))

@@ -157,7 +157,7 @@ async def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
         assert (attempt.retries, len(server.requests), len(other.requests)) == (0, 1, 0)
 
 
-async def test_a_kept_connection_that_breaks_off_its_answer_is_not_tried_again() -> None:
+async def test_a_request_truncated_on_a_reused_connection_is_not_sent_again() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(OK if talk.number == 1 else OK[:20])
         if talk.number > 1:
@@ -203,7 +203,7 @@ async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
             assert (await one.ask())[0] == b"ok", "it is passed over by now"
 
 
-async def test_a_success_forgives() -> None:
+async def test_a_success_resets_the_failures() -> None:
     dies = True
 
     async def script(talk: Conversation) -> None:
@@ -223,7 +223,7 @@ async def test_a_success_forgives() -> None:
         assert (only.available, only.ejected_cells[0], only.recently_failed) == (True, 0, False)
 
 
-async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> None:
+async def test_a_server_that_keeps_failing_is_ejected_and_tried_again_later() -> None:
     async def dies(talk: Conversation) -> None:
         talk.writer.close()
 
@@ -241,7 +241,7 @@ async def test_one_that_keeps_failing_is_passed_over_and_tried_again_later() -> 
         assert len(bad.requests) == before + 1 and [type(each) for each in later].count(Disconnected) == 1, "one is enough now"
 
 
-async def test_a_server_that_comes_up_anew_begins_anew() -> None:
+async def test_a_server_that_comes_up_again_has_no_failures() -> None:
     with refusing() as closed:
         async with way(closed) as one:
             (only,) = one.servers
@@ -253,7 +253,7 @@ async def test_a_server_that_comes_up_anew_begins_anew() -> None:
             assert seen == [False, False, False, True], "its being up is no news to one that was up"
 
 
-async def test_descriptors_of_our_own_are_no_fault_of_the_servers() -> None:
+async def test_a_lack_of_file_descriptors_is_not_a_failure_of_the_server() -> None:
     async with scripted(answers) as server, way(server.port, server.port) as one:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -305,7 +305,7 @@ async def test_the_first_byte_deadline() -> None:
         await until(lambda: server.open == 0)
 
 
-async def test_a_head_alone_is_no_first_byte() -> None:
+async def test_headers_alone_are_not_the_first_byte() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(CHUNKED)
         await talk.closed_by_peer()
@@ -326,7 +326,7 @@ async def test_the_idle_deadline(said: bytes) -> None:
         await until(lambda: server.open == 0)
 
 
-async def test_bytes_put_the_idle_deadline_off() -> None:
+async def test_bytes_extend_the_idle_timeout() -> None:
     more = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
@@ -359,7 +359,7 @@ async def drips(talk: Conversation) -> None:
     await talk.end_stream()
 
 
-async def test_bytes_do_not_put_the_total_deadline_off() -> None:
+async def test_bytes_do_not_extend_the_total_timeout() -> None:
     async with scripted(drips) as server, way(server.port, total=0.2) as one:
         assert type(await timed(one)) is TotalTimeout
         await until(lambda: server.open == 0)
@@ -388,7 +388,7 @@ async def test_a_pause_does_not_count_as_silence() -> None:
 # Answers
 
 
-async def test_leaving_the_block_closes_what_is_not_whole() -> None:
+async def test_leaving_the_with_closes_an_incomplete_response() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(CHUNKED + b"2\r\nok\r\n")
         await talk.closed_by_peer()
@@ -406,7 +406,7 @@ async def test_leaving_the_block_closes_what_is_not_whole() -> None:
             await until(lambda: server.open == 0)
 
 
-async def test_cancelling_gives_everything_back() -> None:
+async def test_a_cancelled_attempt_releases_everything() -> None:
     async with scripted(pause) as server, way(server.port) as one:
         tasks = [asyncio.create_task(one.ask()) for _ in range(20)]
         for number, task in enumerate(tasks):
@@ -418,7 +418,7 @@ async def test_cancelling_gives_everything_back() -> None:
         await until(lambda: server.open == 0)
 
 
-async def test_an_error_in_composing_gives_everything_back() -> None:
+async def test_an_error_in_composing_releases_everything() -> None:
     def fails(_: Server) -> tuple[bytes, bytes]:
         raise ZeroDivisionError
 
@@ -429,7 +429,7 @@ async def test_an_error_in_composing_gives_everything_back() -> None:
         await until(lambda: server.open == 0)
 
 
-async def test_collect_keeps_the_beginning() -> None:
+async def test_read_body_returns_the_first_bytes() -> None:
     async def script(talk: Conversation) -> None:
         await talk.respond(b"0123456789" * 100_000)
 
@@ -464,7 +464,7 @@ async def standing(flood: Flood) -> int:
     return before
 
 
-async def test_an_answer_that_nobody_takes_does_not_gather() -> None:
+async def test_a_response_that_is_not_read_pauses_its_server() -> None:
     flood = Flood()
     async with scripted(flood) as server, way(server.port) as one:
         with one.attempt() as attempt:
@@ -484,7 +484,7 @@ async def test_an_answer_that_nobody_takes_does_not_gather() -> None:
             assert held < 32 << 20
 
 
-async def test_a_whole_answer_leaves_its_connection_alone() -> None:
+async def test_a_complete_response_does_not_touch_its_connection() -> None:
     """Its client may be slow for long after: what it says then must not meet the next request on the connection."""
     flood = Flood()
 
@@ -573,7 +573,7 @@ async def test_a_slow_client_is_not_its_servers_fault() -> None:
             assert await response.read_body(10) == b"ok"
 
 
-async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
+async def test_a_response_before_the_end_of_the_upload_ends_it() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
@@ -589,7 +589,7 @@ async def test_an_answer_before_the_upload_is_over_ends_it() -> None:
         assert len(one.servers[0]._idle) == 0, "half a request is still on it"
 
 
-async def test_a_server_that_dies_in_an_upload_ends_it() -> None:
+async def test_a_server_that_exits_during_an_upload_ends_it() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
