@@ -67,7 +67,7 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                 if len(body) <= SMALL:
                     upstream = await _prepare_json(body, context, key)
                 else:
-                    async with worker.steps.turn(len(body)) as pace:
+                    async with worker.steps.admit(len(body)) as pace:
                         upstream = await _prepare_json(body, context, key, pace)
                 del body  # the response may take long
             # Send it and relay the response; again for each fallback.
@@ -118,7 +118,7 @@ async def _read_body(context: RequestContext, key: Key, encoding: str | None) ->
     if encoding is None:
         return body
     request_body.owner = key.id
-    async with context.worker.steps.turn(len(body)) as pace:
+    async with context.worker.steps.admit(len(body)) as pace:
         return await pace.run(decoded(body, encoding, request_body.limit, request_body.reserve))
 
 
@@ -148,7 +148,7 @@ async def _prepare_json_again(
     """Make the request for a fallback. The body was parsed and checked before."""
     if len(body) <= SMALL:
         return await _apply_policy(merge(parse(body)), body, context, key, name, model, None)
-    async with context.worker.steps.turn(len(body)) as pace:
+    async with context.worker.steps.admit(len(body)) as pace:
         return await _apply_policy(merge(await pace.run(parse_in_steps(body))), body, context, key, name, model, pace)
 
 
@@ -310,5 +310,5 @@ async def _sent_document(upstream: UpstreamRequest, context: RequestContext) -> 
     body = upstream.body
     if len(body.content) <= SMALL:
         return body.sent_document()
-    async with context.worker.steps.turn(len(body.content)):
+    async with context.worker.steps.admit(len(body.content)):
         return body.sent_document()

@@ -63,7 +63,7 @@ class Steps:
         signal.set()
 
     @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Pace]:
+    async def admit(self, size: int) -> AsyncIterator[Pace]:
         """Wait until a body of ``size`` bytes may be processed. The collector is paused while its document exists."""
         async with self._medium if size <= MEDIUM else self._large:
             with collector_paused():

@@ -74,7 +74,7 @@ async def test_work_gives_way_when_its_slice_is_used_up() -> None:
             await asyncio.sleep(0)
 
     counter = asyncio.create_task(count())
-    async with steps.turn(SMALL) as pace:
+    async with steps.admit(SMALL) as pace:
         await pace.run(busy(SLICE, 5))
     stop = True
     await counter
@@ -86,7 +86,7 @@ async def test_large_bodies_are_processed_one_at_a_time_and_in_order() -> None:
 
     async def work(name: str, size: int) -> None:
         nonlocal inside
-        async with steps.turn(size):
+        async with steps.admit(size):
             inside += size > MEDIUM
             assert inside <= 1
             order.append(name)
@@ -107,7 +107,7 @@ async def test_a_request_that_is_cancelled_gives_its_turn_back(where: str) -> No
 
     async def work(number: int) -> None:
         try:
-            async with steps.turn(LIMIT) as pace:
+            async with steps.admit(LIMIT) as pace:
                 await pace.run(busy(SLICE, 3))
                 done.append(number)
         except asyncio.CancelledError:
@@ -125,14 +125,14 @@ async def test_a_request_that_is_cancelled_gives_its_turn_back(where: str) -> No
 async def test_the_collector_is_paused_while_a_body_is_processed() -> None:
     steps = Steps()
     assert gc.isenabled()
-    async with steps.turn(LIMIT):
+    async with steps.admit(LIMIT):
         assert not gc.isenabled()
-        async with steps.turn(MEDIUM):
+        async with steps.admit(MEDIUM):
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
     with pytest.raises(ValueError, match="x"):
-        async with steps.turn(LIMIT):
+        async with steps.admit(LIMIT):
             raise ValueError("x")
     assert gc.isenabled()
 
