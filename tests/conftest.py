@@ -1,4 +1,4 @@
-"""What holds for the whole suite."""
+"""Hooks and fixtures of the whole suite."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def shared(request: pytest.FixtureRequest) -> Shared:
-    """What the tests of a group share."""
+    """The shared state of a group of tests."""
     return request.config.stash[_SHARED]
 
 
@@ -73,7 +73,7 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where nothing may be skipped (NOTHING_SKIPPED is set), a skip is told as what it is."""
+    """Report skips as failures if NOTHING_SKIPPED is set."""
     if os.environ.get("NOTHING_SKIPPED") and terminalreporter.stats.get("skipped"):
         terminalreporter.write_line("NOTHING_SKIPPED is set, and something was skipped", red=True)
 

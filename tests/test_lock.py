@@ -1,4 +1,4 @@
-"""What is installed is what was locked: by its hashes, and under a license that lets it be used here."""
+"""Installed packages are the locked ones: by their hashes, and under a permitted license."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_deployed_is_what_was_tried(lock: Path) -> None:
 
 
 def licenses(name: str) -> str:
-    """What a distribution's metadata says, by its expression, its field, or its classifiers."""
+    """Return the license in a distribution's metadata: its expression, its field, or its classifiers."""
     said = metadata.metadata(name).json
     classifiers = [each.split("::")[-1].strip() for each in said.get("classifier", ()) if each.startswith("License ::")]
     return str(said.get("license_expression") or "; ".join(classifiers) or said.get("license", ""))

@@ -1,6 +1,6 @@
 """``make audit``: every package that is installed, deployed, or builds the documents, against the advisories of PyPI.
 
-What these are the locks say; pip-audit asks, in a separate environment. It needs PyPI's own service (a mirror has no
+The locks name these packages; pip-audit asks, in a separate environment. It needs PyPI's own service (a mirror has no
 advisories), so it is no part of the suite. A package that cannot be looked up is a failure, too.
 """
 

@@ -1,4 +1,4 @@
-"""What a proxy costs, by the operating system's own accounting of its whole process tree.
+"""The cost of a proxy, by the operating system's accounting of its whole process tree.
 
 The rule: a cost is the difference of two readings of one tree. A child that ended in between still counts, because its parent's
 `cutime` and `cstime` hold it (proc(5)).

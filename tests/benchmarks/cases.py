@@ -216,7 +216,7 @@ async def _growth(stage: Stage, proxy: Running) -> None:
     stage.add(proxy.name, _LONG, {"rss": sizes[-1], "growth": slope * 60 / every})
 
 
-# What they share
+# Shared parts
 
 
 def counted(count: int, thing: str) -> str:

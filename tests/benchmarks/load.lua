@@ -1,4 +1,4 @@
--- What wrk sends and says: the body of BENCH_BODY with each key of BENCH_TOKENS in turn, and its summary as a line of JSON.
+-- wrk's requests and its output: the body of BENCH_BODY with each key of BENCH_TOKENS in turn, and its summary as a line of JSON.
 local function read(name)
   local file = assert(io.open(os.getenv(name), "rb"))
   local text = file:read("*a")

@@ -64,7 +64,7 @@ async def load(
 
 
 def summary(text: str, response: int) -> Load:
-    """What wrk and its script printed, where an answer's body has so many bytes. Raises LoadFailed."""
+    """Parse the output of wrk and its script. ``response``: bytes of a response body. Raises LoadFailed."""
     line = next((line for line in text.splitlines() if line.startswith("RESULT ")), None)
     if line is None:
         raise LoadFailed(text.strip()[-400:])
@@ -76,7 +76,7 @@ def summary(text: str, response: int) -> Load:
 
 
 def difference(status: int, body: bytes) -> str | None:
-    """What is wrong with an answer, None when it is the upstream's, or the same message and usage in other bytes."""
+    """Describe what is wrong with a response; None if it is the upstream's, or the same message and usage in other bytes."""
     if status != 200:
         return f"status {status}: {body[:200]!r}"
     if body == completion():

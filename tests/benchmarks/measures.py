@@ -65,7 +65,7 @@ def per_unit(proxy: Running, seconds: float, count: int) -> dict[str, float]:
 
 
 async def inspected(port: int, body: bytes) -> tuple[str | None, int]:
-    """What is wrong with a proxy's answer, if anything, and how long its body is."""
+    """Describe what is wrong with a proxy's response, if anything, and return the size of its body."""
     try:
         status, response = await asyncio.to_thread(whole_answer, port, body)
     except httpx2.HTTPError as error:

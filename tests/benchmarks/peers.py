@@ -36,7 +36,7 @@ _MANY = 20_000  # connections, streams or requests: more than any case has
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a case asks of a proxy. `upstreams` are ports of the loopback interface; `keys` and `workers` concern the gateway alone."""
+    """A case's requirements for a proxy. `upstreams` are ports of the loopback interface; `keys` and `workers` are for the gateway."""
 
     upstreams: tuple[int, ...]
     models: tuple[str, ...] = (MODEL,)
@@ -131,7 +131,7 @@ _NO_LIMIT = 1_000_000_000  # is never reached: what is measured is the counting
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the gateway keeps of the requests, besides metrics and its log. `redis`: the port of that where limits are counted."""
+    """The gateway's accounting besides metrics and log. `redis`: the port of the Redis that counts limits."""
 
     limits: bool = False
     ledger: bool = False

@@ -47,7 +47,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is shown of a case. `ratio`: the value that is also given as a multiple of the gateway's, or of the first variant's."""
+    """The columns and the chart of a case. `ratio`: the value also given as a multiple of the gateway's, or of the first variant's."""
 
     columns: Sequence[Column]
     ratio: str = "cpu"

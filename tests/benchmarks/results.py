@@ -1,4 +1,4 @@
-"""What was measured, as values and as `docs/performance/results.json`.
+"""The measurements, as values and as `docs/performance/results.json`.
 
 The rule: a section is one run of one case, with the machine and the versions that it ran with; a run replaces the sections of its
 cases and leaves the others.
@@ -82,7 +82,7 @@ class Section:
 
 
 def machine() -> dict[str, str]:
-    """What it was measured on."""
+    """The machine and versions of a measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {

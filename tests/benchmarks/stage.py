@@ -1,4 +1,4 @@
-"""What every case stands on: the folder, the turns, and where measurements are put.
+"""The base of every case: the folder, the rotation of proxies, and the measurements.
 
 The rule: turns are interleaved. Every proxy has its turn in a round before any has its next, so that whatever else the machine does in
 the meantime meets all alike.
@@ -83,7 +83,7 @@ class Stage:
             yield alive
 
     def turns(self, alive: Sequence[Running]) -> Iterator[Running]:
-        """Whose turn it is, round by round. What a proxy wrote into its files is dropped after its turn."""
+        """Yield the proxies in rotation, round by round. A proxy's files are truncated after its round."""
         for number in range(self.scale.rounds):
             say(f"round {number + 1} of {self.scale.rounds}")
             for proxy in alive:

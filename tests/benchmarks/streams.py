@@ -122,7 +122,7 @@ class Crowd:
         return sum(client.began.done() for client in self.clients)
 
     def faults(self) -> Iterator[str]:
-        """What went wrong so far, in words."""
+        """The failures so far, as text."""
         for status, count in self.refused.items():
             yield f"{count} streams refused with status {status}"
         if self.lost:

@@ -1,4 +1,4 @@
-"""What a process tree costs, counted on real processes."""
+"""The cost of a process tree, counted on real processes."""
 
 from __future__ import annotations
 

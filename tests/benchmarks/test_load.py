@@ -1,4 +1,4 @@
-"""What is sent, what counts as an answer, and what wrk says."""
+"""The requests, the check of a response, and the output of wrk."""
 
 from __future__ import annotations
 

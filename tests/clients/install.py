@@ -2,7 +2,7 @@
 
 Each Python environment is `.venv-clients-NAME`, made from `environments/NAME.lock`; the Node one is `environments/node/node_modules`, made
 from its package-lock.json. Rule: the mark, a hash of what an environment is made from, is written last; one whose mark is missing or of
-another lock is made anew.
+another lock is created again.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def installed(target: Path, lock: Path) -> bool:
 
 
 def fingerprint(lock: Path) -> str:
-    """What an environment is made from: the lock and, for its compiled packages, the interpreter."""
+    """Return the inputs of an environment: the lock and, for its compiled packages, the interpreter."""
     return hashlib.sha256(lock.read_bytes() + sys.version.encode()).hexdigest()
 
 
 def refreshed(target: Path, lock: Path, build: Builder) -> None:
-    """Make `place` anew unless it is there. Raises InstallError."""
+    """Create the environment again unless it is up to date. Raises InstallError."""
     if not installed(target, lock):
         print(f"Installing {target.relative_to(ROOT)} …", flush=True)
         shutil.rmtree(target, ignore_errors=True)

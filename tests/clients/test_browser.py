@@ -33,7 +33,7 @@ class Site:
         self.told = threading.Event()
 
     def read(self, origin: str, folder: Path) -> dict[str, Any]:
-        """What the page tells when a browser opens it under this origin."""
+        """Return the page's report when a browser opens it under this origin."""
         self.told.clear()
         with browser(origin, folder) as text:
             assert self.told.wait(100), text.read_text()

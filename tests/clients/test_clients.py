@@ -1,4 +1,4 @@
-"""What app developers have installed: their packages, used as their manuals say, against a gateway with a simulator behind it."""
+"""Client packages of app developers, used as their manuals say, against a gateway with a simulator."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 
 def told(visit: Visit, client: Client, case: str) -> Any:
-    """What a client's script says of a case."""
+    """Return the report of a client's script for a case."""
     result = visit.report(client)[case]
     assert "failed" not in result, result["failed"]
     return result
 
 
 def having(case: str) -> pytest.MarkDecorator:
-    """The clients whose packages know of a case, which are not all."""
+    """Return the clients whose packages support a case."""
     of_openai, of_anthropic = ("openai", "openai-1", "openai-2", "openai-node"), ("anthropic", "anthropic-0")
     knowing = {
         "models": (*of_openai, "anthropic"),
@@ -131,7 +131,7 @@ def test_an_overloaded_model_is_asked_again(visit: Visit, client: Client) -> Non
 
 
 def test_a_client_that_stops_listening_stops_the_model(visit: Visit, client: Client) -> None:
-    """The script closes a stream and goes on with other things: the server has noticed before the script ends."""
+    """The script closes a stream and continues with other requests: the server has noticed before the script ends."""
     assert told(visit, client, "cancel") == {"pieces": 3}
     entry = visit.ended_early(client.name)
     assert entry["outcome"] == "disconnected"

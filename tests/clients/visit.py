@@ -1,6 +1,6 @@
-"""The gateway that the foreign clients visit, and what each of them tells of its visit.
+"""The gateway that the foreign clients visit, and each client's report.
 
-Owns the task that every client gets and the running of its script. Each client has a key and texts of its own, so that the gateway's
+Owns the task that every client gets and the running of its script. Each client has its own key and texts, so that the gateway's
 log and the servers' journals tell one client from another.
 """
 
@@ -44,7 +44,7 @@ SERVER = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes", "max-mo
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A foreign client. ``environment``: of install.py; None is the project's own. ``refusals``: the classes for a wrong key, an
+    """A foreign client. ``environment``: of install.py; None for the project's. ``refusals``: the classes for a wrong key, an
     unknown model and a text that is too long. ``tells_code``: its errors have the gateway's code. ``waits``: it knows Retry-After, and
     would wait less without it."""
 
@@ -70,7 +70,7 @@ class Visit:
     _reports: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def task(self, client: str) -> dict[str, Any]:
-        """What a client is told; scripts/report.py lists it."""
+        """Return the task of a client; scripts/report.py lists its fields."""
         return {
             "client": client,
             "url": self.gateway.url,
@@ -89,7 +89,7 @@ class Visit:
         }
 
     def report(self, client: Client) -> dict[str, Any]:
-        """What a client's script said; it is run once. Skips the test when its environment is missing."""
+        """Return the output of a client's script, which is run once. Skip the test without its environment."""
         if client.name not in self._reports:
             self._reports[client.name] = self._run(client)
         return self._reports[client.name]
@@ -105,7 +105,7 @@ class Visit:
         return report
 
     def spoken(self, text: str = HELLO) -> str:
-        """What the model says to a text."""
+        """Return the model's response to a text."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
         headers = {"authorization": f"Bearer {key_of('curl')}"}
         response = httpx2.post(f"{self.gateway.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
@@ -113,7 +113,7 @@ class Visit:
         return output
 
     def journal(self) -> list[dict[str, Any]]:
-        """What reached the simulator, by its own account, over the private socket that the gateway has given it."""
+        """Return the requests that the simulator has received, from its private socket."""
         [socket] = {argument for each in self.gateway.tree() for argument in words_of(each) if re.search(r"/[^/]+\.sock$", argument)}
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator", timeout=60) as server:
             entries: list[dict[str, Any]] = server.get("/sim/requests").json()

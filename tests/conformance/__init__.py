@@ -1,1 +1,1 @@
-"""The promises of the APIs that this gateway stands in for, as tests: docs/compatibility.md has a row for each."""
+"""The guarantees of the APIs that this gateway implements, as tests: docs/compatibility.md has a row for each."""

@@ -11,6 +11,6 @@ from tests.conformance.stage import Stage, staged
 
 @pytest.fixture(scope="package")
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """The stage that a test asks for with ``on``."""
+    """The stage that a test requests with ``on``."""
     with staged(request.param, tmp_path_factory.mktemp(request.param)) as one:
         yield one

@@ -1,4 +1,4 @@
-"""What an answer must have, field by field, and the one check that holds an answer to it.
+"""The fields that a response must have, and the one check for them.
 
 A shape is "at least this": an object may have members that its shape does not name. A shape is a type, a constant,
 an object or list of shapes, or one of the classes below. The rule: ``lacks`` names every difference by its path.
@@ -95,7 +95,7 @@ def _is(value: Any, shape: Any) -> bool:
     return type(value) is type(shape) and bool(value == shape)
 
 
-# What the documents show
+# Shapes in the documents
 
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int}
 TOKEN = {"token": str, "logprob": float, "bytes": list}

@@ -82,7 +82,7 @@ class Stage:
         return openai.OpenAI(base_url=f"{self.gateway.url}{mount}/v1", api_key=key, max_retries=0, http_client=plain)
 
     def curl(self, path: str, data: bytes, key: str | None, accept: str) -> tuple[int, dict[str, str], str]:
-        """What ``curl -d`` sends, with no header of a library's own; status, headers and text of the answer."""
+        """Send what ``curl -d`` sends, without a library's headers. Return status, headers and text of the response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.gateway.data, timeout=120)
         headers = {"User-Agent": "curl/8.5.0", "Accept": accept, "Content-Type": "application/json", "Content-Length": str(len(data))}
         try:
@@ -140,7 +140,7 @@ class Stage:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
     def finished(self, model: str) -> float:
-        """How many POST requests a real server has finished, those included that their clients left."""
+        """Count the POST requests that a real server has finished, including those of disconnected clients."""
         with self.directly(model) as client:
             return finished_requests(client.get("/metrics").text)
 

@@ -22,7 +22,7 @@ from tests.support.examples import examples
 JSON = [path for path, route in ROUTES.items() if route.body is Body.JSON]
 DISTINCT = [path for path in JSON if ROUTES[path].endpoint == path]
 STEERING = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "min_tokens", "extra_body")
-"""What would only make answers long, or be merged into the rest."""
+"""Fields that would only make responses long, or be merged into the rest."""
 
 
 @on("simulator")

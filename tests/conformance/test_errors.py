@@ -1,4 +1,4 @@
-"""Every way to ask wrongly, with the status, type, code and field that the client is told, and nothing of the inside."""
+"""Every invalid request, with the status, type, code and field of its error, and no internals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_vllm_itself_says_200_to_a_late_error(stage: Stage, wrong: Wrong) -> Non
         (b'{"model": 7}', "application/json", 400, "invalid_value"),
     ],
 )
-def test_a_body_that_is_none(stage: Stage, content: bytes, kind: str, status: int, code: str) -> None:
+def test_a_malformed_body(stage: Stage, content: bytes, kind: str, status: int, code: str) -> None:
     with stage.client() as client:
         response = client.post(CHAT, content=content, headers={"content-type": kind})
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)

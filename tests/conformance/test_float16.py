@@ -160,7 +160,7 @@ def test_two_constraints_are_a_clear_400(stage: Stage, conflict: Json) -> None:
 @on("llama")
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("guide", [{"guided_regex": "("}, {"guided_json": {"type": "nonsense"}}], ids=["regex", "json"])
-def test_a_constraint_that_is_none_is_a_400(stage: Stage, guide: Json, streamed: bool) -> None:
+def test_an_invalid_constraint_is_a_400(stage: Stage, guide: Json, streamed: bool) -> None:
     response = stage.post({**WHO, **guide, "stream": streamed}, INSTANCE, None)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 

@@ -47,7 +47,7 @@ def said(stage: Stage, body: Json, *, streamed: bool) -> Answer:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that nobody may ask without a key."""
+    """A gateway that requires a key."""
     principals = [
         {"id": "all", "hash": keys.hash_of(KEY)},
         {"id": "llama", "hash": keys.hash_of("llama-only"), "models": ["meta-llama/*"]},

@@ -100,7 +100,7 @@ def test_null_is_as_if_nothing_were_said(stage: Stage, raw: bool) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
-def test_ignore_eos_goes_on(stage: Stage, raw: bool) -> None:
+def test_ignore_eos_continues(stage: Stage, raw: bool) -> None:
     body = {**(RAW if raw else {**COUNTING, "messages": [user("Who are you?")]}), "max_tokens": 70}
     ended, went_on = (stage.post({**body, "ignore_eos": ignored}, key=None).json() for ignored in (False, True))
     assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] < 70
@@ -146,14 +146,14 @@ def weighed_tokens(stage: Stage, body: Json) -> list[tuple[str, float]]:
 @EVERYWHERE
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
-def test_a_client_that_leaves_frees_the_server(stage: Stage, raw: bool, streamed: bool) -> None:
+def test_a_client_that_disconnects_frees_the_server(stage: Stage, raw: bool, streamed: bool) -> None:
     body = {**(RAW if raw else COUNTING), "model": LLAMA, "max_tokens": ENDLESS, "ignore_eos": True, "stream": streamed}
     slow = {} if stage.real else {"simulate": {"tokens_per_second": 20}}  # a minute and a half for the complete response
     attempted(lambda _: check_that_leaving_frees_the_server(stage, {**body, **slow}))
 
 
 def check_that_leaving_frees_the_server(stage: Stage, body: Json) -> None:
-    """Raise NotAchieved where a real engine had generated the complete response before the client left."""
+    """Raise NotAchieved if a real engine had generated the complete response before the client disconnected."""
     in_flight = f'vllm_gateway_inflight_requests{{model="{LLAMA}"}}'
     before, finished = stage.count(GENERATED, LLAMA), stage.finished(LLAMA)
     with stage.held(LLAMA) as work_until, closing(http.client.HTTPConnection("127.0.0.1", stage.gateway.data, timeout=60)) as connection:

@@ -1,4 +1,4 @@
-"""Every request that the documents show, sent as it is shown, and every answer held to the shape that is shown for it."""
+"""Every request that the documents show, sent as it is shown, and every response compared with the shape that is shown for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BY_KEY, WITHOUT_KEY = "not-needed", "dummy"
 
 
 def check(stage: Stage, case: Case, model: str) -> None:
-    """Send a case as ``curl`` does and hold the answer to its shape."""
+    """Send a case as ``curl`` does and compare the response with its shape."""
     status, headers, text = stage.curl(case.path, case.data, case.key, case.accept)
     assert status == 200, text
     if case.shape is not None:
@@ -73,7 +73,7 @@ def test_light(stage: Stage, case: Case) -> None:
 
 
 def create(stage: Stage, call: Call) -> Any:
-    """The snippet: the SDK with a key that is none."""
+    """The snippet: the SDK with an arbitrary key."""
     with stage.sdk(call.mount, BY_KEY if call.mount else WITHOUT_KEY) as client:
         made = client.chat.completions.create(**call.arguments)
         return list(made) if call.arguments.get("stream") else made

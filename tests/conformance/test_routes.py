@@ -80,7 +80,7 @@ def test_pooling_itself(stage: Stage, path: str) -> None:
 
 @POOLED
 def test_embeddings_by_the_sdk(stage: Stage) -> None:
-    """It asks for base64 and decodes it."""
+    """It requests base64 and decodes it."""
     with stage.sdk() as client:
         made = client.embeddings.create(model=stage.model, input=TEXTS["input"])
     plain = stage.post({**TEXTS, "encoding_format": "float"}, "/v1/embeddings").json()

@@ -18,7 +18,7 @@ PAGE = HERE.parents[1] / "docs" / "compatibility.md"
 _NODE = re.compile(r"`(test_\w+)\.py::(test_\w+)`")
 NOT_PROMISES = {"test_a_shape_finds_what_is_missing"}
 NOT_OF_THE_DOCUMENTS = {"test_described"}
-"""Modules that hold the gateway to its own reference."""
+"""Modules that compare the gateway with its own reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def module(name: str) -> ModuleType:
 
 
 def stages(test: Callable[..., Any]) -> set[str]:
-    """What a test runs against, in the page's words."""
+    """Return the server that a test runs against, as the page names it."""
     found = [mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize" and mark.args[0] == "stage"]
     each = (parameter for parameters in found for parameter in parameters)
     names = {parameter if isinstance(parameter, str) else parameter.values[0] for parameter in each} or {"simulator"}

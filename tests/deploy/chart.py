@@ -45,7 +45,7 @@ def template(*files: Path, values: Mapping[str, Any] | None = None) -> subproces
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What came of some values."""
+    """The manifests for some values."""
 
     manifests: tuple[Manifest, ...]
 
@@ -110,7 +110,7 @@ def content(secret: Manifest) -> dict[str, str]:
 
 
 def judged(cases: Mapping[str, Rendered]) -> dict[str, list[str]]:
-    """What is wrong with the manifests of each case, by their schemas."""
+    """Return the violations of the schemas in the manifests of each case."""
     checker = Path(__file__).with_name("manifests.py")
     given = json.dumps({name: rendered.manifests for name, rendered in cases.items()}, default=str)
     done = subprocess.run([program("kubernetes"), checker], input=given, capture_output=True, text=True, timeout=110)

@@ -64,7 +64,7 @@ class Cluster(ThreadingHTTPServer):
         return file
 
     def response(self, path: str) -> Manifest | None:
-        """The document at a path; None where there is none."""
+        """Return the document at a path; None if it does not exist."""
         return {**_DISCOVERY, **self.stored}.get(path)
 
 

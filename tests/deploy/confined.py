@@ -1,6 +1,6 @@
 """Runs a command under a unit's filter of system calls: ``python confined.py UNIT COMMAND…``. Standard library and libseccomp.
 
-The groups (``@system-service``) are what systemd-analyze says they are. What is not in the filter fails as the unit has it, with EPERM.
+The groups (``@system-service``) are what systemd-analyze says they are. Any other call fails with EPERM, as in the unit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Containers as far as the kernel alone makes them: namespaces, a read-only root, a user without rights. No daemon, no image store.
 
 The rule: everything hangs on the namespaces of a process that ends with the test, so that no mount, process or interface outlives it.
-A network holds containers that reach one another by name at 127.0.0.1, as those of a compose file do at addresses of their own.
+A network holds containers that reach one another by name at 127.0.0.1, as those of a compose file do at separate addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ sys.stdout.write(answer.read().decode())
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Loopback, and nothing else: ports here are in nobody's way."""
+    """Loopback only: all ports are free here."""
 
     pid: int
 
@@ -50,7 +50,7 @@ class Network:
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
     def ask(self, url: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """GET, or POST of JSON: status and body; (0, "") where nobody listens."""
+        """GET, or POST of JSON: status and body; (0, "") if nothing listens."""
         given = json.dumps([url, {"content-type": "application/json", **headers}, body])
         arguments = [*self.enter, sys.executable, "-I", "-c", _PROBE, given]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=90)
@@ -90,7 +90,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One that runs. ``pid``: of its first process, as this machine counts."""
+    """A running container. ``pid``: its first process, in this machine's numbering."""
 
     pid: int
     outside: subprocess.Popen[bytes]
@@ -114,7 +114,7 @@ class Container:
 
 @contextmanager
 def container(image: Image, net: Network, settings: Settings, folder: Path) -> Iterator[Container]:
-    """Run it; ``folder`` gets what it writes to its outputs. In the end it is gone, whatever it does."""
+    """Run it; ``folder`` gets what it writes to its outputs. It is removed in the end, whatever it does."""
     folder.mkdir()
     (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(settings.hosts)}\n")
     spaces = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--"]
@@ -157,7 +157,7 @@ def _started(root: Path, settings: Settings) -> str:
 
 
 def _as_user(settings: Settings, command: Sequence[str]) -> list[str]:
-    """A command with the container's environment, as its user, who has no rights and cannot get any."""
+    """A command with the container's environment, as its user, without privileges."""
     user, _, group = settings.user.partition(":")
     rights = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--clear-groups", f"--reuid={user}", f"--regid={group}"]
     names = [f"{name}={value}" for name, value in settings.environment.items()]

@@ -1,7 +1,7 @@
 """The images, built here by buildah as `make image` builds them, and unpacked where tests can run what is in them.
 
 The rule: a build leaves two things of an image, its files and its configuration, in a folder that `git` ignores. They are used again
-until anything that they are made from is another; whatever else buildah has needed is gone when it is done.
+until one of their inputs changes; buildah's other files are removed when it is done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOURCES = (
     "tests/deploy/standin",
 )
 STANDIN = ROOT / "tests" / "deploy" / "standin"
-"""What stands for vLLM in the base: a command `vllm` and a package of its interpreter."""
+"""The stand-in for vLLM in the base: a command `vllm` and a package of its interpreter."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FOLDER = ROOT / ".venv-deploy-built"
 _MARK = "complete"
@@ -57,19 +57,19 @@ exec {command} "$@"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image: ``root`` has its files, which are nobody's to change."""
+    """An image: ``root`` has its files, which must not be changed."""
 
     root: Path
     config: dict[str, Any]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Its variables; where it has no PATH, the one that container runtimes give."""
+        """Its variables; without a PATH, the default of container runtimes."""
         return {"PATH": PATH} | dict(line.split("=", 1) for line in self.config["Env"])
 
 
 def image(goal: str) -> Image:
-    """What ``make GOAL`` builds. Skips the test where it cannot be built."""
+    """Return the image that ``make GOAL`` builds. Skip the test if it cannot be built."""
     base = tool("base")
     if base is None:
         pytest.skip("what images are built on is not installed (make deploy-tools)")

@@ -49,7 +49,7 @@ def build_wheels(target: Path, lock: Path) -> None:
 
 
 def build_base(target: Path, lock: Path) -> None:
-    """What images are built on here, where none can be pulled: this machine's own Debian, with the packages of the lock."""
+    """Build the base of images without pulling one: this machine's own Debian, with the packages of the lock."""
     if shutil.which("mmdebstrap") is None:
         raise InstallError("mmdebstrap is not installed (Debian: mmdebstrap)")
     target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a release is made of, built from this tree, and environments that have nothing but it: all without a network."""
+"""The files of a release, built from this tree, and environments with only these: all without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def offline() -> dict[str, str]:
 
 
 def ran(*arguments: str | Path, folder: Path, environ: dict[str, str] | None = None, seconds: float = 300) -> str:
-    """What a program says that has to succeed."""
+    """Return the output of a program that must succeed."""
     done = subprocess.run([*map(str, arguments)], cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,4 +1,4 @@
-"""The chart: what Helm makes of it holds against Kubernetes' schemas and the gateway's own checks, and it runs.
+"""The chart: its manifests pass Kubernetes' schemas and the gateway's checks, and it runs.
 
 No pod is scheduled here: what the containers would run is taken out of the rendered manifests and run on this machine, with the paths
 and ports that it has here.
@@ -118,7 +118,7 @@ def cases() -> dict[str, Rendered]:
 
 
 def shown() -> dict[str, Rendered]:
-    """What the documents show as values."""
+    """Return the values that the documents show."""
     return {block.file: Rendered.of(values=yaml.safe_load(block.text)) for block in blocks("yaml") if block.file.startswith("values")}
 
 
@@ -155,7 +155,7 @@ def test_it_can_be_packaged(tmp_path: Path) -> None:
     assert rendered.returncode == 0, rendered.stderr
 
 
-# What is rendered
+# Rendering
 
 
 def wrong(right: Rendered) -> dict[str, Rendered]:
@@ -375,7 +375,7 @@ def test_a_generated_key_is_in_the_file_by_its_hash_alone(cases: dict[str, Rende
     assert [item["key"] for item in volume["secret"]["items"]] == ["keys.yaml"]
 
 
-def test_a_release_and_a_namespace_may_be_called_as_what_yaml_takes_for_no_text() -> None:
+def test_a_release_and_a_namespace_may_have_names_that_yaml_reads_as_other_types() -> None:
     values = {"engines": {"a": ENGINE}, "networkPolicy": EVERYTHING}
     done = helm("template", "no", CHART, "--namespace", "no", values=values)
     assert done.returncode == 0, done.stderr
@@ -501,7 +501,7 @@ def test_without_a_sleep_nothing_comes_before_the_signal() -> None:
     assert rendered.container("engine-b")["lifecycle"] == {"preStop": {"sleep": {"seconds": 10}}}
 
 
-def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
+def test_a_variable_of_the_operator_replaces_the_charts() -> None:
     """Helm 4 applies on the server's side, where a name that stands twice in a list is refused."""
     mine = [{"name": "DO_NOT_TRACK", "value": "0"}, {"name": "MORE", "value": "1"}]
     engine = ENGINE | {"env": {"HF_HOME": "/models"}, "extraEnv": mine}
@@ -513,7 +513,7 @@ def test_a_variable_of_the_operator_stands_in_place_of_the_charts() -> None:
     assert variables.items() >= {("HF_HOME", "/models"), ("DO_NOT_TRACK", "0"), ("MORE", "1"), ("HOME", "/cache/home"), ("USER", "vllm")}
 
 
-# What is refused
+# Rejected values
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_lint_finds_a_misspelt_setting_of_the_gateway() -> None:
     assert done.returncode != 0 and "totl" in done.stdout, done.stdout
 
 
-# What runs
+# Running
 
 
 def test_what_the_containers_run_answers(tmp_path: Path) -> None:

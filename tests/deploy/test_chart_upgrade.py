@@ -49,7 +49,7 @@ def rendered_by(chart: Path, *files: Path, values: dict[str, Any] | None = None)
     return Rendered(tuple(each for each in yaml.safe_load_all(done.stdout) if each))
 
 
-# What is not restarted
+# Engines that are not restarted
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
@@ -131,7 +131,7 @@ def engine_keys(rendered: Rendered) -> tuple[str, list[str]]:
     return secret["key"], yaml.safe_load(secret["vllm.yaml"])["api-key"]
 
 
-def test_the_engines_key_is_replaced_by_one_that_running_engines_accept(api: Cluster, tmp_path: Path) -> None:
+def test_the_engines_key_is_replaced_by_a_key_that_running_engines_accept(api: Cluster, tmp_path: Path) -> None:
     values: dict[str, Any] = {"engines": {"a": ENGINE}}
     key, accepted = engine_keys(first := api.upgrade(tmp_path, values))
     assert accepted[0] == key and len({*accepted}) == 2

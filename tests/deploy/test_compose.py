@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(900)  # the images may have to be built
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The folder as a clone has it, with its secrets made; the first key is in the file ``key``."""
+    """The folder as in a clone, with its secrets created; the first key is in the file ``key``."""
     folder = tmp_path / "deploy" / "compose"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets"))
     for name in ("prometheus", "grafana"):
@@ -51,11 +51,11 @@ def secrets(folder: Path) -> str:
 
 
 def plain(text: str) -> str:
-    """What compose makes of ``${NAME:-default}`` and ``$$``."""
+    """Expand ``${NAME:-default}`` and ``$$`` as compose does."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
 
 
-# What the file says
+# The file
 
 
 def test_it_is_what_composes_schema_allows() -> None:
@@ -120,7 +120,7 @@ def test_secrets_are_made_once_and_kept(project: Path) -> None:
     assert git.returncode == 0, "git ignores them"
 
 
-# What it runs
+# The running services
 
 
 def test_its_gateway_serves_as_it_says(project: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def passed(running: Container, check: list[str]) -> bool:
 
 
 def settings(built: Image, project: Path, name: str) -> Settings:
-    """A service of the project's own image, as the file has it. Volumes with a name are memory here."""
+    """A service of the project's own image, as in the file. Named volumes are in memory here."""
     service = SERVICES[name]
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
     command = [*service.get("entrypoint", built.config["Entrypoint"]), *map(plain, service.get("command", built.config["Cmd"]))]

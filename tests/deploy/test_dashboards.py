@@ -59,7 +59,7 @@ def test_no_metric_is_asked_for_that_is_not_there() -> None:
 
 
 SERVERS = 3
-"""That are up: two of one model, and the one that was asked for."""
+"""Servers that are up: two of one model, and the requested one."""
 
 
 @pytest.fixture(scope="module")

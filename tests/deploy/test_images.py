@@ -79,7 +79,7 @@ def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Networ
     simulator = Settings([*of.config["Entrypoint"], *stand_in], given.user, given.environment, given.folder)
     with container(of, net, given, tmp_path / "gateway") as gateway:
         wait_for(lambda: net.ask("http://127.0.0.1:9090/livez")[0] == 200, 60, why=lambda: gateway.said)
-        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)  # a server that is away keeps nobody from service
+        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)  # a server that is down does not affect service
         with container(of, net, simulator, tmp_path / "simulator") as server:
             wait_for(lambda: answers(net) == 200, 60, why=lambda: gateway.said + server.said)
         wait_for(lambda: not psutil.pid_exists(server.pid))
@@ -162,7 +162,7 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_base_that_is_named_is_the_one_that_is_built_on() -> None:
+def test_an_image_is_built_on_the_named_base() -> None:
     plain, beside = (make(goal, **PINNED).stdout for goal in FILES)
     assert f"--build-arg BASE={PINNED['BASE']} " in plain and f"--build-arg BASE={PINNED['VLLM_BASE']} " in beside
     assert "BASE=" not in make(*FILES).stdout, "the default is the Dockerfile's"

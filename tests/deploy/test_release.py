@@ -1,4 +1,4 @@
-"""What is released: the files in it, that it works where nothing else is, and the bill of what it brings along."""
+"""A release: its files, its operation in an empty environment, and its bill of materials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unpacked(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / f"vllm_gateway-{__version__}"
 
 
-# What is in it
+# Contents
 
 
 def test_the_wheel_has_every_file_of_both_packages(release: Release, tracked: dict[str, bytes]) -> None:
@@ -63,7 +63,7 @@ def test_the_source_distribution_has_the_whole_tree(unpacked: Path, tracked: dic
     assert unpacked.joinpath("deploy/systemd/install.sh").stat().st_mode & 0o111
 
 
-def test_the_version_stands_in_one_place(release: Release) -> None:
+def test_the_version_is_declared_once(release: Release) -> None:
     assert [file.name for file in release] == [f"vllm_gateway-{__version__}-py3-none-any.whl", f"vllm_gateway-{__version__}.tar.gz"]
     chart = yaml.safe_load((ROOT / "deploy/helm/vllm-gateway/Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
@@ -87,7 +87,7 @@ def test_the_source_distribution_can_be_tested(unpacked: Path) -> None:
 
 @pytest.fixture(scope="module", params=["wheel", "source distribution"])
 def programs(request: pytest.FixtureRequest, release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that has nothing but one of them."""
+    """The programs of an environment that has only one of them."""
     return environment(tmp_path_factory.mktemp("environment"), release[request.param != "wheel"])
 
 
@@ -123,7 +123,7 @@ def test_the_ledger_finds_its_migrations_there(programs: Path, tmp_path: Path) -
     assert [row["key"] for row in shown["usage"]] == ["team-a"]
 
 
-# What it brings along
+# Bill of materials
 
 
 def test_the_bill_of_materials_is_what_the_lock_says(release: Release, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several gateways behind nginx, replaced one after the other under load: nobody who asks notices."""
+"""Several gateways behind nginx, replaced one after the other under load: no client notices."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MODEL = "sim/one"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 STREAMS = 300 if FULL else 60
 ASKING = 8 if FULL else 4
-"""Clients that ask for JSON, one request after the other."""
+"""Clients that request JSON, one request after the other."""
 TOKENS, RATE = (40, 5.0) if FULL else (30, 10.0)
-"""Of a stream, and those of a second."""
+"""Events of a stream, and events per second."""
 LINGER = 4
 SITE = re.search(r"^```nginx\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 _WORKERS = (1, 2, 1)  # both ways of accepting connections
@@ -79,7 +79,7 @@ async def replicas(folder: Path, ports: Sequence[int], config: dict[str, Any]) -
 
 
 def configuration(servers: Sequence[int], redis: str, ledger: str) -> dict[str, Any]:
-    """What all of them have."""
+    """The configuration that all of them share."""
     limits = {"requests_per_minute": 10**6, "tokens_per_day": 10**9, "concurrent": 10**4}
     return {
         "server": {"admin": {"port": 0}, "linger": f"{LINGER}s", "drain": "1m", "trusted_proxies": ["127.0.0.1"]},
@@ -145,7 +145,7 @@ class Load:
             await asyncio.sleep(0.05)
 
     def take(self, reply: Reply, last: bytes | None) -> None:
-        """``last``: the document in which its usage is; None where a stream has no end."""
+        """``last``: the document with its usage; None if a stream has no end."""
         if reply.status == 200 and reply.whole and last is not None and b'"error"' not in reply.body:
             self.tokens[reply.headers["x-request-id"]] = orjson.loads(last)["usage"]["total_tokens"]
         else:

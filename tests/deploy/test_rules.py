@@ -1,4 +1,4 @@
-"""The alerts for Prometheus: each fires when it should, and is over when its cause is. promtool evaluates them over made-up series."""
+"""The alerts for Prometheus: each fires when it should, and resolves with its cause. promtool evaluates them over made-up series."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def evaluated(tmp_path: Path, series: Mapping[str, str], every: str, checks: lis
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
-def test_an_alert_fires_and_is_over(tmp_path: Path, case: Case) -> None:
+def test_an_alert_fires_and_resolves(tmp_path: Path, case: Case) -> None:
     annotations = dict(zip(("summary", "description"), case.says, strict=True))
     expected = {"exp_labels": {**case.labels, **ALERTS[case.alert]["labels"]}, "exp_annotations": annotations}
     checks: list[dict[str, Any]] = [
@@ -233,6 +233,6 @@ def test_the_alertmanagers_routes_lead_to_receivers_and_know_the_severities() ->
 
 
 def test_one_gateway_that_is_away_mutes_its_own_alerts_alone() -> None:
-    """Alertmanager takes a label that is missing for an empty one, so what is told of no single instance is never muted."""
+    """Alertmanager treats a missing label as an empty one, so an alert without an instance is never muted."""
     (rule,) = yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yaml").read_text())["inhibit_rules"]
     assert {"cluster", "instance"} <= set(rule["equal"])

@@ -38,7 +38,7 @@ _UNITS = {"": 1.0, "s": 1.0, "min": 60.0}
 
 
 def settings(unit: Path) -> dict[str, list[str]]:
-    """A unit's settings; one that is there several times has several values."""
+    """Return a unit's settings; a repeated setting has several values."""
     found: dict[str, list[str]] = {}
     for line in unit.read_text().splitlines():
         if line and line[0] not in "#[":
@@ -59,7 +59,7 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def needs_systemd() -> None:
-    """Skips the test where there is none, and so no libseccomp."""
+    """Skip the test without systemd, and so without libseccomp."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd)")
 
@@ -70,7 +70,7 @@ def installing(*arguments: str | Path, script: Path = INSTALL) -> subprocess.Com
 
 @dataclass
 class Installed:
-    """What install.sh has made below a prefix, and what it has said."""
+    """The files that install.sh has created below a prefix, and its output."""
 
     prefix: Path
     wheel: Path

@@ -1,7 +1,7 @@
 """The fenced blocks of the pages, and what becomes of each: run, read by what reads such files, shown, or marked.
 
 The rule: a block's language alone decides what becomes of it, unless a comment in the line above says why it cannot be run here:
-``<!-- not run: it needs a cluster -->``. What follows ``not run: `` is one of REASONS.
+``<!-- not run: it needs a cluster -->``. The text after ``not run: `` is one of REASONS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILE_NAME = re.compile(r"# (\S+\.ya?ml)\n")
 
 
 class Fate(Enum):
-    """What becomes of a block."""
+    """The treatment of a block."""
 
     RUN = "run"
     READ = "read"
@@ -114,5 +114,5 @@ def prose(page: Path) -> str:
 
 
 def identity(value: object) -> str:
-    """What a parametrised test calls a block or a page."""
+    """Return the id of a block or a page in a parametrized test."""
     return str(value).removeprefix(f"{ROOT}/")

@@ -1,4 +1,4 @@
-# What a reader does between the commands of a page, and what this machine has not got. Read by the script of a page.
+# Actions of a reader between the commands of a page, and stand-ins for missing programs. Read by the script of a page.
 
 # A command that stays in its terminal runs in the background here; the next one replaces it, as after Ctrl-C.
 vllm-gateway() {

@@ -75,7 +75,7 @@ def follow(page: Path, target: Path) -> Followed:
 
 
 def _clone(target: Path) -> Path:
-    """What looks like a clone, beside the programs that a reader has."""
+    """Create a folder that looks like a clone, beside the programs that a reader has."""
     folder = target / "clone"
     for each in (folder, target / "home", target / "run", target / "tmp", target / "bin"):
         each.mkdir()
@@ -127,7 +127,7 @@ _GIVEN = {
     "ANTHROPIC_API_KEY": KEY,
     "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000",
 }
-"""What an application's environment has."""
+"""The variables of an application's environment."""
 
 
 def _shell(block: Block, folder: Path) -> str:

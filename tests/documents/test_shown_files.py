@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "models": [{"id": "Qwen/Qwen3-8B", "servers": [{"url": "http://10.0.0.5:8000"}]}],
     "keys": [{"id": "team-a", "hash": "sha256:" + "0" * 64}],
 }
-"""What a fragment is put into."""
+"""The configuration around a fragment."""
 
 
 def whole(text: str) -> str:

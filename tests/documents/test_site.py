@@ -29,7 +29,7 @@ _STYLE_LOADS = re.compile(r"(?:@import\s+|url\()\s*[\"']?([^\"')\s]+)")
 
 
 class Seen(HTMLParser):
-    """What a page loads, leads to, and can be led to."""
+    """The resources, links and anchors of a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz SECONDS [TARGET …]``: run each target for SECONDS, beginning with the corpus of the repository.
 
-What is found goes to ``fuzz/found``: new inputs by target, and what made one fail as ``TARGET-crash-…``.
+Results are written to ``fuzz/found``: new inputs by target, and inputs that made one fail as ``TARGET-crash-…``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must hold of each parser, for any bytes. Needs only the project, so that the suite can replay what was found.
+"""Properties of each parser, for any bytes. Only the project is required, so that the suite can replay the findings.
 
 The rule: a target returns for what is handled, however it is handled, and raises for everything else.
 """
@@ -103,7 +103,7 @@ _POLICIES = [
 
 
 def payload(data: bytes) -> None:
-    """What is sent is what was checked: an object without forbidden fields, or else a refusal."""
+    """The sent body is the checked one: an object without forbidden fields, or else a refusal."""
     if len(data) < 2:
         return
     route, number = _ROUTES[data[0] % len(_ROUTES)], data[1] % len(_POLICIES)
@@ -390,7 +390,7 @@ _HOSTS = [MediaHosts(), MediaHosts(["a.org", "*.b.org", "10.0.0.7", "c:81"]), Me
 
 
 def media(data: bytes) -> None:
-    """What passes has one host, and Python's own parser sees the same one."""
+    """A URL that passes has one host, and Python's parser sees the same host."""
     if not data:
         return
     hosts, url = _HOSTS[data[0] % len(_HOSTS)], data[1:].decode(errors="replace")
@@ -475,4 +475,4 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {each.__name__: each for each in (config, payload, encoded, form, sse, scan, echo, stream, connection, media, key, token, response)}
 )
 CORPUS = Path(__file__).resolve().parent / "corpus"
-"""What is worth beginning with, and worth keeping: a folder for each target."""
+"""The initial and retained inputs: a folder for each target."""

@@ -33,7 +33,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one simulator has counted."""
+    """The counters of one simulator."""
 
     queries: float
     hits: float

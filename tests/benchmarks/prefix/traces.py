@@ -20,7 +20,7 @@ CHARACTERS = 4
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What one role says at once; a user's message may be two of them. ``number`` is its own."""
+    """A text of one role; a user's message may be two of them. ``number`` identifies it."""
 
     number: int
     role: str
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is asked next, what will be answered, and for how many seconds the user thinks before."""
+    """The next request, its response, and the seconds that the user waits before it."""
 
     asked: tuple[Segment, ...]
     answer: Segment

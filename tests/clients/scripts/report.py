@@ -1,4 +1,4 @@
-"""What a client's script is told, and how it tells what it met: one JSON object, case by case, on standard output.
+"""The input of a client's script and its output: one JSON object, case by case, on standard output.
 
 A script runs in its package's environment as ``python -m tests.clients.scripts.NAME`` in the project's root, and imports nothing else of
 the project. The rule: it asserts nothing; it uses its package as its manual says, and the tests judge what came of it.
@@ -23,7 +23,7 @@ LIMIT = 256
 
 
 def run(**cases: Callable[[], Any]) -> None:
-    """Run the cases in their order and print what they gave; ``ended`` is when the last was over, in seconds since the epoch."""
+    """Run the cases in their order and print what they gave; ``ended`` is the end of the last one, in seconds since the epoch."""
     results = {name: _result(case) for name, case in cases.items()}
     print(json.dumps({**results, "ended": time.time()}))
 
@@ -36,7 +36,7 @@ def _result(case: Callable[[], Any]) -> Any:
 
 
 def refused(send: Callable[[], Any]) -> dict[str, Any]:
-    """The exception of a request that is to be refused: the names of its classes, and what it knows of the answer."""
+    """Return the exception of a request that must be rejected: the names of its classes, and what it contains of the response."""
     try:
         return {"answered": repr(send())}
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What stands for vLLM in an image: a command of the base's own interpreter, which tells how it was started and becomes the simulator."""
+"""The stand-in for vLLM in an image: a command of the base's interpreter, which prints how it was started and becomes the simulator."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ function refused(ask) {
   };
 }
 
-const stranger = client.withOptions({ apiKey: TASK.wrong_key });
+const unauthenticated = client.withOptions({ apiKey: TASK.wrong_key });
 const cases = {
   cancel,
   chat,
@@ -90,7 +90,7 @@ const cases = {
   streamed_tool: streamedTool,
   models,
   responses,
-  wrong_key: refused(() => stranger.chat.completions.create({ model: TASK.model, messages: user(TASK.hello) })),
+  wrong_key: refused(() => unauthenticated.chat.completions.create({ model: TASK.model, messages: user(TASK.hello) })),
   unknown_model: refused(() => completions.create({ model: TASK.unknown_model, messages: user(TASK.hello) })),
   too_long: refused(() => completions.create({ model: TASK.model, messages: user(TASK.too_long) })),
   too_long_streamed: refused(() => completions.create({ model: TASK.model, messages: user(TASK.too_long), stream: true })),
