@@ -96,7 +96,7 @@ def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
     assert made.limits is not None and made.team == "research"
     assert made.limits.model_dump(exclude={"models"}) == dict.fromkeys(names, 7)
     shown = gateway("keys", "new", "--help", folder=folder).out
-    assert "--cost-per-month N" in shown and "cost in a month of UTC" in " ".join(shown.split())
+    assert "--cost-per-month N" in shown and "cost per month (UTC)" in " ".join(shown.split())
 
 
 def test_a_keys_file_takes_it_where_the_main_file_has_no_keys(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_key_that_is_in_a_file_twice_is_told(folder: Path) -> None:
     ("text", "said"),
     [
         (f"a b,{FIRST}\n", "line 1, id: must not contain spaces or control characters"),
-        (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line that says key,id"),
+        (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line key,id"),
         (json.dumps([litellm("a"), litellm("b", key_alias="b", models=["gpt-4"])]), "key 2 (b), models[0]: matches no model"),
         (json.dumps([litellm("a", key_alias="a", max_budget=1, budget_duration="1mo")]),
          "key 1 (a), limits.cost_per_month: no model has a price, so no request has a cost; set models[].price"),
