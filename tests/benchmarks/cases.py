@@ -103,7 +103,7 @@ async def servers(stage: Stage) -> None:
                 await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
 
 
-async def books(stage: Stage) -> None:
+async def limits_and_ledger(stage: Stage) -> None:
     """The JSON loads of the cases `json` and `prompts`, on gateways that count limits and keep a ledger as well; up to a thousand keys
     ask in turn.
 
@@ -127,7 +127,7 @@ async def books(stage: Stage) -> None:
             await loaded(stage, proxy, "1 MB at 16 connections", chat(size=1_000_000), 16, 2.0, tokens, _WRITTEN)
 
 
-async def books_streams(stage: Stage) -> None:
+async def limited_streams(stage: Stage) -> None:
     """The streams of the case `streams`, on a gateway that counts limits and keeps a ledger as well."""
     with standin.stream_server(stage.path("upstream"), 50) as port:
         both = [gateway_keeping(_ACCOUNTING[_BOTH], _BOTH)]
@@ -245,5 +245,6 @@ async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting:
 
 
 CASES: Mapping[str, Case] = {
-    each.__name__: each for each in (json, books, books_streams, streams, many, flood, prompts, ttfb, servers, keys, models, workers, rest)
+    each.__name__: each
+    for each in (json, limits_and_ledger, limited_streams, streams, many, flood, prompts, ttfb, servers, keys, models, workers, rest)
 }

@@ -297,7 +297,7 @@ GATEWAY = Proxy(
 
 
 def gateway_keeping(accounting: Books, name: str) -> Proxy:
-    """The gateway as it is when it keeps these books too."""
+    """Return the gateway with more accounting: limits, a ledger, or both."""
     return replace(GATEWAY, name=name, command=partial(_gateway, accounting=accounting))
 
 

@@ -67,8 +67,8 @@ SERVED = (REQUEST, RATE, P50, P99)
 
 LAYOUTS: Mapping[str, Layout] = {
     "json": Layout(SERVED, picture=Drawing(REQUEST, "A chat completion, 64 connections", "64 connections")),
-    "books": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
-    "books_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
+    "limits_and_ledger": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
+    "limited_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
     "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Drawing(EVENT, "Streams of 50 events a second")),
     "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Drawing(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
