@@ -16,7 +16,7 @@ _TIMES_FREE = 4
 
 @dataclass(slots=True)
 class _HeldBodies:
-    """What one holder has reserved."""
+    """The memory that one holder has reserved."""
 
     size: int = 0
     bodies: int = 0

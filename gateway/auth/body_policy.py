@@ -87,7 +87,7 @@ ECHO = "echo"
 """With this field, vLLM treats ``logprobs`` as ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and completions)."""
 
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
-"""What ``chat_template_kwargs`` may not contain besides the fields of the table (vLLM's advisory on CVE-2025-62426)."""
+"""Fields that ``chat_template_kwargs`` may not contain, in addition to the table (vLLM's advisory on CVE-2025-62426)."""
 
 OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -33,7 +33,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a path means: the route, and the model if the path is that of a mount."""
+    """The meaning of a path: the route, and the model if the path is that of a mount."""
 
     route: Route
     mounted: CatalogEntry | None = None
@@ -86,7 +86,7 @@ class Catalog:
         return entry
 
     def resolve_unnamed(self, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
-        """Return the model of a request without a name: the model of its mount, the default, or the only one that the key may use.
+        """Return the model of a request without a name: the model of its mount, the default, or the only model that the key may use.
 
         LoRA adapters do not count if their base may be used, as vLLM serves the base. Raises Refusal model_not_found if the key may
         not use the default, and missing_required_parameter if several models are left.

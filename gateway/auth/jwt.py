@@ -1,8 +1,8 @@
 """Authenticate tokens of identity providers (JSON Web Tokens, RFC 7519): verify one, and map it to a principal.
 
-The rules: a token is verified once and the result is cached until the token expires, so an ordinary request costs two look-ups.
-What can be refused without checking a signature is. Everything that is cached is bounded, whatever clients send. There is no I/O: a
-worker asks control for keys that it does not know.
+The rules: a token is verified once and the result is cached until the token expires, so an ordinary request costs two look-ups. If
+possible, a token is refused before its signature is checked. All caches are bounded, whatever clients send. There is no I/O: a
+worker requests unknown keys from control.
 """
 
 from __future__ import annotations

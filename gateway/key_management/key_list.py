@@ -13,7 +13,7 @@ from typing import Any
 from gateway.config import Config, Key
 
 SOON = timedelta(days=14)
-"""What expires within this time is shown as ending soon."""
+"""An entry that expires within this time is shown as ending soon."""
 
 
 @dataclass(frozen=True, slots=True)

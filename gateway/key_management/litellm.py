@@ -77,7 +77,7 @@ def _budget(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _left_out(one: Mapping[str, Any]) -> Iterator[str]:
     if one.get("max_budget") is not None and not _budget(one):
-        yield f"max_budget {_budget_in_words(one)}"
+        yield f"max_budget {_budget_text(one)}"
     elif one.get("max_budget") and one.get("spend"):
         yield "spend (its budget restarts at 0)"
     yield from (f"{theirs} 0 (a limit here is 1 or more)" for theirs in _LIMITS if one.get(theirs) == 0)
@@ -88,7 +88,7 @@ def _left_out(one: Mapping[str, Any]) -> Iterator[str]:
     yield from (name for name in _ELSEWHERE if any(each.get(name) for each in within))
 
 
-def _budget_in_words(one: Mapping[str, Any]) -> str:
+def _budget_text(one: Mapping[str, Any]) -> str:
     duration = one.get("budget_duration")
     if not one["max_budget"]:
         return "0 (a limit here is more than 0)"

@@ -23,7 +23,7 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason
 
 DIMENSIONS = ("key", "team", "model", "day", "server")
-"""What sums may be grouped by."""
+"""Dimensions by which sums may be grouped."""
 
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")

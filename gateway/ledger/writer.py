@@ -187,7 +187,7 @@ class Ledger:
             self._disk_recovered()
             return True
         except OSError as error:
-            self._disk = _words(error)
+            self._disk = _error_text(error)
             self._log_limited("disk", f"the ledger's spool cannot be written; usage goes directly to the database: {error}")
         try:
             self._write(list(frames(data)))
@@ -219,7 +219,7 @@ class Ledger:
         try:
             self._spool.probe()
         except OSError as error:
-            self._disk = _words(error)
+            self._disk = _error_text(error)
         else:
             self._disk_recovered()
 
@@ -313,7 +313,7 @@ class Ledger:
             _log.error("%s", message)
 
 
-def _words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return error.strerror or str(error)
 
 

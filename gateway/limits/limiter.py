@@ -88,7 +88,7 @@ class Limiter:
         self._subjects: dict[tuple[str, str | None], KeyLimits] = {}  # of tokens, by subject and team
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Use the limits of this snapshot from now on. What was used stays counted."""
+        """Use the limits of this snapshot from now on. Usage so far stays counted."""
         self._by_key = {key.id: KeyLimits(key.id, self.buckets, key.allowances) for key in snapshot.keys if key.allowances}
         for key in snapshot.keys:
             for reason in _reasons(key):

@@ -31,7 +31,7 @@ _NOTHING, _UNWEIGHED = Amounts(), TokenEstimate()
 
 
 class Reservation(msgspec.Struct, eq=False):
-    """What one request of a key with limits has reserved. It counts for the day on which the request arrived."""
+    """The reservation of one request of a key with limits. It counts for the day on which the request arrived."""
 
     _limiter: Limiter
     _limits: KeyLimits

@@ -1,18 +1,18 @@
-"""Decide about limits: whether a holder has capacity for what a request needs, and what its counts are afterwards. Pure.
+"""Decide about limits: whether a holder has capacity for a request, and what its counts are afterwards. Pure.
 
-The rules: amounts are reserved from every limit or from none. What is not used is returned where it was reserved, as far as it is
-still missing there. A holder never gets more than its limits, even if a clock is changed. admit.lua and settle.lua make the same
-decisions in a Redis; a change here needs the same change there.
+The rules: amounts are reserved from every limit or from none. Unused amounts are returned to the limits that they were reserved
+from, as far as they are still missing there. A holder never gets more than its limits, even if a clock is changed. admit.lua and
+settle.lua make the same decisions in a Redis; a change here needs the same change there.
 
 Per-minute limits are token buckets, not fixed windows: a bucket holds the limit and refills evenly, so in ``t`` seconds no more
 than ``limit * (1 + t / 60)`` pass. A bucket stores the time at which it will be full, by a monotonic clock. That may be more than a
-minute ahead if a request used more than it had reserved. Days and months are those of UTC. The period before is remembered, so a
+minute ahead if a request used more than it had reserved. Days and months are those of UTC. The previous period is remembered, so a
 clock that is set back finds its counts again.
 
-What time has refilled must not be returned as well, or more would pass than the limit. A bucket refills in the order of its
-reservations. What a request reserved is missing until the bucket was to be full with it, or earlier by what others have returned
-since. So a bucket also counts what was returned to it, and a request remembers the sum of both: the ``end`` of its reservation.
-If others returned what lay behind it, less is returned than possible, never more.
+Amounts that time has refilled must not be returned as well, or more than the limit would pass. A bucket refills in the order of its
+reservations. A reservation is missing until the bucket was to be full with it, or earlier by the amounts that other requests have
+returned since. So a bucket also counts returned amounts, and a request remembers the sum of both: the ``end`` of its reservation.
+If other requests returned later amounts, less is returned than possible, never more.
 
 The counts of a holder are ``SIZE`` numbers in an array of cells, from an ``offset``. So workers can share them, and a request
 creates no objects for them.
@@ -310,7 +310,7 @@ def _settle_bucket(cells: Cells, bucket: int, seconds: float, reservation_ends: 
 
 
 def _start_period(cells: Cells, window: int, period: int) -> None:
-    """Make a period the current one. Of the two other known periods, remember the later one."""
+    """Make a period the current one, and remember the later one of the two other known periods."""
     if cells[window] == period:
         return
     other, fresh = window + _OTHER, (period, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """Count in shared memory: a worker writes, control reads, neither waits for the other.
 
 Control creates an anonymous memory file, which a worker inherits. The worker appends a record for each series on first use, and
-from then on adds to its float64 cells in place. Control reads the cells when Prometheus scrapes, so a scrape costs the workers
+afterwards adds to its float64 cells in place. Control reads the cells when Prometheus scrapes, so a scrape costs the workers
 nothing. The counts of a killed worker remain for its successor.
 
 The rule: one writer per file; a record is complete before the length that makes it visible is written.

@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--board-fd", type=int, required=True)
-    parser.add_argument("--meters-fd", type=int, required=True)
+    parser.add_argument("--buckets-fd", type=int, required=True)
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
@@ -116,7 +116,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             log=log,
             write_batch=servers.write_batch,
             ledger=recorder,
-            buckets=Buckets.inherited(arguments.meters_fd, arguments.number),
+            buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
             spans=traced,
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),

@@ -88,7 +88,7 @@ class _Inherited:
     """What every worker process inherits. ``seats`` is None for a single worker, ``ledger`` where none is configured."""
 
     listener: socket.socket
-    meters: Buckets
+    buckets: Buckets
     seats: Seats | None
     ledger: Ledger | None
 
@@ -208,7 +208,7 @@ class _WorkerSlot:
             "--listen-fd": inherited.listener.fileno(),
             "--control-fd": theirs.fileno(),
             "--board-fd": self.board.fd,
-            "--meters-fd": inherited.meters.fd,
+            "--buckets-fd": inherited.buckets.fd,
         }
         if inherited.seats is not None:
             fds["--seats-fd"] = inherited.seats.fd
@@ -254,9 +254,9 @@ class WorkerSupervisor:
     """All workers of a gateway, each kept running in a slot of its own."""
 
     def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
-        self._meters = Buckets.create("meters", count)
+        self._buckets = Buckets.create("buckets", count)
         self._seats = Seats.create(count) if count > 1 else None
-        inherited = _Inherited(listener, self._meters, self._seats, ledger)
+        inherited = _Inherited(listener, self._buckets, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._tasks: list[asyncio.Task[None]] = []
         self._snapshot: Snapshot | None = None
@@ -360,7 +360,7 @@ class WorkerSupervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for slot in self._slots:
             slot.board.close()
-        self._meters.close()
+        self._buckets.close()
         if self._seats is not None:
             self._seats.close()
 

@@ -77,10 +77,10 @@ class Counted:
 
 
 def meter(served: Served, holder: str = "key team-a") -> Counted:
-    meters = served.context.limiter.buckets
-    place = meters.holder(holder, Limits()).offset
-    cells = meters.cells[place : place + rules.SIZE]
-    return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], meters.in_flight(place))
+    buckets = served.context.limiter.buckets
+    place = buckets.holder(holder, Limits()).offset
+    cells = buckets.cells[place : place + rules.SIZE]
+    return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], buckets.in_flight(place))
 
 
 def ratelimits(reply: Reply) -> dict[str, str]:

@@ -93,8 +93,8 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
 
 async def _compare(server: RedisServer, steps: list[Any]) -> None:
     """Each decides by a clock of its own: when half a second has passed, one may have a token more than the other, and no more is said."""
-    meters, began = Buckets.private(), monotonic()
-    one, both = meters.holder("key one", LIMITS), meters.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
+    buckets, began = Buckets.private(), monotonic()
+    one, both = buckets.holder("key one", LIMITS), buckets.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
     async with opened(server.place()) as store:
         for number, (kind, amount, what) in enumerate(steps):
@@ -102,7 +102,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                 at, identity = moment(monotonic(), time()), str(number)
                 wanted = [(holder, Amounts(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
                 ends: dict[int, float] = {}
-                expected, answer = meters.reserve(wanted, at, ends), await store.admit(identity, wanted)
+                expected, answer = buckets.reserve(wanted, at, ends), await store.admit(identity, wanted)
                 if monotonic() - began > 0.5:
                     return
                 assert (answer.exceeded and answer.exceeded[1].reason) == (expected and expected[1].reason)
@@ -115,7 +115,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
             elif running:
                 identity, wanted, at, ends = running.pop(amount % len(running))
                 used = Amounts(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
-                meters.settle(wanted, ends, used, at, monotonic())
+                buckets.settle(wanted, ends, used, at, monotonic())
                 store.settle(identity, wanted, used)
 
 
@@ -488,8 +488,8 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, limits_store=None))
             visitor.send(data[-1:])
             assert (await visitor.reply()).status == 200
-        meters = served.context.limiter.buckets
-        assert meters.in_flight(meters.holder("key team-a", Limits()).offset) == 0
+        buckets = served.context.limiter.buckets
+        assert buckets.in_flight(buckets.holder("key team-a", Limits()).offset) == 0
 
 
 async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisServer) -> None:
