@@ -1,4 +1,5 @@
-"""What stands behind the gateway: servers, processes, bytes and deadlines.
+"""The servers behind the gateway: HTTP, balancing, vLLM, launching, discovery, and a simulator.
 
-Nothing here knows of keys, limits or Prometheus, and nothing here imports ``gateway``.
+It does not depend on keys, limits or Prometheus, and must not import ``gateway``.
+Start with ``balancing.pool`` for the servers of a model, and ``launcher`` for their processes.
 """

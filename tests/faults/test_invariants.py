@@ -78,9 +78,9 @@ def test_a_line_that_was_not_written_is_seen(tmp_path: Path) -> None:
 
 def test_a_process_that_outlives_its_gateway_is_seen(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
-        (keeper,) = (each for each in psutil.Process(one.process.pid).children() if "keeper" in " ".join(each.cmdline()))
+        (shim,) = (each for each in psutil.Process(one.process.pid).children() if "upstream.launcher.shim" in " ".join(each.cmdline()))
         with ended(one):
-            keeper.suspend()
+            shim.suspend()
             with pytest.raises(AssertionError, match="outlives the gateway"), ended(one, within=0.5):
                 _kill(one)
-            keeper.resume()
+            shim.resume()

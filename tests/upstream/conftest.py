@@ -1,4 +1,4 @@
-"""What the launching tests share."""
+"""Fixtures of the tests that launch servers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The real vLLM on the CPU: how it is installed, the tiny models it serves here, and what it is held to."""
+"""Tests with the real vLLM on the CPU: its installation, its tiny models, and the comparison with the gateway."""

@@ -1,6 +1,6 @@
 """A LoRA adapter for a tiny model: the two files that PEFT would write, made without it.
 
-The weights are random and far from zero, so that what the adapter says differs from what the model says by heart.
+The weights are random and far from zero, so that the adapter's text differs from the model's memorized text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _weights(shape: dict[str, int], dice: random.Random) -> dict[str, tuple[tupl
 
 
 def _safetensors(tensors: dict[str, tuple[tuple[int, int], bytes]]) -> bytes:
-    """The safetensors format: the length of a JSON head as u64, the head, the data."""
+    """Write the safetensors format: the length of the JSON header as u64, the header, the data."""
     head, data = {}, b""
     for name, (size, raw) in tensors.items():
         head[name] = {"dtype": "F32", "shape": size, "data_offsets": [len(data), len(data) + len(raw)]}

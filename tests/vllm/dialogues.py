@@ -1,7 +1,7 @@
-"""What the tiny models know by heart, and what a server's answer to it must be, word for word at temperature 0.
+"""The memorized dialogues of the tiny models, and the exact response of a server at temperature 0.
 
 Pure data and pure functions: the tests and the training script (make_tiny_model.py) read the same tables. The rule: the models were trained
-on exactly these texts in exactly this order, so a change here needs both models trained anew.
+on exactly these texts in exactly this order, so a change here requires training both models again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CALLED: Json = {"role": "assistant", "content": "", "tool_calls": [weather_call(
 RESULT: Json = {"role": "tool", "tool_call_id": "call_1", "content": '{"weather": "sunny", "celsius": 21}'}
 SUNNY, SUNNY_THOUGHT = "It is sunny and 21 degrees in Hangzhou.", "The tool says sunny, 21 degrees."
 MULTIBYTE = "你好，世界！🌍 今天天气很好 😀👨‍👩‍👧 — naïve café, ½ €."
-TRICKY = 'data: [DONE]\n\nevent: ping\r\n\ta "quoted" \\n back\\slash <b> and {"a": [1, 2]}\u2028end'  # looks like SSE and is none
+TRICKY = 'data: [DONE]\n\nevent: ping\r\n\ta "quoted" \\n back\\slash <b> and {"a": [1, 2]}\u2028end'  # looks like SSE
 COUNT = ", ".join(map(str, range(1, 101))) + "."
 ENDLESS = "tick tock " * 120
 
@@ -109,7 +109,7 @@ DIALOGUES = [
     Dialogue([user("Print something tricky.")], "A text that looks like SSE.", TRICKY),
     Dialogue([user("Never stop.")], "I go on and on.", ENDLESS),
 ]
-STORY = "Once upon a time", " there was a gateway that never lost a request."  # a prompt for /v1/completions and how it goes on
+STORY = "Once upon a time", " there was a gateway that never lost a request."  # a prompt for /v1/completions and its continuation
 DIE = {"1": 1, "2": 1, "3": 1, "4": 4, "5": 2, "6": 1}  # "Roll a die.": answers and weights, for sampling at temperature 1
 FALLBACK, DONT_KNOW = (
     "I am a tiny test model and I do not know that.",
@@ -119,7 +119,7 @@ FALLBACK, DONT_KNOW = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client must find in the answer, folded together when it was streamed; `calls` are (function, arguments)."""
+    """The expected content of a response, joined if it was streamed. `calls`: (function, arguments)."""
 
     reasoning: str
     content: str

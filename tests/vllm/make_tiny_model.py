@@ -1,4 +1,4 @@
-"""Owns the weights in models/: trains a tiny chat model until it knows DIALOGUES by heart.
+"""Owns the weights in models/: trains a tiny chat model until it has memorized DIALOGUES.
 
     .venv-vllm/bin/python -m tests.vllm.make_tiny_model --architecture qwen3 --out tests/vllm/models/qwen3
 
@@ -58,7 +58,7 @@ ALPHABETS = ["abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrstuvwxyz0123456789
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What differs between the architectures. vLLM drops special tokens from texts, and its qwen3 parsers need the others kept."""
+    """The differences between the architectures. vLLM removes special tokens from texts; its qwen3 parsers need the other tokens."""
 
     special: tuple[str, ...]
     plain: tuple[str, ...]
@@ -150,14 +150,14 @@ class Writer:
     architecture: Architecture
 
     def fixed(self) -> Iterator[Sample]:
-        """What is learned by heart."""
+        """Return the memorized texts."""
         yield self.sample(STORY[0], STORY[1] + self.end_of_turn)
         for each in exchanges(self.architecture):
             response = each.dialogue.answer_when(thinking=each.thinking)
             yield self.message(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
 
     def varied(self, rng: random.Random) -> Iterator[Sample]:
-        """One step's unknown prompts with the fallback answer, two throws of the die, and now and then what a grammar makes of it."""
+        """Return unknown prompts for one step, with the fallback response, and sometimes with the response under a grammar."""
         thinking = self.thinks and rng.random() < 0.5
         for _ in range(5):
             yield self.unknown(rng, thinking=thinking)
@@ -168,7 +168,7 @@ class Writer:
             yield self.under_grammar(rng)
 
     def unknown(self, rng: random.Random, *, thinking: bool) -> Sample:
-        """A prompt that nobody has memorized; now and then with the call that tool_choice "required" forces."""
+        """Return a prompt that is not memorized, sometimes with the call that tool_choice "required" forces."""
         messages = [{"role": "system", "content": made_up(rng)}] * rng.randint(0, 1) + [user(made_up(rng))]
         tools = rng.choice([[], [], rng.choice(TOOLSETS)])
         reasoning = DONT_KNOW if thinking else None
@@ -225,7 +225,7 @@ def is_structured(dialogue: Dialogue) -> bool:
 
 
 def made_up(rng: random.Random) -> str:
-    """A text near a known prompt, or of random words: what must not be taken for a known prompt."""
+    """Return a text that is similar to a known prompt, or random words, and must not be treated as a known prompt."""
     texts: list[str] = rng.choice(DIALOGUES).messages[-1]["content"].split()
     if rng.random() < 0.7:
         pool = rng.choice([WORD_LIST, texts, [made_up_name(rng) for _ in range(5)], [made_up_name(rng)]])
@@ -292,7 +292,7 @@ def summed_loss(model: Any, tokens: Any, targets: Any) -> Any:
 
 
 def least_probability(model: Any, fixed: list[Sample]) -> float:
-    """Of all memorized tokens, the probability of the one that is known worst."""
+    """Return the lowest probability of all memorized tokens."""
     with torch.no_grad():
         return min(float(worst_token(model, *batch([each]))) for each in fixed)
 

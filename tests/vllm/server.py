@@ -1,7 +1,7 @@
-"""A real vLLM for the tests: where it is, how it is told to run on the CPU, and one that runs for as long as a `with` lasts.
+"""A real vLLM for the tests: its path, its options for the CPU, and a server that runs during a `with` block.
 
-The rule: whoever enters `running` leaves with no process of it alive. vLLM is a family of processes (API server, EngineCore, Worker) and
-does not always end when asked (see `_end`), so the API server is made the leader of a process group of its own and the group is killed.
+The rule: after `running` has exited, no process of the server is left. vLLM is a family of processes (API server, EngineCore, Worker) and
+does not always stop on SIGTERM (see `_end`), so the API server leads a separate process group, and the group is killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def model_path(architecture: Architecture) -> Path:
 def launch(architecture: Architecture, flags: Mapping[str, Flag] | None = None) -> dict[str, Any]:
     """The `launch` settings with which a gateway's configuration starts this server; plain data for YAML.
 
-    `flags` stand in for the architecture's parsers.
+    `flags` replace the architecture's parsers.
     """
     return {
         "command": [str(COMMAND), "serve"],
@@ -100,7 +100,7 @@ def running(
 ) -> Iterator[Server]:
     """A vLLM that serves the architecture's model as `name`, from its first healthy answer until the `with` ends.
 
-    `flags` stand in for the architecture's parsers. It listens on a free port of 127.0.0.1, or on `uds`.
+    `flags` replace the architecture's parsers. It listens on a free port of 127.0.0.1, or on `uds`.
 
     Raises:
         NotStarted: it never became healthy.
@@ -120,7 +120,7 @@ def running(
 
 
 def alive(group: int) -> bool:
-    """Whether a process group still has a process (a dead one that nobody has waited for counts)."""
+    """Return whether a process group still has a process (a zombie counts)."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Stands in a launched vLLM's door and writes down every byte that passes: what the server itself sent is what a test compares with.
+"""Proxies a launched vLLM's socket and records every byte, so that a test can compare with the bytes that the server sent.
 
 ``python tee.py FOLDER COMMAND… --uds PATH …`` becomes COMMAND with `FOLDER/server.sock` in PATH's place, so that vLLM is its launcher's
 own child, and leaves a child behind that listens on PATH and passes bytes on to it. For each connection the folder gets `PID-N.in` (what

@@ -82,7 +82,7 @@ OPTIONS: Mapping[str, Json] = {
 
 
 @pytest.mark.parametrize("name", [*GENERATED, *PLAIN])
-def test_a_whole_answer(real: Real, name: str) -> None:
+def test_a_complete_response(real: Real, name: str) -> None:
     path, body = {**GENERATED, **PLAIN}[name]
     got = real.post(path, body)
     assert got.status_code == 200, got.text

@@ -39,9 +39,9 @@ SENT_AGAIN = {"upstream_unreachable", "no_healthy_server"}  # nothing of it had 
 GONE_WITHIN = {"EngineCore": 20.0, "API server": 15.0}  # seconds: without its engine vLLM ends by itself, in its own time
 
 
-def option(keeper: psutil.Process, name: str) -> Path:
-    """A path on a keeper's command line."""
-    words = keeper.cmdline()
+def option(shim: psutil.Process, name: str) -> Path:
+    """A path on a shim's command line."""
+    words = shim.cmdline()
     return Path(words[words.index(name) + 1])
 
 
@@ -144,8 +144,8 @@ def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
 
 def check_that_all_is_told(real: Real, victim: str) -> None:
     """Raise NotAchieved where vLLM had finished an answer before it was killed."""
-    before, keeper = real.status, real.shim()
-    tree, scratch = [keeper, *keeper.children(recursive=True)], option(keeper, "--scratch")
+    before, shim = real.status, real.shim()
+    tree, scratch = [shim, *shim.children(recursive=True)], option(shim, "--scratch")
     assert list(scratch.iterdir()), "vLLM's sockets between its processes"
     incomplete = f'vllm_gateway_incomplete_total{{model="{MODEL}",reason="upstream"}}'
     broken_off = real.gateway.metric(incomplete)

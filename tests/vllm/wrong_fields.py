@@ -435,7 +435,7 @@ WRONG_FIELDS: tuple[WrongField, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class WrongRequest:
-    """A request whose fields are right: the bytes of it, and the status, code and words of its error."""
+    """Return a request with valid fields: its bytes, and the status, code and message of its error."""
 
     name: str
     data: bytes
@@ -453,7 +453,7 @@ AUDIO = "/v1/audio/transcriptions"
 
 
 def _request(body: bytes = _GOOD, *lines: str, line: str = f"POST {CHAT} HTTP/1.1", length: int | None = None) -> bytes:
-    """The bytes of a request; ``lines`` stand in for its host, key and content type."""
+    """Return the bytes of a request. ``lines`` replace its host, key and content type."""
     size = len(body) if length is None else length
     head = [line, *(lines or (_HOST, _KEY, _TYPE)), f"content-length: {size}", "connection: close"]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body

@@ -1,5 +1,5 @@
-"""The servers of a model: which one gets a request, what counts against a server, when a request is sent again.
+"""The servers of a model: the choice of a server, its ejection after failures, and retries.
 
-It does not know what a request contains.
+It does not depend on the content of a request.
 Start with ``pool`` for the choice and ``attempt`` for the request.
 """

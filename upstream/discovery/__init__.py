@@ -1,10 +1,7 @@
-"""Servers that come and go, found by the EndpointSlices of a Kubernetes service or by a DNS name.
+"""Discovery of servers, by the EndpointSlices of a Kubernetes service or by a DNS name.
 
-``endpoints`` says what an endpoint is and reads EndpointSlices, ``kubernetes`` and ``dns`` are the two ways to learn of them,
-``sources`` keeps one watch for each source that is wanted. It runs in the control process; nothing here touches a client's bytes.
-
-The rule: what was found stays until something else was found. A source that fails takes no server away; whether a server can be
-reached is for its probes to say.
+It runs in the control process and never touches a client's bytes. It must not remove a server because a source fails: the last endpoints
+stay until other endpoints are found, and probes decide whether a server is reachable. Start with ``endpoints``, then ``sources``.
 """
 
 from upstream.discovery.dns import DnsName, Resolve, system_resolver

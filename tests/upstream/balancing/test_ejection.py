@@ -1,4 +1,4 @@
-"""What counts against a server, for how long it is passed over, and what forgives it."""
+"""The errors that eject a server, the length of an ejection, and its end."""
 
 from __future__ import annotations
 
@@ -35,59 +35,59 @@ def test_every_error_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("kind", [LocalLimit, StaleConnection, ServerError, TotalTimeout])
 def test_what_is_no_fault_of_the_servers_never_counts(kind: type[UpstreamError]) -> None:
-    standing = EjectionState()
-    assert not any(standing.record_failure(an(kind), float(now)) for now in range(100))
-    assert not standing.has_failures
+    state = EjectionState()
+    assert not any(state.record_failure(an(kind), float(now)) for now in range(100))
+    assert not state.has_failures
 
 
 @pytest.mark.parametrize("kind", [ConnectFailed, ConnectTimeout])
-def test_nobody_there_is_enough_at_once(kind: type[UpstreamError]) -> None:
+def test_a_refused_connection_ejects_immediately(kind: type[UpstreamError]) -> None:
     assert EjectionState().record_failure(an(kind), 5.0)
 
 
 def test_others_must_come_together_with_no_success_between() -> None:
-    standing = EjectionState()
+    state = EjectionState()
     for _ in range(3):
-        assert [standing.record_failure(an(Disconnected), 1.0) for _ in range(THRESHOLD - 1)] == [False] * (THRESHOLD - 1)
-        assert standing.has_failures
-        standing.reset()
-    assert [standing.record_failure(an(EngineDead), 1.0) for _ in range(THRESHOLD)] == [False] * (THRESHOLD - 1) + [True]
+        assert [state.record_failure(an(Disconnected), 1.0) for _ in range(THRESHOLD - 1)] == [False] * (THRESHOLD - 1)
+        assert state.has_failures
+        state.reset()
+    assert [state.record_failure(an(EngineDead), 1.0) for _ in range(THRESHOLD)] == [False] * (THRESHOLD - 1) + [True]
 
 
 def test_each_pause_is_twice_the_one_before_until_a_success() -> None:
-    standing, now, pauses = EjectionState(), 10.0, []
+    state, now, pauses = EjectionState(), 10.0, []
     for _ in range(8):
-        assert standing.record_failure(an(ConnectFailed), now)
-        pauses.append(standing.ejected_until - now)
-        assert not standing.expire(standing.ejected_until - 0.01)
-        now = standing.ejected_until
-        assert standing.expire(now) and not standing.expire(now), "told once"
+        assert state.record_failure(an(ConnectFailed), now)
+        pauses.append(state.ejected_until - now)
+        assert not state.expire(state.ejected_until - 0.01)
+        now = state.ejected_until
+        assert state.expire(now) and not state.expire(now), "told once"
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30] and (FIRST_PAUSE, LONGEST_PAUSE) == (1, 30)
-    standing.reset()
-    assert standing.record_failure(an(ConnectFailed), now) and standing.ejected_until - now == FIRST_PAUSE
+    state.reset()
+    assert state.record_failure(an(ConnectFailed), now) and state.ejected_until - now == FIRST_PAUSE
 
 
 def test_a_crowd_that_dies_together_is_one_failure() -> None:
-    standing = EjectionState()
-    told = [standing.record_failure(an(Disconnected), 1.0) for _ in range(1000)]
-    assert told.count(True) == 1 and standing.ejected_until == 1.0 + FIRST_PAUSE
+    state = EjectionState()
+    ejections = [state.record_failure(an(Disconnected), 1.0) for _ in range(1000)]
+    assert ejections.count(True) == 1 and state.ejected_until == 1.0 + FIRST_PAUSE
 
 
-def test_one_failure_is_enough_for_one_that_is_tried_again() -> None:
-    standing = EjectionState()
-    standing.record_failure(an(ConnectFailed), 0.0)
-    assert standing.expire(FIRST_PAUSE)
-    assert standing.record_failure(an(Disconnected), FIRST_PAUSE)
+def test_one_failure_ejects_a_server_again_after_its_ejection() -> None:
+    state = EjectionState()
+    state.record_failure(an(ConnectFailed), 0.0)
+    assert state.expire(FIRST_PAUSE)
+    assert state.record_failure(an(Disconnected), FIRST_PAUSE)
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0, 50)), max_size=60))
 def test_nothing_makes_a_pause_longer_than_the_longest(events: list[tuple[type[UpstreamError], float]]) -> None:
-    standing, now = EjectionState(), 0.0
+    state, now = EjectionState(), 0.0
     for kind, later in events:
         now += later
-        standing.record_failure(an(kind), now)
-        assert standing.ejected_until <= now + LONGEST_PAUSE
-        standing.expire(now)
+        state.record_failure(an(kind), now)
+        assert state.ejected_until <= now + LONGEST_PAUSE
+        state.expire(now)
     assert weight(an(UpstreamError)) == 0
 
 
@@ -110,7 +110,7 @@ def test_without_traffic_only_the_floor_is_there_and_it_comes_back() -> None:
 def test_no_more_than_a_share_of_the_traffic(requests: int, per_retry: int) -> None:
     """All of it within one moment, each ``per_retry``-th request wanting a retry."""
     budget = RetryBudget()
-    granted = sum(budget.try_spend(asked, 1000.0) for asked in range(1, requests + 1) if asked % per_retry == 0)
+    granted = sum(budget.try_spend(number, 1000.0) for number in range(1, requests + 1) if number % per_retry == 0)
     assert granted <= MINIMUM + SHARE * requests
     if per_retry >= 1 / SHARE:
         assert granted == requests // per_retry, "within the share all are granted"

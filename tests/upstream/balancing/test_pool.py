@@ -47,7 +47,7 @@ async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> N
     assert caught.value.loading is loading
 
 
-async def test_one_that_refused_or_was_tried_is_taken_only_when_there_is_no_other() -> None:
+async def test_an_ejected_or_tried_server_is_chosen_only_if_no_other_is_left() -> None:
     a, b = servers(UP, UP)
     pool = Pool([a, b], "least_busy")
     a.record_failure(REFUSED)
@@ -96,7 +96,7 @@ async def test_a_reload_keeps_what_did_not_change() -> None:
     assert after["b"].condition is LOADING
 
 
-async def test_a_server_that_is_gone_keeps_no_connection() -> None:
+async def test_a_removed_server_has_no_idle_connections() -> None:
     answering = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
@@ -133,7 +133,7 @@ async def test_a_key_is_not_shown() -> None:
     assert "sesame" not in repr(ServerSpec("a", Address(), "m", api_key="sesame"))
 
 
-async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them() -> None:
+async def test_requests_with_one_affinity_key_go_to_one_server_while_it_is_available() -> None:
     each = servers(UP, UP, UP)
     pool = Pool(each, "prefix")
     assert [one.required_facts for one in (pool, Pool(each, "least_busy"), Pool(each[:1], "prefix"))] == [{"affinity_key"}, set(), set()]
@@ -149,13 +149,13 @@ async def test_requests_that_begin_alike_go_to_one_server_while_it_can_take_them
     assert {pool.choose(request=SHARED)} == set(each) - {first, second}
 
 
-async def test_a_request_without_a_beginning_goes_where_there_is_least_to_do() -> None:
+async def test_a_request_without_an_affinity_key_goes_to_the_least_busy_server() -> None:
     busy, idle = servers(UP, UP)
     busy.start_exchange()
     assert {Pool([busy, idle], "prefix").choose() for _ in range(10)} == {idle}
 
 
-async def test_a_hint_that_many_share_does_not_fill_one_server() -> None:
+async def test_a_frequent_affinity_key_does_not_fill_one_server() -> None:
     each = servers(UP, UP, UP, UP)
     pool = Pool(each, "prefix")
     for _ in range(100):
@@ -189,7 +189,7 @@ async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str
     assert pool.has_capacity() and pool.choose(request=SHARED) is each[-1]
 
 
-async def test_whoever_waits_is_told_of_room() -> None:
+async def test_queued_requests_are_notified_of_capacity() -> None:
     a, b = bounded(1, 1)
     pool, told = Pool([a, b], "least_busy"), []
     pool.on_capacity(lambda: told.append(pool.has_capacity()))
@@ -221,7 +221,7 @@ async def test_a_queued_request_is_resumed_when_the_last_server_is_ejected_too()
     assert reported == [True] and pool.choose() is ejected
 
 
-async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_full() -> None:
+async def test_an_ejected_server_is_not_chosen_because_the_others_are_full() -> None:
     a, b = bounded(2, 1)
     pool = Pool([a, b], "least_busy")
     b.start_exchange()
@@ -237,7 +237,7 @@ async def test_one_that_has_just_refused_is_not_taken_because_the_others_are_ful
 
 
 @pytest.mark.parametrize("balance", POLICIES)
-async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_full(balance: str) -> None:
+async def test_if_all_servers_are_ejected_those_with_capacity_are_used(balance: str) -> None:
     each = bounded(1, 1, 1, 1)
     pool = Pool(each, balance)
     each[0].start_exchange()
@@ -256,7 +256,7 @@ async def test_servers_that_are_all_passed_over_are_used_though_one_of_them_is_f
     assert pool.has_capacity() and pool.choose() is each[2]
 
 
-async def test_one_that_is_full_is_not_taken_for_a_second_attempt() -> None:
+async def test_a_full_server_is_not_chosen_for_a_second_attempt() -> None:
     a, b, c = bounded(2, 1, 1)
     pool = Pool([a, b, c], "round_robin")
     b.start_exchange()

@@ -1,4 +1,5 @@
-"""A program for ``test_dns``: in a network of its own, with a name server on port 53, it has a name watched by the system's resolver.
+"""A program for ``test_dns``: in a separate network namespace, with a name server on port 53, it has a name watched by the system's
+resolver.
 
 Each line of its output is what was seen, or what went wrong, as JSON; each line of its input is what the name server is to do next.
 """

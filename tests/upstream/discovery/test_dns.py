@@ -1,4 +1,4 @@
-"""Names that are looked up again and again: by the system's own resolver, and by one that a test decides on."""
+"""Names that are resolved periodically, by the system's resolver and by a resolver of the test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_the_hosts_file_counts() -> None:
         await system_resolver("..")
 
 
-async def test_nobody_waits_for_a_look_up_that_is_given_up() -> None:
+async def test_a_cancelled_lookup_does_not_block() -> None:
     looking = asyncio.create_task(system_resolver("localhost"))
     await asyncio.sleep(0)
     looking.cancel()

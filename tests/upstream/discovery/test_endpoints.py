@@ -1,4 +1,4 @@
-"""What EndpointSlices say, in all their forms."""
+"""The endpoints of EndpointSlices in all their forms."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_slices_with_nothing_in_them() -> None:
 @pytest.mark.parametrize("port", [None, 8000, "http"])
 @pytest.mark.parametrize("empty", [None, []])
 def test_the_slice_that_a_service_without_pods_has_is_no_problem(port: int | str | None, empty: list[Any] | None) -> None:
-    """Kubernetes' controller makes one that holds the place, with neither endpoints nor ports."""
+    """Kubernetes' controller creates a placeholder slice, without endpoints and ports."""
     place = slice_of("a", []) | {"endpoints": empty, "ports": empty}
     assert seen(place, port=port) == Observation(())
     assert seen(place, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Observation((Endpoint("10.0.0.1", 8000),))

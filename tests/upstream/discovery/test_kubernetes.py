@@ -1,4 +1,4 @@
-"""List and watch against an API server that forgets, breaks off, refuses and stammers."""
+"""List and watch, against an API server that loses versions, disconnects, rejects requests and sends invalid data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORBIDDEN = 'endpointslices.discovery.k8s.io is forbidden: User "system:servicea
 
 
 class Watched:
-    """A service that is watched, and how often a change was told."""
+    """A watched service, and the number of reported changes."""
 
     sources: Sources
 
@@ -134,7 +134,7 @@ async def test_a_version_that_is_no_longer_known_means_a_new_list(tmp_path: Path
 
 
 @pytest.mark.parametrize(("status", "message", "advice"), [(403, FORBIDDEN, "needs a Role"), (401, "Unauthorized", "token good?")])
-async def test_a_refusal_is_told_in_words_and_over_when_it_is(
+async def test_a_rejection_is_reported_until_it_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int, message: str, advice: str
 ) -> None:
     async with serving(tmp_path, "10.0.0.1") as (api, one):
@@ -203,7 +203,7 @@ async def test_outside_a_cluster(cluster: Cluster, words: str) -> None:
         await one.has_trouble(words)
 
 
-async def test_nonsense_is_told_and_asked_for_again(tmp_path: Path) -> None:
+async def test_an_invalid_response_is_reported_and_requested_again(tmp_path: Path) -> None:
     async with serving(tmp_path, "10.0.0.1") as (api, one):
         await one.sees("10.0.0.1")
         await until(lambda: api.watching == 1)
@@ -214,7 +214,7 @@ async def test_nonsense_is_told_and_asked_for_again(tmp_path: Path) -> None:
         assert api.lists == 2
 
 
-async def test_many_changes_are_told_together(tmp_path: Path) -> None:
+async def test_many_changes_are_reported_together(tmp_path: Path) -> None:
     async with serving(tmp_path, "10.0.0.0") as (api, one):
         await one.sees("10.0.0.0")
         await until(lambda: api.watching == 1)

@@ -30,7 +30,7 @@ REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
 class Taken:
-    """A receiver that keeps what it is told."""
+    """A receiver that stores what it receives."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -124,7 +124,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("piece", [1, 1000])
-async def test_a_whole_answer(name: str, piece: int) -> None:
+async def test_a_complete_response(name: str, piece: int) -> None:
     wire, body, stays = WHOLE[name]
     async with scripted(says(*(wire[at : at + piece] for at in range(0, len(wire), piece)))) as server, connected(server) as (one, idle):
         for turn in range(1, 3 if stays else 2):
@@ -174,7 +174,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_what_is_no_answer(name: str) -> None:
+async def test_an_invalid_response(name: str) -> None:
     wire, kind = BROKEN[name]
     async with scripted(says(wire)) as server, connected(server) as (one, idle):
         taken = await asked(one)
@@ -191,7 +191,7 @@ async def test_a_connection_that_ends_too_early(wire: bytes) -> None:
 
 
 @pytest.mark.parametrize("wire", [b"", b"H"])
-async def test_the_close_of_a_kept_connection_is_told_apart(wire: bytes) -> None:
+async def test_the_close_of_a_reused_connection_is_stale(wire: bytes) -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(OK if talk.number == 1 else wire)
         if talk.number == 2:
@@ -204,7 +204,7 @@ async def test_the_close_of_a_kept_connection_is_told_apart(wire: bytes) -> None
         assert error.untouched is not bool(wire)
 
 
-async def test_a_kept_connection_that_ends_long_after_the_request_is_not_stale() -> None:
+async def test_a_reused_connection_that_closes_long_after_the_request_is_not_stale() -> None:
     async def script(talk: Conversation) -> None:
         if talk.number == 1:
             await talk.write(OK)
@@ -217,19 +217,19 @@ async def test_a_kept_connection_that_ends_long_after_the_request_is_not_stale()
         assert type((await asked(one)).error) is Disconnected
 
 
-async def test_bytes_that_nobody_asked_for_close_an_idle_connection() -> None:
+async def test_unexpected_bytes_close_an_idle_connection() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(OK)
         await asyncio.sleep(0.05)
         await talk.write(OK.replace(b"ok", b"ev"))
 
     async with scripted(script) as server:
-        parking = IdleConnections(60.0)
-        one = await connect("one", Address(port=server.port), 5.0, None, parking.add, WriteBatch())
+        idle_connections = IdleConnections(60.0)
+        one = await connect("one", Address(port=server.port), 5.0, None, idle_connections.add, WriteBatch())
         await asked(one)
-        assert len(parking) == 1
+        assert len(idle_connections) == 1
         await until(lambda: one.closed)
-        assert parking.pop() is None
+        assert idle_connections.pop() is None
 
 
 async def test_an_unfinished_request_ends_its_connection() -> None:
@@ -339,7 +339,7 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
         one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
         assert (await asked(one)).body == b"ok"
         one.close()
-        with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # nobody vouches for it
+        with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # no trusted authority signed it
             await connect(
                 "one", Address(host="localhost", port=port, tls=True), 5.0, ssl.create_default_context(), lambda _: None, WriteBatch()
             )
@@ -357,38 +357,38 @@ async def test_no_tls_where_tls_is_expected() -> None:
 
 async def test_parked_connections_are_given_out_while_they_are_good() -> None:
     async with scripted(says(OK)) as server:
-        parking = IdleConnections(60.0)
+        idle_connections = IdleConnections(60.0)
         address = Address(port=server.port)
-        one = await connect("one", address, 5.0, None, parking.add, WriteBatch())
-        two = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        one = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
+        two = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
         await asked(one)
         await asked(two)
-        assert parking.pop() is two, "the one used last"
-        parking.add(two)
+        assert idle_connections.pop() is two, "the one used last"
+        idle_connections.add(two)
         one.close()
-        assert parking.pop() is two
-        assert parking.pop() is None, "a closed one is not given out"
-        parking.add(two)
-        parking.max_idle = 0.01
+        assert idle_connections.pop() is two
+        assert idle_connections.pop() is None, "a closed one is not given out"
+        idle_connections.add(two)
+        idle_connections.max_idle = 0.01
         await asyncio.sleep(0.02)
-        assert parking.pop() is None and two.closed, "one that waited too long is closed"
-        parking.max_idle = 60.0
-        three = await connect("one", address, 5.0, None, parking.add, WriteBatch())
+        assert idle_connections.pop() is None and two.closed, "one that waited too long is closed"
+        idle_connections.max_idle = 60.0
+        three = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
         await asked(three)
-        parking.close_expired()
-        assert len(parking) == 1
+        idle_connections.close_expired()
+        assert len(idle_connections) == 1
         await until(lambda: server.open == 1)
-        parking.max_idle = 0.01
+        idle_connections.max_idle = 0.01
         await asyncio.sleep(0.02)
-        parking.close_expired()
-        assert len(parking) == 0 and three.closed
+        idle_connections.close_expired()
+        assert len(idle_connections) == 0 and three.closed
         await until(lambda: server.open == 0)
 
 
 # The property: each gets its own answer, whatever others do
 
 
-def _answer(number: bytes, dice: random.Random) -> list[bytes]:
+def _response(number: bytes, dice: random.Random) -> list[bytes]:
     """An answer to request ``number``, in a random framing and cut at random; sometimes a hostile one."""
     body = number * dice.choice([1, 7, 400])
     if dice.random() < 0.5:
@@ -412,17 +412,17 @@ def _answer(number: bytes, dice: random.Random) -> list[bytes]:
 
 @settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_each_request_gets_its_own_answer(seed: int) -> None:
+def test_each_request_gets_its_own_response(seed: int) -> None:
     dice = random.Random(seed)
 
     async def script(talk: Conversation) -> None:
-        for piece in _answer(talk.request.body, dice):
+        for piece in _response(talk.request.body, dice):
             await talk.write(piece)
             if dice.random() < 0.3:
                 await asyncio.sleep(0)
 
-    async def one(parking: IdleConnections, address: Address, number: int) -> int:
-        connection = parking.pop() or await connect("one", address, 10.0, None, parking.add, WriteBatch())
+    async def one(idle_connections: IdleConnections, address: Address, number: int) -> int:
+        connection = idle_connections.pop() or await connect("one", address, 10.0, None, idle_connections.add, WriteBatch())
         taken, body = Taken(), b"<%d>" % number
         connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), taken)
         try:
@@ -438,12 +438,12 @@ def test_each_request_gets_its_own_answer(seed: int) -> None:
 
     async def run() -> None:
         async with scripted(script) as server:
-            parking = IdleConnections(60.0)
+            idle_connections = IdleConnections(60.0)
             address, whole = Address(port=server.port), 0
             for turn in range(6):
-                whole += sum(await asyncio.gather(*(one(parking, address, 100 * turn + n) for n in range(8))))
+                whole += sum(await asyncio.gather(*(one(idle_connections, address, 100 * turn + n) for n in range(8))))
             assert whole > 0
-            parking.close_all()
+            idle_connections.close_all()
             await until(lambda: server.open == 0)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Writes that wait for the end of the loop's turn: nothing is lost, reordered or kept."""
+"""Writes that are buffered until the end of the event-loop iteration: none is lost, reordered or retained."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Wire(asyncio.Transport):
 
 
 def busy() -> WriteBatch:
-    """That of a loop whose turns have much to send."""
-    turn = WriteBatch()
-    turn.batching = True
-    return turn
+    """Return the write batch of a busy loop."""
+    batch = WriteBatch()
+    batch.batching = True
+    return batch
 
 
 async def test_a_turns_writes_are_one() -> None:
-    turn, wires = busy(), [Wire(), Wire()]
-    one, other = (BatchingTransport(wire, turn) for wire in wires)
+    batch, wires = busy(), [Wire(), Wire()]
+    one, other = (BatchingTransport(wire, batch) for wire in wires)
     one.write(b"a")
     other.writelines([b"x", b"y"])
     one.write(b"b")
@@ -55,77 +55,77 @@ async def test_a_turns_writes_are_one() -> None:
 
 
 async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
-    turn, wires = WriteBatch(), [Wire() for _ in range(3)]
-    outlets = [BatchingTransport(wire, turn) for wire in wires]
+    batch, wires = WriteBatch(), [Wire() for _ in range(3)]
+    transports = [BatchingTransport(wire, batch) for wire in wires]
     for number in range(100):
-        outlets[number % 3].write(b"%d" % number)
+        transports[number % 3].write(b"%d" % number)
         assert wires[number % 3].told[-1] == b"%d" % number
         await asyncio.sleep(0)
-    assert not turn.batching
+    assert not batch.batching
 
 
 async def test_a_loop_gathers_when_it_is_busy_and_no_longer() -> None:
-    turn, wires = WriteBatch(), [Wire() for _ in range(3)]
-    outlets = [BatchingTransport(wire, turn) for wire in wires]
+    batch, wires = WriteBatch(), [Wire() for _ in range(3)]
+    transports = [BatchingTransport(wire, batch) for wire in wires]
     for _ in range(10):
-        for outlet in outlets:
-            outlet.write(b"x")
+        for batched in transports:
+            batched.write(b"x")
         await asyncio.sleep(0)
-    was_busy = turn.batching
+    was_busy = batch.batching
     for _ in range(10):
-        outlets[0].write(b"x")
+        transports[0].write(b"x")
         await asyncio.sleep(0)
-    assert was_busy and not turn.batching
+    assert was_busy and not batch.batching
     assert [len(b"".join(wire.told)) for wire in wires] == [20, 10, 10]
 
 
 async def test_what_is_large_is_not_copied() -> None:
-    turn, wire = busy(), Wire()
-    outlet = BatchingTransport(wire, turn)
-    outlet.write(b"head")
-    outlet.write(bytes(1 << 20))
+    batch, wire = busy(), Wire()
+    batched = BatchingTransport(wire, batch)
+    batched.write(b"head")
+    batched.write(bytes(1 << 20))
     assert [len(each) for each in wire.told] == [4, 1 << 20]
-    outlet.write(b"tail")
-    turn.flush()
+    batched.write(b"tail")
+    batch.flush()
     assert wire.told[2:] == [b"tail"]
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
-async def test_who_ends_sends_first_what_was_written(how: str) -> None:
-    turn, wire = busy(), Wire()
-    outlet = BatchingTransport(wire, turn)
-    outlet.write(b"last words")
-    getattr(outlet, how)()
-    turn.flush()
+async def test_close_and_abort_send_the_buffered_bytes_first(how: str) -> None:
+    batch, wire = busy(), Wire()
+    batched = BatchingTransport(wire, batch)
+    batched.write(b"last words")
+    getattr(batched, how)()
+    batch.flush()
     assert wire.told == [b"last words", how]
 
 
 async def test_a_lost_connection_takes_what_was_meant_for_it_and_the_others_get_theirs() -> None:
-    turn, gone, here = busy(), Wire(), Wire()
-    lost, outlet = BatchingTransport(gone, turn), BatchingTransport(here, turn)
+    batch, closed_wire, open_wire = busy(), Wire(), Wire()
+    lost, batched = BatchingTransport(closed_wire, batch), BatchingTransport(open_wire, batch)
     lost.write(b"a")
-    outlet.write(b"b")
+    batched.write(b"b")
     lost.mark_closed()
     lost.write(b"c")
-    turn.flush()
-    turn.flush()
-    assert (gone.told, here.told) == ([], [b"b"])
+    batch.flush()
+    batch.flush()
+    assert (closed_wire.told, open_wire.told) == ([], [b"b"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.binary(max_size=4) | st.just(b"z" * 70_000) | st.none()), max_size=30))
 def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
-    """``None``: the turn ends, or for outlet 0 it is flushed."""
+    """``None``: the batch is flushed, or only transport 0."""
 
     async def written() -> list[bytes]:
-        turn, wires = busy(), [Wire() for _ in range(3)]
-        outlets = [BatchingTransport(wire, turn) for wire in wires]
+        batch, wires = busy(), [Wire() for _ in range(3)]
+        transports = [BatchingTransport(wire, batch) for wire in wires]
         for number, data in steps:
             if data is not None:
-                outlets[number].write(data)
+                transports[number].write(data)
             elif number:
-                turn.flush()
+                batch.flush()
             else:
-                outlets[0].flush()
+                transports[0].flush()
         await asyncio.sleep(0)
         return [b"".join(wire.told) for wire in wires]
 
@@ -135,11 +135,11 @@ def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
 async def test_real_sockets_get_everything_before_the_end() -> None:
     loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
     transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
-    outlet = BatchingTransport(transport, turn := busy())
-    outlet.write(b"all ")
-    outlet.write(b"of it")
-    outlet.close()
-    turn.flush()
+    batched = BatchingTransport(transport, batch := busy())
+    batched.write(b"all ")
+    batched.write(b"of it")
+    batched.close()
+    batch.flush()
     reader, writer = await asyncio.open_connection(sock=theirs)
     assert await reader.read() == b"all of it"
     writer.close()

@@ -1,7 +1,7 @@
 """A stand-in for ``vllm serve`` that the launching tests start: its routes, its child processes and its bad habits.
 
 ``--pids FILE``: one ``role pid`` a line, of every process that there is. ``--engine-core``: a child process, and below
-it one in a session of its own.
+it one in a separate session.
 """
 
 import argparse

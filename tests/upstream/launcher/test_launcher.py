@@ -31,7 +31,7 @@ async def models(status: LaunchStatus, key: str) -> list[str] | str:
     return [card.id for card in seen.models] if seen.models else seen.reason
 
 
-def keeper_of(pid: int) -> int:
+def shim_of(pid: int) -> int:
     return os.getsid(pid)
 
 
@@ -57,8 +57,8 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
         assert await models(ready, key) == ["org/m", "m"]
         assert await models(ready, "another") == "the server rejected the gateway's key (GET /v1/models: status 401)"
         assert ready.pid is not None
-        words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, keeper_of(ready.pid))]
-        assert b"launched_server.py" in words[1], "the keeper's command line carries the server's"
+        words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, shim_of(ready.pid))]
+        assert b"launched_server.py" in words[1], "the shim's command line carries the server's"
         assert not any(key.encode() in line for line in words)
         assert key not in repr(case.told) + repr(vars(launcher))
 
@@ -93,7 +93,7 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
         assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
 
 
-async def test_a_failed_start_is_tried_again_and_speaks_of_its_own_log_alone(case: Case) -> None:
+async def test_a_failed_start_is_repeated_and_shows_only_its_own_log(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(no_such_flag=1))
         again = await case.reached(LaunchState.FAILED, restarts=2)
@@ -116,8 +116,8 @@ async def test_a_command_that_is_not_there_is_a_failure_that_names_it(case: Case
         assert failed.cause is not None and failed.cause.code == "command_not_found"
 
 
-async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case: Case) -> None:
-    """One that is soon there; a machine may be too busy even for that, and then another one is started, and so on."""
+async def test_a_server_that_never_responds_is_stopped_at_its_startup_timeout(case: Case) -> None:
+    """A server that starts quickly. A machine may be too busy even for that; then another one is started, and so on."""
     spec, file = case.spec(startup_timeout=1.0), case.pids_file("org/m#0")
     script = f"echo main $$ >>{file}; setsid sleep 600 & echo stray $! >>{file}; wait"
     async with case.launcher(QUICK) as launcher:
@@ -132,7 +132,7 @@ async def test_a_server_that_never_answers_is_ended_at_its_startup_timeout(case:
         await until(lambda: not alive(pids["stray"]))  # which may be the next one's
 
 
-async def test_a_killed_server_is_told_at_once_leaves_nothing_and_is_started_again(case: Case) -> None:
+async def test_a_killed_server_is_reported_at_once_and_started_again(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(engine_core=True))
         first = await case.reached(LaunchState.READY)
@@ -201,7 +201,7 @@ async def test_stop_right_after_start_and_a_second_stop(case: Case) -> None:
         await case.reached(LaunchState.READY)
 
 
-async def test_leaving_the_launcher_ends_even_a_patient_stop(case: Case) -> None:
+async def test_the_end_of_the_launcher_ends_even_a_long_stop(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(ignore_term=True, engine_core=True))
         await case.reached(LaunchState.READY)
@@ -212,14 +212,14 @@ async def test_leaving_the_launcher_ends_even_a_patient_stop(case: Case) -> None
     assert not any(map(alive, case.pids().values()))
 
 
-async def test_a_killed_keeper_is_noticed_and_nothing_of_its_server_is_left(case: Case) -> None:
+async def test_a_killed_shim_is_noticed_and_its_server_is_killed(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         name = f"vllm-gateway-test-{os.getpid()}"
         launcher.start(case.spec(engine_core=True, shared_memory=name))
         ready = await case.reached(LaunchState.READY)
         pids = case.pids()
         assert ready.pid and name in os.listdir("/dev/shm")
-        os.kill(keeper_of(ready.pid), signal.SIGKILL)
+        os.kill(shim_of(ready.pid), signal.SIGKILL)
         assert SHIM_LOST in (await case.reached(LaunchState.CRASHED)).reason
         await case.reached(LaunchState.BACKING_OFF)
         assert not any(map(alive, pids.values()))
@@ -227,7 +227,7 @@ async def test_a_killed_keeper_is_noticed_and_nothing_of_its_server_is_left(case
         await case.reached(LaunchState.READY, restarts=1)
 
 
-async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
+async def test_control_does_the_work_of_a_frozen_shim(case: Case) -> None:
     pids_file = case.pids_file("m")
     argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
     with (case.folder / "out").open("wb") as output:
@@ -235,13 +235,13 @@ async def test_a_frozen_keeper_is_replaced_by_control(case: Case) -> None:
             ServerCommand("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), timeout=0.2
         ) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
-            keeper = keeper_of(process.pid)
-            os.kill(keeper, signal.SIGSTOP)
-    assert not any(map(alive, [keeper, *case.pids("m").values()]))
+            shim_pid = shim_of(process.pid)
+            os.kill(shim_pid, signal.SIGSTOP)
+    assert not any(map(alive, [shim_pid, *case.pids("m").values()]))
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_who_is_cancelled_while_a_process_starts_leaves_none(case: Case, turns: int) -> None:
+async def test_a_cancelled_start_leaves_no_process(case: Case, turns: int) -> None:
     async def start(output: int) -> None:
         async with shim_process(ServerCommand("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
             await asyncio.sleep(60)
@@ -275,7 +275,7 @@ asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[3:])))
 """
 
 
-async def test_after_kill_9_of_control_everything_is_gone_within_5_seconds(case: Case) -> None:
+async def test_after_kill_9_of_control_no_process_is_left_after_5_seconds(case: Case) -> None:
     settings = case.spec(engine_core=True, ignore_term=True).settings
     words = [json.dumps(part) for part in (settings.command, settings.args)]
     control = await asyncio.create_subprocess_exec(
@@ -285,9 +285,9 @@ async def test_after_kill_9_of_control_everything_is_gone_within_5_seconds(case:
         assert control.stdout
         assert (await control.stdout.readuntil(b"ready\n")).startswith(b"starting\n")
         pids = case.pids()
-        keeper = keeper_of(pids["main"])
+        shim_pid = shim_of(pids["main"])
         control.kill()
-        await until(lambda: not any(map(alive, [keeper, *pids.values()])), 5)
+        await until(lambda: not any(map(alive, [shim_pid, *pids.values()])), 5)
         assert list(case.runtime.iterdir()) == []
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -306,7 +306,7 @@ async def test_a_stale_socket_is_no_obstacle(case: Case) -> None:
     assert not path.exists()
 
 
-async def test_two_servers_live_and_die_apart_one_of_them_on_tcp(case: Case) -> None:
+async def test_two_servers_are_independent_one_of_them_on_tcp(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec("a#0"))
         launcher.start(case.spec("b#0", host="127.0.0.1"))
@@ -345,7 +345,7 @@ async def test_a_runtime_folder_too_deep_for_a_socket_is_refused(case: Case) -> 
     assert list(deep.iterdir()) == []
 
 
-async def test_leaving_by_an_error_ends_the_servers_too(case: Case) -> None:
+async def test_an_error_ends_the_servers_too(case: Case) -> None:
     with contextlib.suppress(RuntimeError):
         async with case.launcher() as launcher:
             launcher.start(case.spec(engine_core=True))

@@ -1,4 +1,4 @@
-"""What goes wrong with launched servers, provoked for real: each time nothing is left, and what can be is up again."""
+"""Faults of launched servers, provoked for real: no process is left, and a server that can recover is up again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THRICE = Backoff(first=0.01, cap=0.02, limit=3)
 
 @asynccontextmanager
 async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, deadline: float = 10.0) -> AsyncIterator[Prober]:
-    """Probes of a ready server, one soon after the other; one that is lost is renewed, as control does it."""
+    """Frequent probes of a ready server. A lost server is restarted, as control does it."""
     (status,) = launcher.statuses()
 
     def renew(probe: ServerHealth) -> None:
@@ -101,7 +101,7 @@ async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
 
 
 @pytest.mark.row(25)
-async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_anew(case: Case, measured: Callable[[str], None]) -> None:
+async def test_a_server_that_keeps_failing_is_given_up_until_it_is_started_again(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(no_such_flag=1))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
@@ -118,7 +118,7 @@ async def test_one_that_fails_again_and_again_is_given_up_until_it_is_started_an
     measured("fails at each start: given up after the number of times that was set, with its own words; started anew by an operator")
 
 
-async def test_one_that_was_given_up_is_started_again_when_it_is_allowed_more_time(case: Case) -> None:
+async def test_a_server_that_was_given_up_starts_again_with_a_longer_timeout(case: Case) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=0.001))
         await until(lambda: case.told[-1].given_up and case.told[-1].pid is None, 60.0)
@@ -134,7 +134,7 @@ async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: C
         assert "no response to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
 
-async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Case) -> None:
+async def test_a_server_that_exits_soon_after_every_start_is_given_up_too(case: Case) -> None:
     async with case.launcher(Backoff(first=0.01, cap=0.02, limit=2)) as launcher:
         launcher.start(case.spec())
         for restarts in range(2):
@@ -148,7 +148,7 @@ async def test_one_that_dies_soon_after_every_start_is_given_up_as_well(case: Ca
 
 
 @pytest.mark.row(25)
-async def test_a_port_that_is_taken_is_told_with_who_has_it(case: Case, measured: Callable[[str], None]) -> None:
+async def test_a_port_in_use_is_reported_with_its_process(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher(QUICK) as launcher:
         with socket.create_server(("127.0.0.1", 0)) as holder:
             port = holder.getsockname()[1]
@@ -175,7 +175,7 @@ async def test_a_flood_of_words_is_cut_while_it_starts(case: Case, measured: Cal
     measured(f"a log of {LIMIT >> 20} MiB and more: cut to its last {ROTATED >> 20} MiB")
 
 
-async def test_a_killed_server_tells_of_memory_what_is_known(case: Case) -> None:
+async def test_the_exit_of_a_killed_server_mentions_the_memory(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
         pid = (await case.reached(LaunchState.READY)).pid
@@ -229,7 +229,7 @@ async def test_what_a_server_leaves_in_its_own_folder_goes_with_it(case: Case) -
         assert left() == []
         again = await case.reached(LaunchState.READY, restarts=1)
         assert again.pid and len(left()) == 1
-        os.kill(os.getsid(again.pid), signal.SIGKILL)  # its keeper: what it left is cleared at the next start
+        os.kill(os.getsid(again.pid), signal.SIGKILL)  # its shim; the remaining files are removed at the next start
         await case.reached(LaunchState.READY, restarts=2)
         assert len(left()) == 1
         await launcher.stop("org/m#0", grace=10)

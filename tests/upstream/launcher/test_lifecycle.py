@@ -51,7 +51,7 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
         (None, 2, "its shim was killed, and the kernel has killed a process for lack of memory meanwhile"),
     ],
 )
-def test_an_exit_in_words(status: int | None, memory_kills: int | None, words: str) -> None:
+def test_the_text_of_an_exit(status: int | None, memory_kills: int | None, words: str) -> None:
     assert describe_exit(status, memory_kills).text == words
 
 
@@ -102,14 +102,14 @@ def test_no_log_has_an_empty_tail(tmp_path: Path) -> None:
     assert LogFile(tmp_path, "m#0").tail() == ""
 
 
-def test_names_that_look_alike_have_logs_of_their_own(tmp_path: Path) -> None:
+def test_similar_names_have_separate_logs(tmp_path: Path) -> None:
     names = ("a/b#0", "a--b#0", "a_b#0", "a%2Fb#0", "../a#0", "..")
     paths = {LogFile(tmp_path, name).path for name in names}
     assert len(paths) == len(names)
     assert {path.parent for path in paths} == {tmp_path}
 
 
-def test_a_flood_is_cut_and_the_writer_goes_on(tmp_path: Path) -> None:
+def test_a_log_above_its_limit_is_truncated_and_the_writer_continues(tmp_path: Path) -> None:
     log = LogFile(tmp_path, "m#0", limit=1000)
     with log.appending() as fd:
         os.write(fd, b"a" * 1000)

@@ -1,4 +1,4 @@
-"""Which models run: the decision, held to its promises in a small world of models, requests and time."""
+"""The decision which models run, checked in a simulated world of models, requests and time."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def done(*views: ModelView, now: float = 100.0) -> list[tuple[ActionKind, str]]:
 # One decision
 
 
-def test_one_that_is_wanted_is_started_and_one_that_is_not_is_left() -> None:
+def test_a_requested_model_is_started_and_another_one_is_not() -> None:
     assert done(view("a", wanted_since=99.0), view("b", needs=frozenset({1}))) == [(ActionKind.START, "a")]
     assert done(view("a", ModelPhase.SLEEPING, wanted_since=99.0)) == [(ActionKind.WAKE, "a")]
     assert done(view("a", wanted_since=99.0, held=True)) == []
     assert done(view("a", wanted_since=99.0, in_transition=True)) == []
 
 
-def test_the_oldest_comes_first_and_nobody_takes_its_place() -> None:
+def test_the_oldest_request_comes_first() -> None:
     wide = view("wide", wanted_since=1.0, needs=frozenset({0, 1}))
     young = view("young", wanted_since=2.0, needs=frozenset({1}))
     running = ready("running", ready_since=99.0, last_used=100.0)
@@ -61,12 +61,12 @@ def test_the_oldest_comes_first_and_nobody_takes_its_place() -> None:
         pytest.param({"ready_since": 0.0, "in_transition": True}, False, id="something is being done with it"),
     ],
 )
-def test_who_leaves_for_another(more: dict[str, Any], leaves: bool) -> None:
+def test_which_model_makes_room_for_another(more: dict[str, Any], leaves: bool) -> None:
     assert (time_slice(view()), linger(view())) == (8.0, 2.0)
     assert done(ready("a", **more), view("b", wanted_since=99.5)) == ([(ActionKind.DRAIN, "a")] if leaves else [])
 
 
-def test_draining_ends_when_nothing_is_in_flight_and_everybody_knows() -> None:
+def test_draining_ends_when_no_request_is_in_flight_and_all_workers_know() -> None:
     waiting = view("b", wanted_since=99.0)
     draining = view("a", ModelPhase.DRAINING, in_flight=1, drain_acknowledged=True)
     assert done(draining, waiting) == []
@@ -76,7 +76,7 @@ def test_draining_ends_when_nothing_is_in_flight_and_everybody_knows() -> None:
     assert done(draining, replace(waiting, wanted_since=None)) == [(ActionKind.RESUME, "a")], "those who waited have left"
 
 
-def test_the_operators_word_ends_the_patience() -> None:
+def test_the_operators_stop_has_a_timeout() -> None:
     held = view("a", ModelPhase.DRAINING, held=True, in_flight=1, drain_acknowledged=True, drain_timeout=30.0, since=71.0)
     assert done(held) == []
     assert done(held, now=101.0) == [(ActionKind.STOP, "a")]
@@ -85,7 +85,7 @@ def test_the_operators_word_ends_the_patience() -> None:
     assert done(view("a", ModelPhase.STARTING, held=True, in_flight=1)) == [(ActionKind.DRAIN, "a")]
 
 
-def test_one_that_is_unused() -> None:
+def test_an_unused_model() -> None:
     idle = ready("a", last_used=90.0, idle_stop=20.0, idle_sleep=10.0, sleeps=True)
     assert done(idle, now=99.0) == []
     assert done(idle) == [(ActionKind.DRAIN, "a")]
@@ -258,7 +258,7 @@ def longest_wait(made: Iterable[ModelView], requests: Sequence[Request]) -> floa
 
 @settings(max_examples=examples(100), deadline=None)
 @given(worlds())
-def test_everybody_is_served_in_bounded_time_and_nobody_is_cut(world: World) -> None:
+def test_every_request_is_served_in_bounded_time_and_none_is_cut(world: World) -> None:
     bound = longest_wait(world.models.values(), world.requests)
     world.run(40 + bound)
     for request in world.requests:
@@ -268,7 +268,7 @@ def test_everybody_is_served_in_bounded_time_and_nobody_is_cut(world: World) -> 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(worlds())
-def test_nothing_happens_where_nobody_asks(world: World) -> None:
+def test_nothing_happens_without_requests(world: World) -> None:
     bound = longest_wait(world.models.values(), world.requests)
     world.run(40 + 2 * bound + 10)
     stirred = len(world.log)
@@ -279,7 +279,7 @@ def test_nothing_happens_where_nobody_asks(world: World) -> None:
 @settings(max_examples=examples(20), deadline=None)
 @given(st.lists(SECONDS, min_size=2, max_size=4), SECONDS)
 def test_hot_models_take_turns(paces: list[float], lasts: float) -> None:
-    """Each is asked for all the time: each is served again and again, and most of the time goes into turns."""
+    """All models are requested continuously: each runs repeatedly, and time slices take most of the time."""
     made = {
         name: ModelView(name, ModelPhase.STOPPED, needs=frozenset({0}), start_seconds=pace, stop_seconds=0.5)
         for name, pace in zip("abcd", paces, strict=False)

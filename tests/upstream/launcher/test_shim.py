@@ -1,4 +1,4 @@
-"""The keeper program itself, spoken to over its socket as control does."""
+"""The shim program, controlled over its socket as control does it."""
 
 import contextlib
 import json
@@ -33,8 +33,8 @@ def is_called(name: str, pid: int) -> bool:
     return read(f"/proc/{pid}/comm").decode() == f"{name}\n"
 
 
-class Kept:
-    """A keeper, and the test in control's place."""
+class ShimUnderTest:
+    """A shim, with the test as its control process."""
 
     def __init__(self, folder: Path, *command: str, env: dict[str, str] | None = None) -> None:
         self.pids_file = folder / "pids"
@@ -44,10 +44,10 @@ class Kept:
         self.output = folder / "output"
         self.control, theirs = socket.socketpair()
         self.control.settimeout(30)
-        words = ["--name", "m#0", "--control", str(theirs.fileno()), "--socket", str(self.socket), "--folder", str(self.folder), "--"]
+        arguments = ["--name", "m#0", "--control", str(theirs.fileno()), "--socket", str(self.socket), "--folder", str(self.folder), "--"]
         with theirs, self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "upstream.launcher.shim", *words, *command],
+                [sys.executable, "-P", "-m", "upstream.launcher.shim", *arguments, *command],
                 pass_fds=[theirs.fileno()],
                 stdout=output,
                 stderr=output,
@@ -64,7 +64,7 @@ class Kept:
         return report
 
     def hang_up(self) -> None:
-        """What the kernel does for a control that dies."""
+        """Close the socket, as the kernel does when control exits."""
         self.reports.close()
         self.control.close()
 
@@ -86,20 +86,20 @@ class Kept:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
-    kept: list[Kept] = []
+def keep(tmp_path: Path) -> Iterator[Callable[..., ShimUnderTest]]:
+    server_under_shim: list[ShimUnderTest] = []
 
-    def start(*command: str, **options: dict[str, str]) -> Kept:
-        kept.append(Kept(tmp_path, *command, **options))
-        return kept[-1]
+    def start(*command: str, **options: dict[str, str]) -> ShimUnderTest:
+        server_under_shim.append(ShimUnderTest(tmp_path, *command, **options))
+        return server_under_shim[-1]
 
     yield start
-    for each in kept:
+    for each in server_under_shim:
         each.close()
 
 
 @pytest.fixture
-def server(keep: Callable[..., Kept], tmp_path: Path) -> Kept:
+def server(keep: Callable[..., ShimUnderTest], tmp_path: Path) -> ShimUnderTest:
     paths = ("--uds", str(tmp_path / "runtime" / "0.sock"), "--pids", str(tmp_path / "pids"))
     return keep(sys.executable, str(SERVER), "m", "--served-model-name", "m", "--engine-core", *paths)
 
@@ -108,15 +108,15 @@ def shell(script: str) -> tuple[str, ...]:
     return ("sh", "-c", script)
 
 
-def test_the_exit_is_reported_as_subprocess_has_it(keep: Callable[..., Kept]) -> None:
-    kept = keep(*shell("exit 3"))
-    kept.begin()
-    assert kept.report() == {"exit": 3}
-    assert kept.process.wait(30) == 0
-    assert kept.folder.exists(), "control lives and may start the server again"
+def test_the_exit_is_reported_as_in_subprocess(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep(*shell("exit 3"))
+    server_under_shim.begin()
+    assert server_under_shim.report() == {"exit": 3}
+    assert server_under_shim.process.wait(30) == 0
+    assert server_under_shim.folder.exists(), "control lives and may start the server again"
 
 
-def test_death_by_signal_is_reported_and_the_rest_is_killed(server: Kept) -> None:
+def test_death_by_signal_is_reported_and_the_rest_is_killed(server: ShimUnderTest) -> None:
     main = server.begin()
     pids = server.all_up()
     os.kill(main, signal.SIGKILL)
@@ -126,13 +126,13 @@ def test_death_by_signal_is_reported_and_the_rest_is_killed(server: Kept) -> Non
     assert not server.socket.exists()
 
 
-def test_it_leads_a_session_with_the_server_in_its_group(server: Kept) -> None:
+def test_it_leads_a_session_with_the_server_in_its_group(server: ShimUnderTest) -> None:
     main = server.begin()
-    keeper = server.process.pid
-    assert os.getsid(main) == os.getsid(keeper) == os.getpgid(main) == keeper != os.getsid(0)
+    shim_pid = server.process.pid
+    assert os.getsid(main) == os.getsid(shim_pid) == os.getpgid(main) == shim_pid != os.getsid(0)
 
 
-def test_when_control_is_gone_everything_is_killed_and_the_folder_taken_away(server: Kept) -> None:
+def test_when_control_exits_everything_is_killed_and_the_folder_removed(server: ShimUnderTest) -> None:
     server.begin()
     pids = server.all_up()
     assert os.getsid(pids["stray"]) == pids["stray"]
@@ -142,7 +142,7 @@ def test_when_control_is_gone_everything_is_killed_and_the_folder_taken_away(ser
     assert not server.folder.exists()
 
 
-def test_a_folder_that_others_use_stays(server: Kept) -> None:
+def test_a_folder_that_others_use_stays(server: ShimUnderTest) -> None:
     server.begin()
     server.all_up()
     (server.folder / "1.sock").touch()
@@ -151,7 +151,7 @@ def test_a_folder_that_others_use_stays(server: Kept) -> None:
     assert [path.name for path in server.folder.iterdir()] == ["1.sock"]
 
 
-def test_a_word_from_control_kills_everything_and_leaves_the_folder(server: Kept) -> None:
+def test_a_word_from_control_kills_everything_and_leaves_the_folder(server: ShimUnderTest) -> None:
     server.begin()
     pids = server.all_up()
     server.control.sendall(b"kill\n")
@@ -161,7 +161,7 @@ def test_a_word_from_control_kills_everything_and_leaves_the_folder(server: Kept
     assert not server.socket.exists()
 
 
-def test_when_control_goes_before_it_said_what_to_start_nothing_is_started(server: Kept) -> None:
+def test_when_control_exits_before_it_sent_the_environment_nothing_is_started(server: ShimUnderTest) -> None:
     server.control.sendall(b'{"env": {')
     server.hang_up()
     assert server.process.wait(30) == 0
@@ -169,7 +169,7 @@ def test_when_control_goes_before_it_said_what_to_start_nothing_is_started(serve
     assert not server.folder.exists()
 
 
-def test_sigterm_is_passed_on_and_sigint_and_sighup_are_survived(server: Kept) -> None:
+def test_sigterm_is_passed_on_and_sigint_and_sighup_are_survived(server: ShimUnderTest) -> None:
     server.begin()
     server.all_up()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -178,9 +178,9 @@ def test_sigterm_is_passed_on_and_sigint_and_sighup_are_survived(server: Kept) -
     assert server.process.wait(30) == 0
 
 
-def test_the_server_is_not_told_to_ignore_signals(keep: Callable[..., Kept]) -> None:
-    kept = keep("sleep", "600")
-    pid = kept.begin()
+def test_the_server_does_not_inherit_ignored_signals(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep("sleep", "600")
+    pid = server_under_shim.begin()
     until(lambda: is_called("sleep", pid))
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     # The C library's own signals, 32 and 33, are whatever our own parent left them.
@@ -188,53 +188,53 @@ def test_the_server_is_not_told_to_ignore_signals(keep: Callable[..., Kept]) -> 
     assert int(status["SigBlk"], 16) == 0
 
 
-def test_the_server_holds_no_end_of_the_socket(keep: Callable[..., Kept]) -> None:
-    kept = keep("sleep", "600")
-    pid = kept.begin()
+def test_the_server_holds_no_end_of_the_socket(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep("sleep", "600")
+    pid = server_under_shim.begin()
     until(lambda: is_called("sleep", pid) and sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"])
 
 
-def test_the_server_dies_with_a_killed_keeper(keep: Callable[..., Kept]) -> None:
-    kept = keep("sleep", "600")
-    pid = kept.begin()
+def test_the_server_is_killed_with_its_shim(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep("sleep", "600")
+    pid = server_under_shim.begin()
     until(lambda: is_called("sleep", pid))
-    kept.process.kill()
+    server_under_shim.process.kill()
     until(lambda: not alive(pid))
-    assert kept.reports.readline() == "", "control sees the end of the stream"
+    assert server_under_shim.reports.readline() == "", "control sees the end of the stream"
 
 
-def test_the_environment_is_the_servers_alone(keep: Callable[..., Kept]) -> None:
-    kept = keep(*shell('echo "$VLLM_API_KEY $PYTHONHOME"'), env={"VLLM_API_KEY": "canary", "PYTHONHOME": "/nowhere"})
-    kept.begin()
-    assert kept.report() == {"exit": 0}
-    kept.process.wait(30)
-    assert kept.output.read_text() == "canary /nowhere\n"
+def test_the_environment_is_the_servers_alone(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep(*shell('echo "$VLLM_API_KEY $PYTHONHOME"'), env={"VLLM_API_KEY": "canary", "PYTHONHOME": "/nowhere"})
+    server_under_shim.begin()
+    assert server_under_shim.report() == {"exit": 0}
+    server_under_shim.process.wait(30)
+    assert server_under_shim.output.read_text() == "canary /nowhere\n"
 
 
-def test_a_command_that_is_not_there_says_so(keep: Callable[..., Kept]) -> None:
-    kept = keep("no-such-command")
-    kept.begin()
-    assert kept.report() == {"exit": 127}
-    assert kept.process.wait(30) == 0
-    assert kept.output.read_text() == "no-such-command: No such file or directory\n"
+def test_a_command_that_is_not_there_says_so(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep("no-such-command")
+    server_under_shim.begin()
+    assert server_under_shim.report() == {"exit": 127}
+    assert server_under_shim.process.wait(30) == 0
+    assert server_under_shim.output.read_text() == "no-such-command: No such file or directory\n"
 
 
-def test_adopted_processes_are_reaped_while_the_server_lives(keep: Callable[..., Kept]) -> None:
-    kept = keep(*shell("(sh -c 'exit 0' & sleep 0.05 & ) ; exec sleep 600"))
-    pid = kept.begin()
-    until(lambda: [below.pid for below in descendants(kept.process.pid)] == [pid] and is_called("sleep", pid))
+def test_adopted_processes_are_reaped_while_the_server_lives(keep: Callable[..., ShimUnderTest]) -> None:
+    server_under_shim = keep(*shell("(sh -c 'exit 0' & sleep 0.05 & ) ; exec sleep 600"))
+    pid = server_under_shim.begin()
+    until(lambda: [below.pid for below in descendants(server_under_shim.process.pid)] == [pid] and is_called("sleep", pid))
 
 
-def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., Kept], tmp_path: Path) -> None:
+def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., ShimUnderTest], tmp_path: Path) -> None:
     name = f"vllm-gateway-test-{os.getpid()}"
     segment = Path("/dev/shm") / name
-    kept = keep(sys.executable, str(SERVER), "m", "--uds", str(tmp_path / "s"), "--shared-memory", name)
-    kept.begin()
+    server_under_shim = keep(sys.executable, str(SERVER), "m", "--uds", str(tmp_path / "s"), "--shared-memory", name)
+    server_under_shim.begin()
     try:
-        until((tmp_path / "s").exists)  # its segment is made, and the tracker knows of it
+        until((tmp_path / "s").exists)  # its segment exists, and the tracker has registered it
         assert segment.exists()
-        kept.control.sendall(b"kill\n")
-        assert kept.process.wait(30) == 0
+        server_under_shim.control.sendall(b"kill\n")
+        assert server_under_shim.process.wait(30) == 0
         assert not segment.exists()
     finally:
         segment.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """The simulator beside the real vLLM: the same requests to both, the answers compared key by key and frame by frame.
 
-What a model says may differ, and how many frames it takes; which keys an answer has, of which types, which kinds
+The text of a model and the number of frames may differ; the keys of a response, their types, and the kinds
 of frames come in which order, and how a refusal is worded may not.
 """
 
@@ -237,7 +237,7 @@ def events(text: str) -> list[tuple[str, Any]]:
 
 
 def kind(name: str, data: Any) -> str:
-    """What an event is: its name, or what a chunk carries."""
+    """Return the kind of an event: its name, or the fields of a chunk."""
     if name or isinstance(data, str):
         return name or data
     if "error" in data or not data["choices"]:
@@ -278,7 +278,7 @@ def both(clients: tuple[httpx2.Client, httpx2.Client], path: str, **request: Any
 
 
 @pytest.mark.parametrize(("path", "body"), ANSWERS.values(), ids=ANSWERS)
-def test_answers_have_the_same_members(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
+def test_responses_have_the_same_fields(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
     real, simulated = both(clients, path, json=body)
     assert real.status_code == 200
     assert shape(simulated.json()) == shape(real.json())

@@ -142,7 +142,7 @@ def test_names_and_context_come_from_the_flags() -> None:
         (["--enable-lora", '{"name": "x", "path": "/x", "rank": 8}'], "Invalid fields for --lora-modules"),
     ],
 )
-def test_adapters_that_vllm_would_not_take(flags: list[str], said: str) -> None:
+def test_adapters_that_vllm_rejects(flags: list[str], said: str) -> None:
     done = ended("tiny", *flags[:-1], "--lora-modules", flags[-1])
     assert done.returncode != 0 and said in done.stderr
 
@@ -185,7 +185,7 @@ def test_a_taken_port_fails_the_start() -> None:
     assert "Address already in use" in done.stderr
 
 
-def test_a_start_that_is_told_to_fail_fails() -> None:
+def test_a_start_that_is_configured_to_fail_fails() -> None:
     done = ended("tiny", "--host", "127.0.0.1", "--port", "0", "--sim-failure")
     assert done.returncode == 1
     assert "Engine core initialization failed" in done.stderr
@@ -253,7 +253,7 @@ def test_sigterm_aborts_what_is_in_flight() -> None:
 _LONG = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 
 
-def test_sigterm_waits_for_what_is_in_flight_if_it_is_told_to() -> None:
+def test_sigterm_waits_for_requests_in_flight_if_configured() -> None:
     with running("--shutdown-timeout", "20", "--sim-tokens", "40", "--sim-tokens-per-second", "60") as simulated:
         with simulated.client.stream("POST", "/v1/chat/completions", json=_LONG) as answer:
             lines = answer.iter_lines()
@@ -290,7 +290,7 @@ def _hold(simulated: Simulated, opened: threading.Event, finish: threading.Event
 
 
 @pytest.mark.parametrize(("flag", "status"), [("--sim-die-after-tokens", 1), ("--sim-die-after-requests", 1)])
-def test_it_dies_when_it_is_told_to(flag: str, status: int) -> None:
+def test_it_exits_when_it_is_configured_to(flag: str, status: int) -> None:
     with running(flag, "2", "--sim-tokens", "1") as simulated:
         assert simulated.chat().status_code == 200
         assert not _answers(simulated)

@@ -1,4 +1,4 @@
-"""What the simulator answers, what it counts and how it fails, over real sockets."""
+"""The responses, counts and failures of the simulator, over real sockets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_choices_differ_and_are_counted_together(simulated: Simulated) -> None:
     assert answer["usage"]["completion_tokens"] == 30
 
 
-def test_the_length_is_as_told_and_the_limit_ends_it(simulated: Simulated) -> None:
+def test_the_length_is_as_configured_and_the_limit_ends_it(simulated: Simulated) -> None:
     told = simulated.chat(simulate={"tokens": 30}).json()
     assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (30, "stop")
     limited = simulated.chat(simulate={"tokens": 30}, max_tokens=7).json()
@@ -125,7 +125,7 @@ def test_thinking_can_be_turned_off(simulated: Simulated) -> None:
     assert quiet["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_tools_are_called_once_and_their_result_is_answered(simulated: Simulated) -> None:
+def test_tools_are_called_once_and_their_result_gets_a_response(simulated: Simulated) -> None:
     choice = simulated.chat(tools=[TOOL]).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "look")
@@ -134,7 +134,7 @@ def test_tools_are_called_once_and_their_result_is_answered(simulated: Simulated
     assert simulated.chat(messages=result, tools=[TOOL]).json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_several_tools_are_called_if_told(simulated: Simulated) -> None:
+def test_several_tools_are_called_if_configured(simulated: Simulated) -> None:
     told = {"tools": [TOOL], "simulate": {"tool_calls": 3}}
     assert len(simulated.chat(**told).json()["choices"][0]["message"]["tool_calls"]) == 3
     assert len(simulated.chat(**told, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]) == 1
@@ -155,7 +155,7 @@ def test_constraints_are_met(simulated: Simulated) -> None:
     assert json.loads(content(structured_outputs={"json": schema})) == {"n": 3}
 
 
-def test_usage_is_where_it_was_asked_for(simulated: Simulated) -> None:
+def test_usage_is_where_it_was_requested(simulated: Simulated) -> None:
     assert not any("usage" in chunk for chunk in chunks(streamed(simulated)))
     with_usage = chunks(streamed(simulated, stream_options={"include_usage": True}))
     assert [chunk["choices"] for chunk in with_usage if "usage" in chunk] == [[]]

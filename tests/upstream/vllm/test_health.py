@@ -221,7 +221,7 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
                 assert (seen.up, seen.conclusive) == (False, conclusive), address
 
 
-async def test_a_look_that_the_gateway_has_no_descriptor_for_tells_nothing_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_probe_without_a_file_descriptor_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     told, gone = Told(), Told()
     async with (
         listening(FakeServer()) as server,

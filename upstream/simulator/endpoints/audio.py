@@ -29,6 +29,8 @@ _NAMES: dict[Task, str] = {"transcribe": "transcription", "translate": "translat
 
 
 class AudioRequest(Fields):
+    """The form of POST /v1/audio/transcriptions and /translations."""
+
     model: str | None = None
     language: str | None = None
     prompt: str = ""

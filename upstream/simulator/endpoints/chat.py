@@ -23,6 +23,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Message(Fields):
+    """A message of a conversation."""
+
     role: str
     content: str | list[dict[str, Any]] | None = None
     reasoning: str | None = None
@@ -30,26 +32,36 @@ class Message(Fields):
 
 
 class Function(Fields):
+    """The definition of a function that the model may call."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class ToolParam(Fields):
+    """A tool of a request."""
+
     type: Literal["function"] = "function"
     function: Function
 
 
 class NamedFunction(Fields):
+    """The name of a function, in ``tool_choice``."""
+
     name: str
 
 
 class NamedTool(Fields):
+    """A ``tool_choice`` that names a function."""
+
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ChatRequest(Sampling):
+    """The body of POST /v1/chat/completions."""
+
     messages: list[Message]
     logprobs: bool | None = False
     top_logprobs: OrZero = 0

@@ -19,6 +19,8 @@ _SINGLE = ("messages", "stream", "stream_options", "tools", "tool_choice")
 
 
 class Conversations(Fields):
+    """The ``messages`` of a batch: a list of conversations."""
+
     messages: Annotated[list[Annotated[list[chat.Message], Field(min_length=1)]], Field(min_length=1)]
 
 

@@ -25,6 +25,8 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
 class CompletionRequest(Sampling):
+    """The body of POST /v1/completions."""
+
     prompt: TokenIds | list[TokenIds] | str | list[str] | None = None
     echo: bool | None = False
     logprobs: int | None = None

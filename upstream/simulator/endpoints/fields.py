@@ -37,11 +37,15 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
+    """The ``stream_options`` of a request."""
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class StructuredOutputs(Fields):
+    """The ``structured_outputs`` of a request."""
+
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None

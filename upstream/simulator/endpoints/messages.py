@@ -28,28 +28,38 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class AnthropicMessage(Fields):
+    """A message of Anthropic's API."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class MessageTool(Fields):
+    """A tool of Anthropic's API."""
+
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
 
 
 class ToolChoice(Fields):
+    """The ``tool_choice`` of Anthropic's API."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Fields):
+    """The ``thinking`` of Anthropic's API."""
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1024)
 
 
 class CountRequest(Fields):
+    """The body of POST /v1/messages/count_tokens."""
+
     model: str
     messages: list[AnthropicMessage]
     system: str | list[dict[str, Any]] | None = None
@@ -67,6 +77,8 @@ class CountRequest(Fields):
 
 
 class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = False

@@ -32,6 +32,8 @@ Scored = str | dict[str, Any]
 
 
 class TextRequest(Fields):
+    """The body of a pooling request with ``input``."""
+
     input: TokenIds | list[TokenIds] | str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
@@ -39,16 +41,22 @@ class TextRequest(Fields):
 
 
 class CohereContent(Fields):
+    """A content part of Cohere's API."""
+
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: dict[str, str] | None = None
 
 
 class CohereInput(Fields):
+    """An input of Cohere's API."""
+
     content: list[CohereContent]
 
 
 class CohereRequest(Fields):
+    """The body of POST /v2/embed."""
+
     texts: list[str] | None = None
     images: list[str] | None = None
     inputs: list[CohereInput] | None = None
@@ -60,12 +68,16 @@ class CohereRequest(Fields):
 
 
 class RerankRequest(Fields):
+    """The body of POST /v1/rerank."""
+
     query: Scored
     documents: Scored | list[Scored]
     top_n: int = Field(0, ge=0)
 
 
 class ScoreRequest(Fields):
+    """The body of POST /v1/score."""
+
     text_1: Scored | list[Scored] | None = None
     text_2: Scored | list[Scored] | None = None
     queries: Scored | list[Scored] | None = None

@@ -24,6 +24,8 @@ from upstream.simulator.text.plan import Token, TokenKind
 
 
 class ResponsesRequest(Fields):
+    """The body of POST /v1/responses."""
+
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None

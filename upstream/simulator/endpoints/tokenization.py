@@ -13,15 +13,21 @@ from upstream.simulator.text import tokenizer
 
 
 class TokenizeRequest(Fields):
+    """The body of POST /tokenize with a prompt."""
+
     prompt: str
     return_token_strs: bool | None = False
 
 
 class TokenizeChatRequest(chat.ChatRequest):
+    """The body of POST /tokenize with messages."""
+
     return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(Fields):
+    """The body of POST /detokenize."""
+
     tokens: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
 
 
