@@ -19,7 +19,7 @@ _DYNAMIC = 'dynamic = ["version"]'
 
 
 def main(wheel: Path) -> int:
-    """Returns the exit code; commands that fail have said why."""
+    """Run the command and return its exit code; failed commands have printed the reason."""
     version = wheel.name.split("-")[1]
     bill = wheel.with_name(f"vllm-gateway-{version}.cdx.json")
     try:
@@ -46,7 +46,7 @@ def environment(folder: Path, wheel: Path) -> Path:
 
 
 def described(version: str) -> str:
-    """The project's own description with its version written out, as the tool wants it."""
+    """Return the project's description with its version, as the tool requires."""
     text = (ROOT / "pyproject.toml").read_text()
     assert _DYNAMIC in text
     return text.replace(_DYNAMIC, f'version = "{version}"')

@@ -81,7 +81,7 @@ def under_load(traffic: Traffic) -> Iterator[None]:
 
 
 def drawn(watching: Prometheus, dashboard: Any, start: float, end: float) -> dict[str, Any]:
-    """A dashboard with its panels' lines."""
+    """Return a dashboard with its panels' lines."""
     panels = [
         {
             "title": panel.title,

@@ -55,14 +55,14 @@ def _sum(by: str, vector: str) -> str:
 
 
 def _quantiles(metric: str, by: str, selector: str, *shares: float) -> tuple[Query, ...]:
-    """The quantiles of a histogram, one query each."""
+    """Return the quantiles of a histogram, one query each."""
     buckets = _sum(f"{by}, le".removeprefix(", "), _rate(f"{metric}_bucket", selector))
     legend = f"{{{{{by}}}}} " if by else ""
     return tuple((f"histogram_quantile({share:g}, {buckets})", f"{legend}p{share * 100:g}") for share in shares or (0.5, 0.95))
 
 
 def _beside(ours: str, theirs: str) -> tuple[Query, ...]:
-    """A quantile of the gateway's, by model, and vLLM's own, by server."""
+    """Return a quantile of the gateway's, by model, and vLLM's own, by server."""
     (gateway, _), (engine, _) = *_quantiles(ours, "model", _MODEL, 0.95), *_quantiles(theirs, "server", _ENGINE, 0.95)
     return (gateway, "{{model}} (gateway)"), (engine, "{{server}} (vLLM)")
 
@@ -332,7 +332,7 @@ DASHBOARDS = {"overview.json": OVERVIEW, "models.json": MODELS, "keys.json": KEY
 
 
 def made(dashboard: Dashboard) -> str:
-    """A dashboard as the JSON that Grafana imports."""
+    """Return a dashboard as the JSON that Grafana imports."""
     document = {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -366,7 +366,7 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """The panels in their order, from left to right and from the top."""
+    """Arrange the panels in their order, from left to right and from the top."""
     x = y = 0
     for number, panel in enumerate(dashboard.panels, 1):
         width, height = panel.size

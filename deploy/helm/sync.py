@@ -178,7 +178,7 @@ def contents() -> dict[Path, str]:
 
 
 def schema(values: Mapping[str, Any]) -> Schema:
-    """The schema of the chart's values, whose defaults are `values`."""
+    """Return the schema of the chart's values, whose defaults are `values`."""
     config = Config.model_json_schema(mode="validation")
     definitions: dict[str, Schema] = config.pop("$defs")
     defaults = _section("engineDefaults.", values["engineDefaults"])
@@ -208,7 +208,7 @@ def _type(name: str, default: Any) -> Schema:
 
 
 def documented(text: str) -> Iterator[Value]:
-    """The values of values.yaml, in its order. A value that is described has none below it that is."""
+    """Yield the values of values.yaml, in its order. A value that is described has none below it that is."""
     defaults = yaml.safe_load(text)
     path: list[str] = []
     says: list[str] = []
@@ -253,7 +253,7 @@ This page lists all values. It is generated from values.yaml by `python deploy/h
 
 
 def readme(values: list[Value]) -> str:
-    """The page with a row for each value."""
+    """Return the page with a row for each value."""
     rows = (f"| `{value.name}` | `{_short(value.default)}` | {value.says.replace('|', chr(92) + '|')} |\n" for value in values)
     return _README + "".join(rows)
 

@@ -82,5 +82,5 @@ __all__ = [
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of the YAML, for editors."""
+    """Return the JSON Schema (2020-12) of the YAML, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}

@@ -13,8 +13,11 @@ OPERATIONS = ("start", "stop", "restart", "wake")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One reading of the files. ``when``: wall clock. All are sentences: ``problems`` is why it was not taken, ``changes`` what it
-    brought, ``waiting`` what of it needs a restart."""
+    """One reading of the files.
+
+    ``when``: wall clock. ``problems``: why it was rejected. ``changes``: its changes. ``waiting``: changes that need a restart. All are
+    sentences.
+    """
 
     when: float
     problems: tuple[str, ...] = ()

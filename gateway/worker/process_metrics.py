@@ -25,7 +25,7 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
 
 
 def process_series(workers: Iterable[WorkerStatus]) -> Iterator[tuple[Series, float]]:
-    """The series of every worker that has a process."""
+    """Return the series of every worker that has a process."""
     for worker in workers:
         if worker.pid is not None:
             yield from _of_one(str(worker.number), worker.pid)

@@ -315,7 +315,7 @@ class WorkerSupervisor:
         return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
 
     def store_status(self) -> StoreStatus | None:
-        """The status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""
+        """Return the status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""
         if self._snapshot is None or not self._snapshot.uses_store:
             return None
         known = [slot.store for slot in self._slots if slot.store is not None]

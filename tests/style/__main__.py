@@ -28,7 +28,7 @@ REMAINING_FILE = ROOT / "tests/style/remaining.json"
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".service", ".tpl", ".lua", ".mjs", ".js", ".css", ".html")
 FILES = ("Makefile", "Dockerfile")
 PROGRAM = ("gateway", "upstream")
-DOCSTRING_RULES = "D101,D103,D205,D209,D400,D401,D403"
+DOCSTRING_RULES = "D101,D103"
 
 
 class Allowed(NamedTuple):
