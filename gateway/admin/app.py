@@ -176,7 +176,8 @@ def _documents() -> dict[str, Handler]:
         return JSONResponse(openapi.document())
 
     async def docs(_: Request) -> Response:
-        return HTMLResponse(openapi.page(), headers=openapi.HEADERS)
+        text, headers = openapi.page()
+        return HTMLResponse(text, headers=headers)
 
     return {"/openapi.json": document, "/docs": docs}
 

@@ -12,11 +12,7 @@ from typing import Any
 
 from gateway import __version__
 from gateway.admin.guard import OPEN, TWICE
-from gateway.api.reference import HEADERS
-from gateway.api.reference import page as openapi_page
 from gateway.fleet.operations import OPERATIONS
-
-__all__ = ["HEADERS", "ROUTES", "Described", "document", "page"]
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
 _FORBIDDEN = "no token is configured, or the request is from a web page"
@@ -155,6 +151,9 @@ def _parameter(name: str, location: str) -> dict[str, Any]:
     return {"name": name, "in": location, "required": location == "path", "schema": {"type": "string", **choices}}
 
 
-def page() -> str:
-    """Return the description as a self-contained page."""
-    return openapi_page(document())
+def page() -> tuple[str, Mapping[str, str]]:
+    """Return the description as a self-contained page, with its response headers."""
+    from gateway.api.reference import HEADERS  # loaded with the first request for the page, since it loads the data port's schemas
+    from gateway.api.reference import page as openapi_page
+
+    return openapi_page(document()), HEADERS

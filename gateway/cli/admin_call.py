@@ -1,7 +1,7 @@
-"""How a command has a conversation with a running gateway: of this machine and user, or behind an admin port.
+"""Requests of commands to a running gateway: one of this machine and user, or one behind an admin port.
 
-Owns the options that name a gateway elsewhere; one of this machine is named by its configuration. The rule: what can go wrong is one
-sentence for the operator, and an exit code.
+Owns the options for a remote gateway. A local gateway is found by its configuration. The rule: every error is one sentence for the
+operator, and an exit code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 AdminUrl = Annotated[
-    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, in place of a FILE.",
+    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE.",
                              show_default=False)
 ]  # fmt: skip
 TokenFile = Annotated[
@@ -30,14 +30,14 @@ TokenFile = Annotated[
 
 
 class Where(NamedTuple):
-    """The gateway that is meant: the one that runs with a configuration here, or the one behind an admin port."""
+    """The gateway to call: the local one with a configuration, or the one behind an admin port."""
 
     config: Path
     admin: str | None = None
     token_file: Path | None = None
 
     def client(self) -> AbstractContextManager[AdminClient]:
-        """Raises OSError and ValueError where the token cannot be read."""
+        """Return a client. Raises OSError and ValueError if the token cannot be read."""
         from gateway.admin.client import admin_client, remote_admin_client
         from gateway.admin.unix_socket import socket_path
 
@@ -53,19 +53,19 @@ class Where(NamedTuple):
 
 
 def _token(file: Path) -> str:
-    """The token that a file holds. Raises OSError and ValueError."""
+    """Return the token in a file. Raises OSError and ValueError."""
     token = file.read_text("ascii").strip()
     if not token or not token.isprintable():
-        raise ValueError("a header could not hold it")
+        raise ValueError("the token is not printable ASCII")
     return token
 
 
 def asked(where: Where, ask: Callable[[AdminClient], None]) -> int:
-    """Have a conversation with a gateway."""
+    """Call a gateway, and return the exit code."""
     from gateway.admin.client import RefusedError, UnreachableError
 
     if where.token_file is not None and where.admin is None:
-        return say_error("--token-file goes with --admin; a gateway of this machine and user asks for no token", BAD_USAGE)
+        return say_error("--token-file requires --admin; a local gateway of this user needs no token", BAD_USAGE)
     try:
         client = where.client()
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""How a command is given its configuration: as its last argument, by ``--config``, or not at all for ``gateway.yaml`` here.
+"""The configuration of a command: its last argument, ``--config``, or by default ``gateway.yaml`` in the current folder.
 
-The rule: every command that reads a configuration takes it in all three ways.
+The rule: every command that reads a configuration accepts all three.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gateway.cli.output import BAD_USAGE, say_error
 DEFAULT = Path("gateway.yaml")
 
 ConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml here.", show_default=False)
+    Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.", show_default=False)
 ]
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.", show_default=False)]
 

@@ -1,6 +1,6 @@
-"""The demo: the whole gateway with a simulated model that it launches itself, a fresh key, and a curl line that works.
+"""The demo: a gateway with a simulated model that it launches, a new key, and a curl command.
 
-Owns a temporary folder with the configuration, gone in the end. Nothing in the gateway knows that it is a demo.
+Owns a temporary folder with the configuration, which is removed at the end. The gateway itself does not know about the demo.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PORTS = (8000, 9090)
 
 
 def run() -> int:
-    """Serve the demo until it is told to stop; returns the exit code."""
+    """Serve the demo until SIGTERM or Ctrl-C, and return the exit code."""
     key = keys.mint("demo")
     with tempfile.TemporaryDirectory(prefix="vllm-gateway-demo-") as folder:
         file = Path(folder) / "gateway.yaml"
         data, admin = _free_ports()
         file.write_text(yaml.safe_dump(configuration(key, data, admin), sort_keys=False))
-        os.environ["XDG_STATE_HOME"] = folder  # the launched server's log goes with the folder
+        os.environ["XDG_STATE_HOME"] = folder  # so that the launched server's log is removed with the folder
         return serve(file, _DemoAnnouncer(key, data))
 
 
 def configuration(key: str, data: int, admin: int) -> dict[str, object]:
-    """What the demo is configured with."""
+    """Return the configuration of the demo."""
     return {
         "server": {"host": "127.0.0.1", "port": data, "admin": {"port": admin}},
         "models": [
@@ -56,7 +56,7 @@ def configuration(key: str, data: int, admin: int) -> dict[str, object]:
 
 
 class _DemoAnnouncer(Announcer):
-    """Says, when the model is up, what to type."""
+    """Prints a curl command when the model is up."""
 
     def __init__(self, key: str, port: int) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ Try it from another terminal (add "stream": true to see it stream):
 curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \
 -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
-Ctrl-C stops it."""
+Press Ctrl-C to stop."""
 
 
 def _free_ports() -> tuple[int, int]:
-    """The usual ports where they are free, others where not."""
+    """Return the default ports, or other free ports if they are in use."""
     first, second = (_free(port) for port in _PORTS)
     return first, second
 

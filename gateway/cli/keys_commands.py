@@ -1,7 +1,7 @@
-"""``vllm-gateway keys …``: make keys, replace them, revoke them, list them, take over those of another gateway.
+"""The commands ``vllm-gateway keys …``: create, replace, revoke and list keys, and import those of another gateway.
 
-The rules: a key is printed once, when it is made, and is in no argument, file or message; what is written into the
-configuration's files is ``keybook``'s to do, and a gateway that runs with them follows by itself.
+The rules: a key is printed once, when it is created, and is in no argument, file or other message. ``key_file`` writes the configuration's
+files, and a running gateway reloads them by itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from gateway.key_management.key_list import LastUse
     from gateway.key_management.keys_import import ImportedKey
 
-_ONCE = "This key is not stored and not shown again: keep it now."
-Identity = Annotated[str, typer.Argument(metavar="ID", help="The id of the key's entry.", show_default=False)]
+_ONCE = "This key is not stored and not shown again: save it now."
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's entry.", show_default=False)]
 
 
 def new(
-    id: Annotated[str, typer.Option("--id", help="The id of the key's entry, e.g. team-a.", show_default=False)],
+    id: Annotated[str, typer.Option("--id", help="The ID of the key's entry, e.g. team-a.", show_default=False)],
     expires: Annotated[
         str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.", show_default=False)
     ] = None,
@@ -61,7 +61,7 @@ def new(
     if wrong := _wrong(entry):
         return say_error(f"--{wrong}", BAD_USAGE)
     if _principal(entry).expired(datetime.now(UTC)):
-        return say_error("--expires: that is in the past, so the key would never be good", BAD_USAGE)
+        return say_error("--expires: the date is in the past", BAD_USAGE)
     written = named_config(file, config)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
@@ -92,19 +92,19 @@ def rotate(
     except ValueError as error:
         return say_error(f"--overlap: {error}", BAD_USAGE)
     except OverflowError:
-        return say_error("--overlap: that is beyond the year 9999", BAD_USAGE)
+        return say_error("--overlap: the end is after the year 9999", BAD_USAGE)
     key, configured = keys.mint(id), config_file(file, config)
 
     def act() -> None:
         book = _keybook(configured)
         entry = _principal(book.entry(id).value)
         if entry.revoked or entry.expired(now):
-            raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, and so would its new key be")
+            raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key")
         kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
         good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
         file = book.change(id, "hash", [*good, keys.hash_of(key)])
         last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
-        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} good until {last}" if good else ""
+        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
         _show_new(key, f"{id} has a new key in {file}{until}")
 
     return _written(act)
@@ -121,9 +121,9 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
         book = _keybook(configured)
         entry = book.entry(id).value
         if entry.get("anonymous") is True:
-            raise _refusal(f"{id} is for requests that bring no key; take it out of the file to refuse them")
+            raise _refusal(f"{id} is for requests without a key; remove it from the file to refuse them")
         if entry.get("revoked") is True:
-            typer.echo(f"{id} was revoked already")
+            typer.echo(f"{id} is already revoked")
             return
         typer.echo(f"{id} is revoked in {book.change(id, 'revoked', True)}")
 
@@ -161,11 +161,11 @@ def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
     else:
         _print_table(listed["keys"])
         if listed["last_use_unknown"]:
-            typer.echo(f"the last use is not known: {listed['last_use_unknown']}", err=True)
+            typer.echo(f"the last use is unknown: {listed['last_use_unknown']}", err=True)
 
 
 def _last_use(known: Config, file: Path) -> LastUse:
-    """From the ledger, where there is one."""
+    """Return the last use of keys from the ledger, if one is configured."""
     from gateway.key_management.key_list import LastUse
 
     if known.ledger is None:
@@ -205,14 +205,14 @@ def take_over(
         place = _add_all(book, listed.fresh, source) if listed.fresh else configured
         for words in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
             say_error(f"{source}: {words}", 0)
-        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} known already" if listed.known else ""
+        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
         typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
 
     return _written(act)
 
 
 def _add_all(book: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
-    """Write the keys of a file; returns where. What is wrong with one is told by its place in the file."""
+    """Add the keys of a file, and return the changed file. Problems name the position in the imported file."""
     from gateway.key_management.key_file import InvalidResultError
 
     for one in fresh:
@@ -240,7 +240,7 @@ def hash_of_key() -> int:
 
 
 def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
-    """Read a key from stdin and print the id of its entry.
+    """Read a key from stdin and print the ID of its entry.
 
     Exits with 1 if the configuration does not have the key, or if it has expired.
     """
@@ -267,7 +267,7 @@ def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
 
 
 def _holder(config: Config, digest: str) -> tuple[Key, datetime | None] | None:
-    """The entry that a hash is in, and when that key ends."""
+    """Return the entry with a hash, and the expiry of that key."""
     for key in config.keys:
         for one in key.hashes:
             if one.text == digest:
@@ -276,14 +276,14 @@ def _holder(config: Config, digest: str) -> tuple[Key, datetime | None] | None:
 
 
 def _read_key() -> str:
-    """One line from stdin, asked for without echo at a terminal. Never from the command line, which others can see."""
+    """Read one line from stdin, without echo on a terminal. Never from the command line, which other users can see."""
     if sys.stdin.isatty():
         text: str = typer.prompt("Key", hide_input=True, err=True)
     else:
         try:
             text = sys.stdin.buffer.read(65_536).decode()
         except UnicodeDecodeError:
-            _refuse("what came on stdin is not UTF-8 text")
+            _refuse("stdin is not UTF-8 text")
     token = text.strip("\r\n")
     if not token or "\n" in token:
         _refuse("expected one key, on one line, on stdin")
@@ -295,7 +295,7 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(BAD_USAGE)
 
 
-# What is written
+# Changes of the configuration
 
 
 def _keybook(config: Path) -> KeyFiles:
@@ -311,7 +311,7 @@ def _refusal(message: str) -> Exception:
 
 
 def _written(act: Callable[[], None]) -> int:
-    """Change the configuration's files; returns the exit code."""
+    """Run a change of the configuration's files, and return the exit code."""
     from gateway.key_management.key_file import InvalidResultError, KeyFileError
 
     try:
@@ -329,7 +329,7 @@ def _show_new(key: str, words: str) -> None:
 
 
 def _wrong(entry: Mapping[str, Any]) -> str | None:
-    """What is wrong with an entry, as ``name: message``."""
+    """Return the first problem of an entry, as ``name: message``."""
     from pydantic import ValidationError
 
     from gateway.config import Key
@@ -351,10 +351,10 @@ def _principal(entry: Any) -> Key:
     try:
         return Key.model_validate(entry)
     except ValidationError as error:
-        raise _refusal(f"the entry of {entry.get('id')} is not good as it is; `vllm-gateway check` says why") from error
+        raise _refusal(f"the entry of {entry.get('id')} is invalid; run `vllm-gateway check` for its problems") from error
 
 
-# What is shown
+# Output
 
 
 def _print_table(listed: list[dict[str, Any]]) -> None:
@@ -379,7 +379,7 @@ _COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
 
 def commands() -> dict[str, Callable[..., int]]:
-    """By name."""
+    """Return the commands by name."""
     return {
         "new": _with_limits(new),
         "rotate": rotate,
@@ -392,14 +392,14 @@ def commands() -> dict[str, Callable[..., int]]:
 
 
 def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
-    """The command, with an option for each limit that a key can have in the place of ``**limits``."""
+    """Return the command with an option for each limit of a key instead of ``**limits``."""
     from gateway.config import Limits
 
     @functools.wraps(command)
     def run(**given: Any) -> int:
         return command(**given)
 
-    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # that one is no amount
+    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # it is not an amount
     signature = inspect.signature(command, eval_str=True)
     plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What a launch would run, for people to read and to try by hand.
+"""The commands that launches run, to read and to try by hand.
 
-It comes from the very functions that launch. The rule: no secret is in it, and whatever a run makes up (the internal
-key, the private folder, a free port) is shown as made up.
+They come from the functions that launch servers. The rule: they contain no secret, and values that each run creates (the internal key, the
+private folder, a free port) are placeholders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECRET_NAMES = re.compile("TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
 
 
 def shown_launches(config: Config, model: str) -> Iterator[str]:
-    """One text for each replica of a launched model: a comment with its name, the variables, the words."""
+    """Yield a text for each replica of a launched model: a comment with its name, the variables, and the command."""
     for number, spec in enumerate(launches(config)):
         server = next(each for each in configured_servers(config) if each.name == spec.name)
         if server.model.id == model and server.model.launch is not None:

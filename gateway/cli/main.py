@@ -1,8 +1,7 @@
 """The command ``vllm-gateway``.
 
-Owns what operators type and read: arguments, words, colors, exit codes. 0 means fine, 1 that it failed, 2 a
-wrong command line or a wrong configuration. The rule: an error is one line on stderr and never a traceback.
-Commands import what they need when they run, so that the command itself starts fast.
+Owns arguments, output and exit codes: 0 for success, 1 for a failure, 2 for an invalid command line or configuration. The rule: an error is
+one line on stderr, never a traceback. Commands import what they need when they run, so that the program starts fast.
 """
 
 from __future__ import annotations
@@ -34,32 +33,32 @@ _HELP = """One URL and one key in front of your vLLM servers.
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
 _WIDE = 200
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's id.", show_default=False)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The ID of the model.", show_default=False)]
 
 
 def main() -> None:
-    """The entry point: runs the command line of this process and exits with its code."""
+    """Run the command line of this process, and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. The outer edge: whatever happens becomes one line on stderr."""
+    """Run one command and return its exit code. The outer edge: every error becomes one line on stderr."""
     try:
         outcome = application(with_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
         return say_error(error.format_message(), error.exit_code)
     except typer.Abort:
-        return say_error("given up", FAILED)
+        return say_error("aborted", FAILED)
     except BrokenPipeError:
-        sys.stdout = None  # the reader left: nothing is to be flushed at exit
+        sys.stdout = None  # the reader has exited, so nothing is flushed at exit
         return FAILED
     except Exception as error:  # noqa: BLE001
         return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
 def application(*, with_keys: bool) -> typer.Typer:
-    """Build the command line. The commands below ``keys`` cost the import of the settings, so they are left out unless wanted."""
+    """Build the command line. The commands below ``keys`` cost the import of the settings, so they are added only if needed."""
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -78,7 +77,7 @@ def application(*, with_keys: bool) -> typer.Typer:
 
 
 class _Untouched(TyperCommand):
-    """A command whose arguments are another program's: none is looked at, ``--`` and ``--help`` included."""
+    """A command that passes all its arguments to another program, including ``--`` and ``--help``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -142,7 +141,7 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     from gateway.config.source import read
 
     checked = config_file(file, config)
-    once = {Path(os.path.abspath(checked)): read(checked)}  # a pipe has its text once
+    once = {Path(os.path.abspath(checked)): read(checked)}  # a pipe can be read only once
     known, found = None, _preflight(checked, once)
     try:
         known = load(checked, instead=once)
@@ -152,12 +151,12 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
         print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
     if known is None or not all(isinstance(problem, Note) for problem in found):
         return BAD_USAGE
-    typer.echo(f"{checked} is fine: {_counted(known, len(found))}")
+    typer.echo(f"{checked} is valid: {_counted(known, len(found))}")
     return 0
 
 
 def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
-    """What the launches of a configuration would fail on here, and what deserves a look."""
+    """Return the problems of launches on this machine, and notes."""
     from gateway.check import lint
     from gateway.check.launch_check import LaunchCheck
     from gateway.config import drafted
@@ -171,7 +170,7 @@ def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
 
 
 def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
-    """By file and line, those of the configuration itself before those of other files."""
+    """Sort problems by file and line, those of the configuration itself first."""
     return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
 
 
@@ -199,7 +198,7 @@ def status(
     def shown(known: dict[str, Any]) -> None:
         if as_json:
             typer.echo(json.dumps(known, indent=2))
-        else:  # what is no terminal has no width: nothing is to be wrapped there
+        else:  # without a terminal there is no width, and nothing is wrapped
             show(status_view(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     return asked(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
@@ -317,7 +316,7 @@ def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: Admin
 
     def ask(gateway: AdminClient) -> None:
         gateway.drain()
-        typer.echo("the gateway is stopping; requests under way finish first")
+        typer.echo("the gateway is stopping; open requests finish first")
 
     return asked(Where(config_file(file, config), admin, token_file), ask)
 

@@ -1,6 +1,6 @@
-"""How commands speak: one line for an error, one for each problem of a configuration, and the exit codes.
+"""The output of commands: one line for an error, one for each problem of a configuration, and the exit codes.
 
-0 means fine, 1 that it failed, 2 a wrong command line or a wrong configuration.
+0 is success, 1 a failure, 2 an invalid command line or configuration.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ NAME = "vllm-gateway"
 
 
 def say_error(message: str, code: int) -> int:
-    """One line on standard error, whatever the message holds; returns the code."""
+    """Print an error as one line on standard error, and return the code."""
     typer.echo(f"{NAME}: {' '.join(message.split())}", err=True)
     return code
 
 
 def print_problems(problems: Iterable[Problem], *, err: bool = False) -> int:
-    """A line for each problem; returns the exit code for it."""
+    """Print a line for each problem, and return the exit code."""
     for problem in problems:
         print_problem(problem, "red", err=err)
     return BAD_USAGE
 
 
 def print_problem(problem: Problem, color: str, *, err: bool = False) -> None:
-    """One line; at a terminal its place is bold, its message colored and nothing is cut."""
+    """Print a problem as one line. On a terminal its position is bold and its message colored."""
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty():
         typer.echo(str(problem), err=err)

@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-import httpx2
+from typing import TYPE_CHECKING, Any
 
 from gateway import config as conf
 from gateway.telemetry.dependencies import Observation
+
+if TYPE_CHECKING:
+    import httpx2
 
 _TIMEOUT = 10.0  # seconds for a whole response
 _MIN_INTERVAL = 5.0  # seconds between two fetches
@@ -183,6 +184,8 @@ class _JwksPoll:
 
     async def _fetch(self) -> bytes | None:
         """Fetch the JWKS, as ``verification_keys`` returns it. None: it has not changed. Raises FetchError, OSError."""
+        import httpx2  # loaded only where a JWKS is fetched
+
         from gateway.auth.jwks import KeySetError, verification_keys  # with PyJWT, which is an extra
 
         trust = True if self._source.ca is None else ssl.create_default_context(cafile=self._source.ca)

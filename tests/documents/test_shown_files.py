@@ -90,7 +90,7 @@ def test_a_shown_file_has_a_reader(block: Block) -> None:
 @pytest.mark.parametrize("block", CONFIGURATIONS, ids=identity)
 def test_a_shown_configuration_is_fine_and_does_all_it_says(tmp_path: Path, block: Block) -> None:
     output = checked(tmp_path, whole(block.text))
-    assert output.startswith("gateway.yaml is fine: ") and output.endswith(", 0 notes\n")
+    assert output.startswith("gateway.yaml is valid: ") and output.endswith(", 0 notes\n")
 
 
 @pytest.mark.parametrize("block", [block for block in YAML if block.file == "keys.yaml"], ids=identity)
@@ -99,7 +99,7 @@ def test_shown_keys_are_fine(tmp_path: Path, block: Block) -> None:
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump({"models": BASE["models"], "keys_file": "keys.yaml"}))
     words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"gateway.yaml is fine: 1 model, {len(yaml.safe_load(block.text)['keys'])} key, 0 notes\n", done
+    assert done.stdout == f"gateway.yaml is valid: 1 model, {len(yaml.safe_load(block.text)['keys'])} key, 0 notes\n", done
 
 
 def test_both_other_ways_to_servers_are_shown() -> None:
@@ -113,7 +113,7 @@ def test_the_other_ways_to_servers_are_fine_too(tmp_path: Path, written: str) ->
     assert launch is not None
     below_launch = written.startswith("command:")
     changed = text.replace(launch[0], f"{launch[0]}      {written}\n" if below_launch else f"    {written}\n")
-    assert checked(tmp_path, whole(changed)).startswith("gateway.yaml is fine: ")
+    assert checked(tmp_path, whole(changed)).startswith("gateway.yaml is valid: ")
 
 
 def test_the_whole_file_shows_every_setting() -> None:

@@ -18,11 +18,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import httpx2
+from typing import TYPE_CHECKING, Any
 
 from upstream.discovery.endpoints import EndpointSlices, Observation
+
+if TYPE_CHECKING:
+    import httpx2
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The folder with ``token``, ``ca.crt`` and ``namespace`` (Kubernetes documentation, "Accessing the API from within a Pod")."""
@@ -76,6 +77,8 @@ class Cluster:
 
     def client(self) -> httpx2.AsyncClient:
         """Return a client that trusts only the cluster's authority. Raises DiscoveryError."""
+        import httpx2  # loaded only where a service is watched
+
         if not self.host:
             raise DiscoveryError("not in a pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
         try:
@@ -126,6 +129,8 @@ class _Follower:
 
     async def follow(self) -> None:
         """List the slices if needed, then watch until a failure. Raises DiscoveryError."""
+        import httpx2
+
         try:
             async with self._cluster.client() as client:
                 if self.version is None:
@@ -149,6 +154,8 @@ class _Follower:
 
     async def _watch(self, client: httpx2.AsyncClient) -> bool:
         """Watch once, and return whether the watch ended in good order after at least a second. Raises VersionExpiredError."""
+        import httpx2
+
         began = asyncio.get_running_loop().time()
         seconds = int(WATCH * random.uniform(0.8, 1.0))  # noqa: S311 - spreads load, no secret
         query = self._query | {

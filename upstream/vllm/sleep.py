@@ -7,11 +7,12 @@ vLLM aborts it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import httpx2
+from typing import TYPE_CHECKING, Any, Literal
 
 from upstream.vllm.health import Target
+
+if TYPE_CHECKING:
+    import httpx2
 
 Level = Literal[1, 2]
 DEADLINE = 300.0
@@ -40,12 +41,16 @@ async def wake_up(target: Target, level: Level) -> None:
 
 
 def _client(target: Target) -> httpx2.AsyncClient:
+    import httpx2  # loaded only where a model sleeps
+
     transport = httpx2.AsyncHTTPTransport(verify=False, uds=target.address.uds, trust_env=False)
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx2.AsyncClient(transport=transport, base_url=target.address.base_url, headers=headers, timeout=DEADLINE, trust_env=False)
 
 
 async def _post(client: httpx2.AsyncClient, path: str, **more: Any) -> None:
+    import httpx2
+
     try:
         response = await client.post(path, **more)
     except httpx2.HTTPError as error:

@@ -179,7 +179,7 @@ def test_a_described_route_answers_as_it_says(running: Gateway, path: str) -> No
 
 def test_the_page_says_the_same_and_needs_nothing_else(running: Gateway, tmp_path: Path) -> None:
     answer = running.get("/docs")
-    assert answer.text == page() and "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.text == page()[0] and "default-src 'none'" in answer.headers["content-security-policy"]
     assert not re.search(r"(src|href)=", answer.text)
     with chromium(tmp_path) as browser:
         browser.open(f"http://127.0.0.1:{running.admin}/docs")

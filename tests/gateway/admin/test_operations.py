@@ -209,6 +209,6 @@ def test_a_gateway_is_drained(tmp_path: Path) -> None:
 
 def test_a_gateway_is_drained_by_a_command(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as leaving:
-        assert leaving.command("drain").stdout == "the gateway is stopping; requests under way finish first\n"
+        assert leaving.command("drain").stdout == "the gateway is stopping; open requests finish first\n"
         assert leaving.process.wait(60) == 0
         assert "drain requested by uid " in leaving.said

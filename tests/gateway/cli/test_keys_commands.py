@@ -136,7 +136,7 @@ def test_the_former_key_is_good_no_longer_than_its_entry_or_itself(folder: Path,
     end = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     ends = f"{hash_of(KEY)}\n    expires: {end}" if place == "entry" else f"{{hash: {hash_of(KEY)}, expires: {end}}}"
     (folder / "gateway.yaml").write_text(FILE.replace(hash_of(KEY), ends))
-    assert f"; the former key is good until {end}\n" in gateway("keys", "rotate", "team-a", folder=folder).err
+    assert f"; the former key is valid until {end}\n" in gateway("keys", "rotate", "team-a", folder=folder).err
 
 
 def test_a_key_can_be_replaced_at_once(folder: Path) -> None:
@@ -158,16 +158,16 @@ def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) 
     config = load(folder / "gateway.yaml")
     assert answer(config, "one") == answer(config, "two") == "invalid_api_key: This API key has been revoked."
     assert answer(config, "unknown") == "anonymous"
-    assert gateway("keys", "revoke", "two", folder=folder) == Ran(0, "two was revoked already\n", "")
+    assert gateway("keys", "revoke", "two", folder=folder) == Ran(0, "two is already revoked\n", "")
     assert gateway("keys", "verify", "gateway.yaml", stdin="one", folder=folder) == Ran(1, "", "vllm-gateway: two: revoked\n")
-    assert gateway("keys", "rotate", "two", folder=folder).err == "vllm-gateway: two is revoked, and so would its new key be\n"
+    assert gateway("keys", "rotate", "two", folder=folder).err == "vllm-gateway: two is revoked, which would apply to its new key\n"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["rotate", "team-x"], 1, "vllm-gateway: there is no key team-x in gateway.yaml"),
-        (["revoke", "anonymous"], 1, "vllm-gateway: anonymous is for requests that bring no key; take it out of the file to refuse them"),
+        (["revoke", "anonymous"], 1, "vllm-gateway: anonymous is for requests without a key; remove it from the file to refuse them"),
         (["rotate", "team-a", "--overlap", "soon"], 2, "vllm-gateway: --overlap: expected a duration with its unit"),
         (["new", "--id", "team-a", "--write"], 2, "gateway.yaml: keys[3].id: this key id is already on line 7"),
         (["new", "--id", "b", "--models", "nothing", "--write"], 2, "gateway.yaml: keys[3].models[0]: matches no model"),
@@ -175,9 +175,9 @@ def test_a_revoked_key_is_refused_even_where_strangers_are_served(folder: Path) 
         (["new", "--id", "b", "--cost-per-day", "-1"], 2, "vllm-gateway: --cost-per-day: expected more than 0.0, found -1.0"),
         (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
         (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
-        (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: that is in the past, so the key would never be"),
+        (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: the date is in the past"),
         (["new", "--id", "b", "--team", "nobody", "--write"], 2, "gateway.yaml: keys[3].team: there is no such team"),
-        (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: that is beyond the year 9999"),
+        (["rotate", "team-a", "--overlap", "9999999d"], 2, "vllm-gateway: --overlap: the end is after the year 9999"),
         (["revoke", "team-a", "--config", "other.yaml"], 1, "vllm-gateway: other.yaml cannot be read: No such file or directory"),
         (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
     ],
@@ -289,13 +289,13 @@ FIRST, SECOND, THIRD, FOURTH = (f"sk-{word}-0123456789" for word in ("first", "s
 def test_keys_of_another_gateway_stay_good(folder: Path) -> None:
     (folder / "keys.txt").write_text(f'# exported\n{FIRST}\nalice,{SECOND}\n\n{KEY}\nbob , "{THIRD}"\ncarol,{hash_of(FOURTH)}\n')
     ran = gateway("keys", "import", "keys.txt", folder=folder)
-    assert ran == Ran(0, "4 keys added to gateway.yaml; 1 was known already\n", "")
+    assert ran == Ran(0, "4 keys added to gateway.yaml; 1 was already known\n", "")
     text, config = (folder / "gateway.yaml").read_text(), load(folder / "gateway.yaml")
     assert "sk-" not in text and removed(FILE, text) == []
     first = f"imported-{hash_of(FIRST).removeprefix('sha256:')[:8]}"
     owners = {FIRST: first, SECOND: "alice", THIRD: "bob", FOURTH: "carol", KEY: "team-a"}
     assert {token: answer(config, token) for token in owners} == owners
-    assert gateway("keys", "import", "keys.txt", folder=folder).out == "0 keys added to gateway.yaml; 5 were known already\n"
+    assert gateway("keys", "import", "keys.txt", folder=folder).out == "0 keys added to gateway.yaml; 5 were already known\n"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_what_litellm_holds_a_key_back_by_comes_along_or_is_told(folder: Path) -
 def test_a_key_that_is_in_a_file_twice_is_told(folder: Path) -> None:
     (folder / "keys.txt").write_text(f"alice,{FIRST}\nbob,{SECOND}\nalice,{FIRST}\n{KEY}\n")
     said = "vllm-gateway: keys.txt: line 3 is line 1 again\n"
-    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(0, "2 keys added to gateway.yaml; 1 was known already\n", said)
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(0, "2 keys added to gateway.yaml; 1 was already known\n", said)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_check_prints_every_problem_plainly_and_exits_with_2(folder: Path) -> No
 def test_check_of_a_good_file(folder: Path) -> None:
     assert gateway("check", "good.yaml", folder=folder) == Ran(
         0,
-        "good.yaml:5: keys[1].expires: has expired: all keys of this entry are refused\ngood.yaml is fine: 1 model, 2 keys, 1 note\n",
+        "good.yaml:5: keys[1].expires: has expired: all keys of this entry are refused\ngood.yaml is valid: 1 model, 2 keys, 1 note\n",
         "",
     )
 
@@ -73,13 +73,13 @@ def test_check_of_a_good_file(folder: Path) -> None:
 def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> None:
     assert gateway("check", folder=folder) == Ran(2, "gateway.yaml: cannot be read: No such file or directory\n", "")
     (folder / "good.yaml").rename(folder / "gateway.yaml")
-    assert gateway("check", folder=folder).out.endswith("gateway.yaml is fine: 1 model, 2 keys, 1 note\n")
+    assert gateway("check", folder=folder).out.endswith("gateway.yaml is valid: 1 model, 2 keys, 1 note\n")
     assert gateway("keys", "verify", folder=folder, stdin=KEY) == Ran(0, "team-a: valid, for Qwen/*\n", "")
 
 
 def test_check_of_what_another_command_writes(folder: Path) -> None:
     text = (folder / "good.yaml").read_text()
-    told = "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is fine: 1 model, 2 keys, 1 note\n"
+    told = "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is valid: 1 model, 2 keys, 1 note\n"
     assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, told, "")
     assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
 

@@ -47,9 +47,9 @@ def test_last_use(store: UsageStore) -> None:
 @pytest.mark.parametrize(
     ("ledger", "words"),
     [
-        (None, "the last use is not known: no ledger is configured"),
-        ("sqlite:///usage.db", "the last use is not known: the ledger's database does not exist yet"),
-        ("sqlite:///spoiled.db", "the last use is not known: the ledger's database does not respond: "),
+        (None, "the last use is unknown: no ledger is configured"),
+        ("sqlite:///usage.db", "the last use is unknown: the ledger's database does not exist yet"),
+        ("sqlite:///spoiled.db", "the last use is unknown: the ledger's database does not respond: "),
     ],
 )
 def test_why_it_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str], ledger: str | None, words: str) -> None:
