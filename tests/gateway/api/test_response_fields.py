@@ -77,7 +77,7 @@ def observed(parts: list[bytes], dialect: Dialect) -> Fields:
     return observer.fields
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(1000))
 @given(
     echo=ECHO,
     dialect=st.sampled_from(Dialect),

@@ -357,7 +357,7 @@ def test_findings_about_the_whole_body_in_several_shapes() -> None:
     assert from_server(400, orjson.dumps(error), "m", "messages", None, {}).message == "type: Field required"
 
 
-@settings(deadline=None, max_examples=examples(300))
+@settings(deadline=None, max_examples=examples(1500))
 @given(st.data())
 def test_no_report_is_too_strange_for_any_request(data: st.DataObject) -> None:
     names = st.sampled_from(
