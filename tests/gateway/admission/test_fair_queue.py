@@ -1,4 +1,4 @@
-"""Whose turn it is: shares by weight, order within a key, and who gives his place up."""
+"""The order of the fair queue: shares by weight, order within a key, and the request that gives up its slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 8.0]), min_size=2, max_
 
 
 def queue_of(waiting: str, **weights: float) -> FairQueue[tuple[str, int]]:
-    """The letters are keys; each one's place is its time of arrival."""
+    """Return a queue with one request for each letter. The letter is its key, and its index is the arrival time."""
     queue = FairQueue[tuple[str, int]]()
     for at, key in enumerate(waiting):
         queue.put((key, at), key, weights.get(key, 1.0), at)
@@ -38,11 +38,11 @@ def order(queue: FairQueue[tuple[str, int]]) -> str:
         ("aaaabb", {"b": 4.0}, "abbaaa"),
     ],
 )
-def test_keys_take_turns_by_their_weights(waiting: str, weights: dict[str, float], expected: str) -> None:
+def test_keys_are_served_in_proportion_to_their_weights(waiting: str, weights: dict[str, float], expected: str) -> None:
     assert order(queue_of(waiting, **weights)) == expected
 
 
-def test_one_who_comes_later_is_not_owed_what_he_did_not_wait_for() -> None:
+def test_a_key_that_arrives_late_gets_no_credit_for_the_past() -> None:
     queue = queue_of("a" * 10)
     assert [queue.pop()[0] for _ in range(4)] == list("aaaa")
     for at in range(10, 14):
@@ -50,7 +50,7 @@ def test_one_who_comes_later_is_not_owed_what_he_did_not_wait_for() -> None:
     assert order(queue)[:6] in ("bababa", "ababab")
 
 
-def test_one_who_leaves_and_comes_back_does_not_come_first_again() -> None:
+def test_a_key_that_returns_is_not_served_first_again() -> None:
     queue = queue_of("aabb")
     assert queue.pop()[0] == "a"
     queue.remove(("a", 1), "a")
@@ -58,7 +58,7 @@ def test_one_who_leaves_and_comes_back_does_not_come_first_again() -> None:
     assert order(queue)[0] == "b"
 
 
-def test_one_who_had_a_turn_to_no_avail_is_before_those_of_his_key_who_came_later() -> None:
+def test_a_requeued_request_precedes_later_requests_of_its_key() -> None:
     queue = queue_of("aaab")
     first = queue.pop()
     queue.put(first, "a", 1.0, first[1])
@@ -69,17 +69,17 @@ def test_one_who_had_a_turn_to_no_avail_is_before_those_of_his_key_who_came_late
 @settings(deadline=None)
 @given(weights=WEIGHTS, turns=st.integers(1, 200))
 def test_keys_that_keep_waiting_have_shares_by_weight(weights: list[float], turns: int) -> None:
-    of, queue, had = dict(zip(KEYS, weights, strict=False)), FairQueue[tuple[str, int]](), Counter[str]()
-    for key, weight in of.items():
+    weight_by_key, queue, served = dict(zip(KEYS, weights, strict=False)), FairQueue[tuple[str, int]](), Counter[str]()
+    for key, weight in weight_by_key.items():
         for at in range(2):
             queue.put((key, at), key, weight, at)
-    for turn in range(turns):
+    for number in range(turns):
         key, _ = queue.pop()
-        had[key] += 1
-        queue.put((key, turn + 2), key, of[key], turn + 2)
-    for one, other in combinations(of, 2):
-        apart = abs(had[one] / of[one] - had[other] / of[other])
-        assert apart <= 1 / of[one] + 1 / of[other] + 1e-9
+        served[key] += 1
+        queue.put((key, number + 2), key, weight_by_key[key], number + 2)
+    for one, other in combinations(weight_by_key, 2):
+        difference = abs(served[one] / weight_by_key[one] - served[other] / weight_by_key[other])
+        assert difference <= 1 / weight_by_key[one] + 1 / weight_by_key[other] + 1e-9
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "pop", "remove", "yield"]), st.sampled_from(KEYS), st.integers(0, 30)), max_size=80)
@@ -87,11 +87,11 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "pop", "remove", "yield"]), s
 
 @settings(deadline=None)
 @given(steps=STEPS)
-def test_nobody_is_lost_and_a_keys_own_keep_their_order(steps: list[tuple[str, str, int]]) -> None:
+def test_no_request_is_lost_and_each_key_keeps_its_order(steps: list[tuple[str, str, int]]) -> None:
     queue = FairQueue[tuple[str, int]]()
-    there: dict[str, list[tuple[str, int]]] = {key: [] for key in KEYS}
+    queued: dict[str, list[tuple[str, int]]] = {key: [] for key in KEYS}
     for at, (step, key, number) in enumerate(steps):
-        mine, total = there[key], sum(map(len, there.values()))
+        mine, total = queued[key], sum(map(len, queued.values()))
         if step == "put":
             queue.put((key, at), key, 1.0, at)
             mine.append((key, at))
@@ -99,12 +99,12 @@ def test_nobody_is_lost_and_a_keys_own_keep_their_order(steps: list[tuple[str, s
             queue.remove(mine.pop(number % len(mine)), key)
         elif step == "pop" and total:
             item = queue.pop()
-            assert there[item[0]].pop(0) == item
+            assert queued[item[0]].pop(0) == item
         elif step == "yield":
             latest = queue.displaced_by(key, 1.0)
-            assert latest is None or (latest == there[latest[0]][-1] and latest[0] != key and len(there[latest[0]]) > 1)
-        assert set(queue) == {item for each in there.values() for item in each} and len(queue) == sum(map(len, there.values()))
-        assert queue.oldest == min((item[1] for each in there.values() for item in each), default=None)
+            assert latest is None or (latest == queued[latest[0]][-1] and latest[0] != key and len(queued[latest[0]]) > 1)
+        assert set(queue) == {item for each in queued.values() for item in each} and len(queue) == sum(map(len, queued.values()))
+        assert queue.oldest == min((item[1] for each in queued.values() for item in each), default=None)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_nobody_is_lost_and_a_keys_own_keep_their_order(steps: list[tuple[str, s
         ("aaaaaab", {"a": 8.0}, "b", None),
     ],
 )
-def test_who_has_most_gives_up_a_place(waiting: str, weights: dict[str, float], comes: str, yields: tuple[str, int] | None) -> None:
+def test_the_key_with_the_most_requests_gives_up_a_slot(
+    waiting: str, weights: dict[str, float], comes: str, yields: tuple[str, int] | None
+) -> None:
     assert queue_of(waiting, **weights).displaced_by(comes, weights.get(comes, 1.0)) == yields
 
 

@@ -1,4 +1,4 @@
-"""Requests that wait for their model: in order, within bounds, told the truth, and gone at once when their client is."""
+"""Requests that wait for their model: their order, the queue's bounds, `Retry-After`, comments, and disconnected clients."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ QUEUE = Queue(size=3, wait=60.0)
 SERVER = "tiny#0"
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
-async def streams(talk: Conversation) -> None:
+async def stream_events(talk: Conversation) -> None:
     await talk.begin_stream()
     await talk.chunk(b"".join(SHOWN))
     await talk.end_stream()
 
 
-def _current(served: Served) -> list[ClientRequest]:
+def _current_requests(served: Served) -> list[ClientRequest]:
     return [each.current for each in served.connections if isinstance(each.current, ClientRequest)]
 
 
@@ -44,27 +44,27 @@ def waiting_model(*ports: int, **more: Any) -> Model:
     return model(*ports, **{"queue": QUEUE, **more})
 
 
-def comes_in(served: Served, seconds: float = 30.0) -> float:
-    """Control has said that the model is on its way; returns when it is due."""
+def model_is_loading(served: Served, seconds: float = 30.0) -> float:
+    """Report that the model is loading, and return when it is expected to be ready."""
     due = time.monotonic() + seconds
-    _learn(served, Condition.LOADING, {"tiny": due})
+    _apply_health(served, Condition.LOADING, {"tiny": due})
     return due
 
 
-def told_now(due: float) -> int:
-    """In how many whole seconds to come back, for whoever is told now."""
+def retry_after_now(due: float) -> int:
+    """Return the `Retry-After` value, in whole seconds, of a response sent now."""
     return math.ceil(due - time.monotonic())
 
 
 def is_up(served: Served) -> None:
-    _learn(served, Condition.UP, {})
+    _apply_health(served, Condition.UP, {})
 
 
 def is_down(served: Served) -> None:
-    _learn(served, Condition.DOWN, {})
+    _apply_health(served, Condition.DOWN, {})
 
 
-def _learn(served: Served, condition: Condition, expected: Mapping[str, float]) -> None:
+def _apply_health(served: Served, condition: Condition, expected: Mapping[str, float]) -> None:
     served.worker.apply_health(Health({SERVER: condition}, {}, expected))
 
 
@@ -72,24 +72,24 @@ def queued(served: Served) -> float:
     return served.value("queued_requests", "tiny")
 
 
-async def enter(served: Served, one: Client, number: int = 1, **fields: Any) -> None:
-    """Send a request and see it wait as the so many-th."""
+async def send_and_queue(served: Served, one: Client, number: int = 1, **fields: Any) -> None:
+    """Send a request, and wait until the queue holds ``number`` requests."""
     one.send(request(chat(**fields)))
     await until(lambda: queued(served) == number)
 
 
-async def refused(served: Served, status: int = 503, **fields: Any) -> Reply:
+async def send_and_expect_refusal(served: Served, status: int = 503, **fields: Any) -> Reply:
     reply = await ask(served.port, request(chat(**fields)))
     assert reply.status == status
     return reply
 
 
-async def test_they_go_on_in_the_order_in_which_they_came() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served:
-        comes_in(served)
+async def test_requests_resume_in_order_of_arrival() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served:
+        model_is_loading(served)
         async with client(served.port) as a, client(served.port) as b, client(served.port) as c:
             for number, one in enumerate((b, a, c), 1):
-                await enter(served, one, number, seed=number)
+                await send_and_queue(served, one, number, seed=number)
             assert served.value("inflight_requests", "tiny") == served.context.inflight.in_flight == 3
             assert served.total("server_inflight") == 0 and server.requests == []
             is_up(served)
@@ -102,10 +102,10 @@ async def test_they_go_on_in_the_order_in_which_they_came() -> None:
         assert served.asked[-1] == ("tiny", None) and (await ask(served.port, request())).status == 200
 
 
-async def test_time_in_the_queue_is_written_down_and_is_not_the_gateways_own() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
-        comes_in(served)
-        await enter(served, one)
+async def test_queue_time_is_recorded_and_is_not_overhead() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
+        model_is_loading(served)
+        await send_and_queue(served, one)
         await asyncio.sleep(0.3)
         is_up(served)
         await one.reply()
@@ -115,56 +115,56 @@ async def test_time_in_the_queue_is_written_down_and_is_not_the_gateways_own() -
         assert record.overhead <= record.duration - record.queued
 
 
-async def test_no_more_wait_than_there_is_room_for_and_the_rest_is_told_when_to_come_back() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served:
-        due = comes_in(served, 57.5)
+async def test_a_request_to_a_full_queue_is_refused_with_retry_after() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served:
+        due = model_is_loading(served, 57.5)
         async with client(served.port) as a, client(served.port) as b, client(served.port) as c:
             for number, one in enumerate((a, b, c), 1):
-                await enter(served, one, number)
-            latest = told_now(due)
-            reply = await refused(served)
-            assert reply.error["code"] == "model_loading" and told_now(due) <= int(reply.headers["retry-after"]) <= latest
+                await send_and_queue(served, one, number)
+            latest = retry_after_now(due)
+            reply = await send_and_expect_refusal(served)
+            assert reply.error["code"] == "model_loading" and retry_after_now(due) <= int(reply.headers["retry-after"]) <= latest
             b.leave()
             await until(lambda: queued(served) == 2)
             async with client(served.port) as d:
-                await enter(served, d, 3)
+                await send_and_queue(served, d, 3)
         await until(lambda: queued(served) == 0)
         assert served.asked[-1][1] is not None, "who was told to come back still wants the model"
         is_up(served)
         assert served.asked[-1][1] is None
 
 
-async def test_who_has_waited_long_enough_is_told_when_to_come_back() -> None:
+async def test_a_queue_timeout_is_reported_with_retry_after() -> None:
     async with (
-        scripted(answers) as server,
+        scripted(respond) as server,
         serving([waiting_model(server.port, queue=Queue(3, 0.3))], up=False) as served,
         client(served.port) as one,
     ):
-        due, began = comes_in(served, 60.5), time.monotonic()
-        latest = told_now(due)
+        due, began = model_is_loading(served, 60.5), time.monotonic()
+        latest = retry_after_now(due)
         reply = await one.ask(request())
         assert time.monotonic() - began >= 0.3
         assert (reply.status, reply.error["code"]) == (503, "model_loading")
-        assert told_now(due) <= int(reply.headers["retry-after"]) <= latest
+        assert retry_after_now(due) <= int(reply.headers["retry-after"]) <= latest
         await until(lambda: served.in_flight == 0)
-        comes_in(served, -5.0)
-        assert (await refused(served)).headers["retry-after"] == "1"
+        model_is_loading(served, -5.0)
+        assert (await send_and_expect_refusal(served)).headers["retry-after"] == "1"
 
 
-async def test_a_model_without_a_queue_says_when_it_comes() -> None:
-    async with scripted(answers) as server, serving([model(server.port)], up=False) as served:
-        due = comes_in(served, 57.5)
-        latest = told_now(due)
-        reply = await refused(served)
-        assert reply.error["code"] == "model_loading" and told_now(due) <= int(reply.headers["retry-after"]) <= latest
+async def test_a_loading_model_without_a_queue_reports_retry_after() -> None:
+    async with scripted(respond) as server, serving([model(server.port)], up=False) as served:
+        due = model_is_loading(served, 57.5)
+        latest = retry_after_now(due)
+        reply = await send_and_expect_refusal(served)
+        assert reply.error["code"] == "model_loading" and retry_after_now(due) <= int(reply.headers["retry-after"]) <= latest
 
 
 @pytest.mark.parametrize("way", ["reset", "close"])
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])
-async def test_a_client_that_leaves_frees_its_place_at_once(way: str, fields: dict[str, Any]) -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
-        comes_in(served)
-        await enter(served, one, **fields)
+async def test_a_disconnected_client_frees_its_queue_slot_at_once(way: str, fields: dict[str, Any]) -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
+        model_is_loading(served)
+        await send_and_queue(served, one, **fields)
         one.leave() if way == "reset" else one.writer.close()
         await until(lambda: served.in_flight == 0)
         assert queued(served) == 0 and served.asked[-1] == ("tiny", None)
@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_frees_its_place_at_once(way: str, fields: di
         assert server.requests == []
 
 
-async def test_a_client_that_uploads_and_leaves_is_seen() -> None:
+async def test_a_client_that_disconnects_during_an_upload_is_noticed() -> None:
     body = (
         b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\ntiny\r\n'
         b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + bytes(3 << 20)
@@ -183,8 +183,8 @@ async def test_a_client_that_uploads_and_leaves_is_seen() -> None:
         f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         f"content-type: multipart/form-data; boundary=b\r\ncontent-length: {len(body) + 9}\r\n\r\n"
     )
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
-        comes_in(served)
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
+        model_is_loading(served)
         one.send(head.encode() + body)
         await until(lambda: queued(served) == 1)
         await one.writer.drain()
@@ -193,32 +193,32 @@ async def test_a_client_that_uploads_and_leaves_is_seen() -> None:
         assert queued(served) == 0
 
 
-async def test_nobody_waits_for_what_does_not_come() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
+async def test_no_request_waits_for_a_model_that_is_down() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
         is_down(served)
-        assert (await refused(served)).error["code"] == "no_healthy_server"
-        comes_in(served)
-        await enter(served, one)
+        assert (await send_and_expect_refusal(served)).error["code"] == "no_healthy_server"
+        model_is_loading(served)
+        await send_and_queue(served, one)
         is_down(served)
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
         assert served.asked[-1] == ("tiny", None)
 
 
-async def test_the_end_of_the_gateway_is_told() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
-        comes_in(served)
-        await enter(served, one)
+async def test_queued_requests_are_refused_when_the_gateway_drains() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
+        model_is_loading(served)
+        await send_and_queue(served, one)
         served.context.queues.close()
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "draining")
-        assert (await refused(served)).error["code"] == "draining"
+        assert (await send_and_expect_refusal(served)).error["code"] == "draining"
 
 
-async def test_the_servers_are_those_of_the_newest_generation() -> None:
-    async with scripted(answers) as server, serving([waiting_model(queue=QUEUE)], up=False) as served, client(served.port) as one:
-        comes_in(served)
-        await enter(served, one)
+async def test_queued_requests_use_the_servers_of_the_newest_snapshot() -> None:
+    async with scripted(respond) as server, serving([waiting_model(queue=QUEUE)], up=False) as served, client(served.port) as one:
+        model_is_loading(served)
+        await send_and_queue(served, one)
         spec = ServerSpec(SERVER, Address(port=server.port), "tiny")
         served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(waiting_model(server.port),)))
         assert served.worker.snapshot.models[0].servers == (spec,)
@@ -226,26 +226,26 @@ async def test_the_servers_are_those_of_the_newest_generation() -> None:
         assert (await one.reply()).status == 200
 
 
-async def test_a_model_that_is_gone_is_not_waited_for() -> None:
+async def test_no_request_waits_for_a_removed_model() -> None:
     async with serving([waiting_model(queue=QUEUE)], up=False) as served, client(served.port) as one:
-        comes_in(served)
-        await enter(served, one)
+        model_is_loading(served)
+        await send_and_queue(served, one)
         served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=()))
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
         await until(lambda: served.in_flight == 0)
 
 
-async def test_a_server_that_goes_again_at_once_was_there_for_those_who_waited() -> None:
-    async with scripted(answers) as server, serving([waiting_model(server.port)], up=False) as served:
-        comes_in(served)
+async def test_queued_requests_use_a_server_that_is_up_only_briefly() -> None:
+    async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served:
+        model_is_loading(served)
         async with client(served.port) as a, client(served.port) as b, client(served.port) as c:
-            await enter(served, a, 1, seed=1)
-            await enter(served, b, 2, seed=2)
+            await send_and_queue(served, a, 1, seed=1)
+            await send_and_queue(served, b, 2, seed=2)
             is_up(served)
             assert queued(served) == 0
-            comes_in(served)
-            await enter(served, c, 1, seed=3)
+            model_is_loading(served)
+            await send_and_queue(served, c, 1, seed=3)
             assert [(await one.reply()).status for one in (a, b)] == [200, 200]
             assert queued(served) == 1
             is_up(served)
@@ -253,15 +253,15 @@ async def test_a_server_that_goes_again_at_once_was_there_for_those_who_waited()
         assert [each.json["seed"] for each in server.requests] == [1, 2, 3]
 
 
-async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_now() -> None:
-    """A fallback was chosen when the request came, and has got another server since."""
-    go_on = asyncio.Event()
+async def test_a_request_with_an_old_fallback_does_not_wait_for_the_new_one() -> None:
+    """The fallback was chosen when the request arrived, and has gained another server since."""
+    release = asyncio.Event()
 
-    async def held(talk: Conversation) -> None:
-        await go_on.wait()
+    async def respond_after_release(talk: Conversation) -> None:
+        await release.wait()
         await talk.respond(COMPLETION)
 
-    async with scripted(held) as slow, scripted(answers) as server:
+    async with scripted(respond_after_release) as slow, scripted(respond) as server:
         one, two = (model(*ports, identity="other", max_inflight=1, queue=QUEUE) for ports in ((slow.port,), (slow.port, server.port)))
         main = waiting_model(server.port, fallbacks=("other",))
         async with serving([one, main], up=False) as served, client(served.port) as first, client(served.port) as second:
@@ -269,15 +269,15 @@ async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_n
             served.worker.apply_health(Health({SERVER: Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": due}))
             first.send(request(chat(model="other")))
             await until(lambda: slow.requests)
-            await enter(served, second)
+            await send_and_queue(served, second)
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(two, main)))
             served.worker.apply_health(
                 Health({SERVER: Condition.LOADING, "other#0": Condition.UP, "other#1": Condition.UP}, {}, {"tiny": due})
             )
-            is_down(served)  # nobody expects it any more
+            is_down(served)  # the model is no longer expected
             async with asyncio.timeout(30):
                 assert (await second.reply()).status == 200
-            go_on.set()
+            release.set()
             assert (await first.reply()).status == 200
             await until(lambda: served.in_flight == 0)
 
@@ -287,12 +287,12 @@ async def test_who_comes_from_the_servers_of_before_does_not_wait_for_those_of_n
 COMMENT = b": keep-alive\n\n"
 
 
-async def test_comments_while_a_stream_waits_and_then_its_events_as_they_are() -> None:
-    async with scripted(streams) as server, serving([waiting_model(server.port, keepalive=0.1)], up=False) as served:
-        comes_in(served)
+async def test_comments_are_sent_while_a_stream_waits_and_its_events_are_unchanged() -> None:
+    async with scripted(stream_events) as server, serving([waiting_model(server.port, keepalive=0.1)], up=False) as served:
+        model_is_loading(served)
         async with client(served.port) as one, client(served.port) as plain:
-            await enter(served, one, 1, stream=True)
-            await enter(served, plain, 2)
+            await send_and_queue(served, one, 1, stream=True)
+            await send_and_queue(served, plain, 2)
             await one.reader.readuntil(b"text/event-stream")
             await one.reader.readuntil(COMMENT + b"\r\n")
             await one.reader.readuntil(COMMENT + b"\r\n")
@@ -303,7 +303,7 @@ async def test_comments_while_a_stream_waits_and_then_its_events_as_they_are() -
 
 
 @pytest.mark.parametrize("answer", ["error", "json", "none"])
-async def test_an_error_after_a_comment_is_told_in_the_stream(answer: str) -> None:
+async def test_an_error_after_a_comment_is_sent_in_the_stream(answer: str) -> None:
     async def script(talk: Conversation) -> None:
         if answer == "error":
             await talk.respond(b'{"error":{"message":"no","type":"BadRequestError","param":"seed","code":400}}', "400 Bad Request")
@@ -315,9 +315,9 @@ async def test_an_error_after_a_comment_is_told_in_the_stream(answer: str) -> No
         serving([waiting_model(server.port, keepalive=0.1)], up=False) as served,
         client(served.port) as one,
     ):
-        comes_in(served)
-        await enter(served, one, stream=True)
-        await until(lambda: any(each.is_event_stream for each in _current(served)))
+        model_is_loading(served)
+        await send_and_queue(served, one, stream=True)
+        await until(lambda: any(each.is_event_stream for each in _current_requests(served)))
         is_down(served) if answer == "none" else is_up(served)
         reply = await one.reply()
         events = [event for event in reply.body.split(b"\n\n") if event and event != COMMENT.strip()]
@@ -329,8 +329,8 @@ async def test_an_error_after_a_comment_is_told_in_the_stream(answer: str) -> No
 
 
 @pytest.mark.parametrize("status", ["200 OK", "400 Bad Request"])
-async def test_no_comment_comes_before_an_answer_that_is_no_stream(status: str) -> None:
-    """Its head has come and its body is slow: a comment would begin an answer, and this one would be a second."""
+async def test_no_comment_precedes_a_non_streaming_response(status: str) -> None:
+    """The headers have arrived and the body is slow. A comment would start another response before this one."""
     body = b'{"object":"text_completion","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":"stop"}]}'
 
     async def script(talk: Conversation) -> None:
@@ -348,20 +348,20 @@ async def test_no_comment_comes_before_an_answer_that_is_no_stream(status: str) 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_an_error_that_comes_first_is_told_though_a_comment_comes_before_its_end(path: str) -> None:
-    go_on = asyncio.Event()
+async def test_an_initial_error_is_sent_even_if_a_comment_precedes_its_end(path: str) -> None:
+    release = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         await talk.chunk(b'data: {"error":{"message":"no","type":"BadRequestError","param":"seed","code":400}}\n\n')
-        await go_on.wait()
+        await release.wait()
         await talk.chunk(DONE)
         await talk.end_stream()
 
     async with scripted(script) as server, serving([waiting_model(server.port, keepalive=0.1)]) as served, client(served.port) as one:
         one.send(request(chat(stream=True, input="x"), path))
         await one.reader.readuntil(COMMENT + b"\r\n")
-        go_on.set()
+        release.set()
         rest = b"".join((await one.reader.readuntil(b"0\r\n\r\n")).split(b"\r\n")[1::2]).replace(COMMENT, b"")
         error, *more = [orjson.loads(event.partition(b"data: ")[2]) for event in rest.removesuffix(DONE).split(b"\n\n")[:-1]]
         assert more == [] and rest.endswith(DONE) is (path == "/v1/chat/completions")
@@ -371,11 +371,11 @@ async def test_an_error_that_comes_first_is_told_though_a_comment_comes_before_i
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/embeddings"])
-async def test_no_comments_where_nothing_is_ever_streamed(path: str) -> None:
-    """Some send the body of another route there, with its ``stream``, which vLLM ignores."""
+async def test_no_comments_on_routes_that_never_stream(path: str) -> None:
+    """Some clients send the body of another route, with its ``stream`` field, which vLLM ignores."""
 
     async def script(talk: Conversation) -> None:
-        await asyncio.sleep(1)  # some comments long
+        await asyncio.sleep(1)  # longer than several comment intervals
         await talk.respond(b'{"input_tokens":3}')
 
     async with scripted(script) as server, serving([waiting_model(server.port, keepalive=0.1)]) as served:
@@ -383,14 +383,14 @@ async def test_no_comments_where_nothing_is_ever_streamed(path: str) -> None:
         assert (reply.status, reply.headers["content-type"], reply.body) == (200, "application/json", b'{"input_tokens":3}')
 
 
-async def test_comments_in_a_silent_stream_stand_between_its_events() -> None:
-    go_on = asyncio.Event()
+async def test_comments_in_an_idle_stream_are_sent_between_events() -> None:
+    release = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         await talk.chunk(ROLE)
-        await talk.chunk(HELLO[:20])  # half an event: what follows is not to be in it
-        await go_on.wait()
+        await talk.chunk(HELLO[:20])  # half an event: no comment may be inserted into it
+        await release.wait()
         await talk.chunk(HELLO[20:] + STOP + DONE)
         await talk.end_stream()
 
@@ -398,23 +398,23 @@ async def test_comments_in_a_silent_stream_stand_between_its_events() -> None:
         one.send(request(chat(stream=True)))
         await one.reader.readuntil(ROLE)
         await one.reader.readuntil(COMMENT)
-        go_on.set()
+        release.set()
         rest = b"".join((await one.reader.readuntil(b"0\r\n\r\n")).split(b"\r\n")[1:])
         assert HELLO in rest and rest.endswith(b"0") and DONE in rest
         await until(lambda: served.in_flight == 0)
 
 
-async def test_openais_client_understands_both() -> None:
-    async with scripted(streams) as server, serving([waiting_model(server.port, keepalive=0.1)], up=False) as served:
+async def test_the_openai_client_accepts_comments_before_text_and_errors() -> None:
+    async with scripted(stream_events) as server, serving([waiting_model(server.port, keepalive=0.1)], up=False) as served:
         sdk = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0)
         async with sdk:
-            for word, fails in ((is_up, False), (is_down, True)):
-                comes_in(served)
+            for report, fails in ((is_up, False), (is_down, True)):
+                model_is_loading(served)
                 task = asyncio.create_task(_text(sdk))
                 await until(
                     lambda: any(isinstance(each.current, ClientRequest) and each.current.is_event_stream for each in served.connections)
                 )
-                word(served)
+                report(served)
                 if fails:
                     with pytest.raises(openai.APIError, match="No server of this model is healthy"):
                         await task

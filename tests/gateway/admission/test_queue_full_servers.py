@@ -1,4 +1,4 @@
-"""Requests that find all servers full: how many go on, in which order, what the rest is told, and what stays behind of each."""
+"""Requests that find all servers at capacity: how many continue, in which order, and which error the others get."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEYS = tuple(key(name, f"sk-{name}", weight=weight) for name, weight in (("a", 1
 
 @dataclass
 class Held:
-    """A server that answers when it is told to."""
+    """A server that holds each response until the test releases it."""
 
     server: Scripted
     under_way: list[asyncio.Event] = field(default_factory=list)
@@ -47,44 +47,44 @@ class Held:
         return [each.json["seed"] for each in self.server.requests]
 
     async def let_go(self, count: int = 1) -> None:
-        """Answer so many more, the oldest first, each when it is there."""
+        """Release this many responses, the oldest first. Wait for each request to arrive."""
         for _ in range(count):
             await until(lambda: self.under_way)
             self.under_way.pop(0).set()
 
     async def reaches(self, count: int) -> None:
-        """Wait until so many requests have come in all."""
+        """Wait until the server has received this many requests in total."""
         await until(lambda: len(self.server.requests) == count)
 
 
 @asynccontextmanager
 async def held() -> AsyncIterator[Held]:
-    there: list[int] = [0]
+    in_progress: list[int] = [0]
 
     async def script(talk: Conversation) -> None:
-        there[0] += 1
-        state.most = max(state.most, there[0])
+        in_progress[0] += 1
+        state.most = max(state.most, in_progress[0])
         try:
             event = asyncio.Event()
             state.under_way.append(event)
-            gone = asyncio.create_task(talk.closed_by_peer())
-            let = asyncio.create_task(event.wait())
-            await asyncio.wait((gone, let), return_when=asyncio.FIRST_COMPLETED)
-            for task in (gone, let):
+            disconnected = asyncio.create_task(talk.closed_by_peer())
+            released = asyncio.create_task(event.wait())
+            await asyncio.wait((disconnected, released), return_when=asyncio.FIRST_COMPLETED)
+            for task in (disconnected, released):
                 task.cancel()
-            await asyncio.gather(gone, let, return_exceptions=True)
+            await asyncio.gather(disconnected, released, return_exceptions=True)
             if not event.is_set():
                 state.under_way.remove(event)
         finally:
-            there[0] -= 1
-        await _answer(talk)
+            in_progress[0] -= 1
+        await _respond(talk)
 
     async with scripted(script) as server:
         state = Held(server)
         yield state
 
 
-async def _answer(talk: Conversation) -> None:
+async def _respond(talk: Conversation) -> None:
     if talk.request.json.get("stream"):
         await talk.begin_stream()
         await talk.chunk(ROLE + HELLO + STOP + DONE)
@@ -101,16 +101,16 @@ def queued(served: Served, name: str = "tiny") -> float:
     return served.value("queued_requests", name)
 
 
-def asking(who: str, seed: int, **fields: Any) -> bytes:
+def request_from(who: str, seed: int, **fields: Any) -> bytes:
     return request(chat(seed=seed, **fields), token=f"sk-{who}")
 
 
-async def come(served: Served, who: str, first: int = 0, **fields: Any) -> list[asyncio.Task[int]]:
-    """A request for each letter, of the key of that name, one after the other; the tasks give the statuses."""
+async def send_requests(served: Served, who: str, first: int = 0, **fields: Any) -> list[asyncio.Task[int]]:
+    """Send one request for each letter, with the key of that name. Each task returns a response status."""
     tasks = []
     for seed, letter in enumerate(who, first):
         before = served.context.started
-        tasks.append(asyncio.create_task(_status(served, asking(letter, seed, **fields))))
+        tasks.append(asyncio.create_task(_status(served, request_from(letter, seed, **fields))))
         await until(lambda before=before: served.context.started == before + 1)
         await asyncio.sleep(0)
     return tasks
@@ -120,9 +120,9 @@ async def _status(served: Served, data: bytes) -> int:
     return (await ask(served.port, data)).status
 
 
-async def test_a_server_has_no_more_than_it_may_and_the_rest_goes_on_one_by_one() -> None:
+async def test_a_server_stays_within_its_limit_and_the_rest_continue_one_by_one() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, most=2)], KEYS) as served:
-        tasks = await come(served, "aaaaaa")
+        tasks = await send_requests(served, "aaaaaa")
         await slow.reaches(2)
         await until(lambda: queued(served) == 4)
         assert served.value("server_inflight", "tiny", "tiny#0") == 2 and served.value("inflight_requests", "tiny") == 6
@@ -140,10 +140,10 @@ async def test_a_server_has_no_more_than_it_may_and_the_rest_goes_on_one_by_one(
         assert all(record.overhead <= record.duration - record.queued for record in served.context.records)
 
 
-async def test_keys_take_turns_by_their_weights() -> None:
+async def test_keys_are_served_in_proportion_to_their_weights() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
-        tasks = await come(served, "aaaaabb")
-        tasks += await come(served, "c", 7)
+        tasks = await send_requests(served, "aaaaabb")
+        tasks += await send_requests(served, "c", 7)
         await until(lambda: queued(served) == 7)
         await slow.let_go(8)
         assert await asyncio.gather(*tasks) == [200] * 8
@@ -151,9 +151,9 @@ async def test_keys_take_turns_by_their_weights() -> None:
         assert sorted(order[1:4]) == ["a", "b", "c"] and order[6:] == ["a", "a"]
 
 
-async def test_two_servers_fill_up_evenly_and_lend_each_other_nothing() -> None:
+async def test_two_servers_fill_up_evenly_and_share_no_slots() -> None:
     async with held() as one, held() as other, unharmed([bounded(one.server.port, other.server.port, most=2)], KEYS) as served:
-        tasks = await come(served, "aaaaaa")
+        tasks = await send_requests(served, "aaaaaa")
         await one.reaches(2)
         await other.reaches(2)
         assert queued(served) == 2
@@ -168,13 +168,13 @@ async def test_two_servers_fill_up_evenly_and_lend_each_other_nothing() -> None:
         assert one.most == other.most == 2
 
 
-async def test_adapters_share_the_servers_of_their_base_and_its_room() -> None:
+async def test_adapters_share_the_servers_and_the_queue_of_their_base() -> None:
     async with held() as slow:
         base = bounded(slow.server.port)
         adapter = replace(base, id="lora", parent="tiny", served="lora")
         async with unharmed([base, adapter], KEYS) as served:
-            tasks = await come(served, "a")
-            tasks += await come(served, "b", 1, model="lora")
+            tasks = await send_requests(served, "a")
+            tasks += await send_requests(served, "b", 1, model="lora")
             await until(lambda: queued(served) == 1)
             assert len(slow.server.requests) == 1
             await slow.let_go(2)
@@ -182,11 +182,11 @@ async def test_adapters_share_the_servers_of_their_base_and_its_room() -> None:
             assert [each.json["model"] for each in slow.server.requests] == ["tiny", "lora"]
 
 
-async def test_beyond_the_queue_is_told_when_to_come_back() -> None:
+async def test_a_request_beyond_the_queue_gets_retry_after() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, queue=Queue(2, 60.0))], KEYS) as served:
-        tasks = await come(served, "aaa")
+        tasks = await send_requests(served, "aaa")
         await until(lambda: queued(served) == 2)
-        reply = await ask(served.port, asking("a", 3))
+        reply = await ask(served.port, request_from("a", 3))
         assert (reply.status, reply.error["code"]) == (503, "overloaded")
         assert 1 <= int(reply.headers["retry-after"]) <= 60
         await slow.let_go(3)
@@ -194,41 +194,41 @@ async def test_beyond_the_queue_is_told_when_to_come_back() -> None:
         assert served.value("requests_total", "tiny", "/v1/chat/completions", "503") == 1
 
 
-async def test_a_key_that_fills_the_queue_makes_place_for_the_others() -> None:
+async def test_a_key_that_fills_the_queue_gives_slots_to_others() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, queue=Queue(3, 60.0))], KEYS) as served:
-        tasks = await come(served, "aaaa")
+        tasks = await send_requests(served, "aaaa")
         await until(lambda: queued(served) == 3)
-        tasks += await come(served, "b", 4)
+        tasks += await send_requests(served, "b", 4)
         assert await tasks[3] == 503, "its latest"
         assert queued(served) == 3
-        assert (await ask(served.port, asking("b", 9))).status == 503, "each has its share"
+        assert (await ask(served.port, request_from("b", 9))).status == 503, "each has its share"
         await slow.let_go(4)
         assert [await task for task in tasks] == [200, 200, 200, 503, 200]
         assert slow.seeds == [0, 1, 4, 2] or slow.seeds == [0, 4, 1, 2]
 
 
-async def test_who_has_waited_long_enough_is_told_when_to_come_back() -> None:
+async def test_a_queue_timeout_is_reported_with_retry_after() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, queue=Queue(2, 0.3))], KEYS) as served:
-        tasks = await come(served, "a")
+        tasks = await send_requests(served, "a")
         await slow.reaches(1)
-        reply = await ask(served.port, asking("b", 1))
+        reply = await ask(served.port, request_from("b", 1))
         assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
-        await settled_but(served, 1)
+        await all_settled_except(served, 1)
         assert served.context.records[-1].queued >= 0.3
         await slow.let_go()
         assert await tasks[0] == 200
 
 
-async def settled_but(served: Served, left: int) -> None:
+async def all_settled_except(served: Served, left: int) -> None:
     await until(lambda: served.context.started - len(served.context.records) == left)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_place_or_its_slot_at_once(stream: bool) -> None:
+async def test_a_disconnected_client_frees_its_queue_or_server_slot_at_once(stream: bool) -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
         async with client(served.port) as first, client(served.port) as second, client(served.port) as third:
             for number, one in enumerate((first, second, third)):
-                one.send(asking("a", number, stream=stream))
+                one.send(request_from("a", number, stream=stream))
                 await until(lambda number=number: served.total("inflight_requests") == number + 1)
             second.leave()
             await until(lambda: queued(served) == 1)
@@ -241,11 +241,11 @@ async def test_a_client_that_leaves_frees_its_place_or_its_slot_at_once(stream: 
         assert slow.seeds == [0, 2] and slow.most == 1
 
 
-async def test_comments_while_a_stream_waits_for_its_turn() -> None:
+async def test_comments_are_sent_while_a_stream_is_queued() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, keepalive=0.1)], KEYS) as served:
-        tasks = await come(served, "a")
+        tasks = await send_requests(served, "a")
         async with client(served.port) as one:
-            one.send(asking("b", 1, stream=True))
+            one.send(request_from("b", 1, stream=True))
             await one.reader.readuntil(b"text/event-stream")
             await one.reader.readuntil(COMMENT)
             assert queued(served) == 1
@@ -255,13 +255,13 @@ async def test_comments_while_a_stream_waits_for_its_turn() -> None:
         assert await tasks[0] == 200
 
 
-async def test_who_had_a_turn_to_no_avail_waits_before_those_who_came_later() -> None:
+async def test_a_requeued_request_waits_before_those_that_arrived_later() -> None:
     async with held() as slow:
-        with silent() as nobody:
-            servers = (slow.server.port, nobody)
+        with silent() as unreachable:
+            servers = (slow.server.port, unreachable)
             async with unharmed([bounded(*servers, timeouts=Timeouts(connect=0.5))], KEYS) as served:
                 served.worker.apply_health(Health({"tiny#1": Condition.DOWN}, {}))
-                tasks = await come(served, "aaa")
+                tasks = await send_requests(served, "aaa")
                 await until(lambda: queued(served) == 2)
                 served.worker.apply_health(Health({"tiny#1": Condition.UP}, {}))
                 assert queued(served) == 1, "the first of them is sent to where nobody accepts it"
@@ -272,9 +272,9 @@ async def test_who_had_a_turn_to_no_avail_waits_before_those_who_came_later() ->
                 assert slow.seeds == [0, 1, 2]
 
 
-async def test_a_reload_may_change_the_bound_at_any_time_and_cuts_nobody() -> None:
+async def test_a_reload_may_change_the_limit_at_any_time_and_aborts_no_request() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, most=3)], KEYS) as served:
-        tasks = await come(served, "aaabbb")
+        tasks = await send_requests(served, "aaabbb")
         await slow.reaches(3)
         await until(lambda: queued(served) == 3)
         _reload(served, max_inflight=1)
@@ -297,9 +297,9 @@ def _reload(served: Served, **more: Any) -> None:
     served.worker.apply_snapshot(replace(snapshot, version=snapshot.version + 1, models=(replace(snapshot.models[0], **more),)))
 
 
-async def test_servers_that_go_while_others_wait() -> None:
+async def test_queued_requests_fail_when_the_last_server_goes_down() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
-        tasks = await come(served, "aa")
+        tasks = await send_requests(served, "aa")
         await until(lambda: queued(served) == 1)
         served.worker.apply_health(Health({"tiny#0": Condition.DOWN}, {}))
         assert await tasks[1] == 503 and served.context.records[-1].code == "no_healthy_server"
@@ -307,9 +307,9 @@ async def test_servers_that_go_while_others_wait() -> None:
         assert await tasks[0] == 200
 
 
-async def test_while_the_gateway_stops_those_who_wait_for_a_turn_may_have_it() -> None:
+async def test_requests_queued_for_a_full_server_are_served_while_draining() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
-        tasks = await come(served, "aa")
+        tasks = await send_requests(served, "aa")
         await until(lambda: queued(served) == 1)
         served.context.queues.close()
         await slow.let_go(2)
@@ -319,24 +319,24 @@ async def test_while_the_gateway_stops_those_who_wait_for_a_turn_may_have_it() -
 # All requests together
 
 
-async def test_more_than_the_gateway_takes_are_refused_before_their_body() -> None:
+async def test_requests_beyond_the_gateway_limit_are_refused_before_their_body() -> None:
     async with held() as slow, unharmed([model(slow.server.port)], KEYS, max_inflight=2) as served:
-        tasks = await come(served, "ab")
+        tasks = await send_requests(served, "ab")
         await slow.reaches(2)
-        head, _, _ = asking("c", 2).partition(b"\r\n\r\n")
+        head, _, _ = request_from("c", 2).partition(b"\r\n\r\n")
         reply = await ask(served.port, head + b"\r\n\r\n")
         assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "overloaded", "1")
         reply = await ask(served.port, request(token="sk-nobody"))
         assert reply.status == 401, "a stranger learns nothing"
         await slow.let_go()
-        await settled_but(served, 1)
-        tasks += await come(served, "c", 3)
+        await all_settled_except(served, 1)
+        tasks += await send_requests(served, "c", 3)
         await slow.let_go(2)
         assert await asyncio.gather(*tasks) == [200] * 3
 
 
-class Guests:
-    """Keys and what each has under way in a house."""
+class InFlightRequests:
+    """The in-flight requests of each key under one concurrency limit."""
 
     def __init__(self, most: int) -> None:
         self.house = ConcurrencyLimit(most)
@@ -351,18 +351,18 @@ class Guests:
         return True
 
 
-def test_one_key_may_have_the_whole_house_until_another_one_comes() -> None:
-    guests = Guests(100)
-    assert sum(guests.come("greedy", 0.0) for _ in range(500)) == 100
-    assert not guests.come("small", 1.0)
-    for _ in range(20):  # one of its requests ends, and it asks again
-        guests.under_way["greedy"] -= 1
-        assert not guests.come("greedy", 2.0)
-    assert guests.come("greedy", 2.0) is False and guests.under_way["greedy"] == 80
-    assert all(guests.come("small", 3.0) for _ in range(10))
-    guests.under_way["small"] = 0
-    assert sum(guests.come("greedy", 62.0) for _ in range(50)) == 0, "the other's last request is not a minute ago"
-    assert sum(guests.come("greedy", 64.0) for _ in range(50)) == 20
+def test_one_key_may_use_the_whole_limit_until_another_key_arrives() -> None:
+    requests = InFlightRequests(100)
+    assert sum(requests.come("greedy", 0.0) for _ in range(500)) == 100
+    assert not requests.come("small", 1.0)
+    for _ in range(20):  # one of its requests finishes, and it sends another
+        requests.under_way["greedy"] -= 1
+        assert not requests.come("greedy", 2.0)
+    assert requests.come("greedy", 2.0) is False and requests.under_way["greedy"] == 80
+    assert all(requests.come("small", 3.0) for _ in range(10))
+    requests.under_way["small"] = 0
+    assert sum(requests.come("greedy", 62.0) for _ in range(50)) == 0, "the other's last request is not a minute ago"
+    assert sum(requests.come("greedy", 64.0) for _ in range(50)) == 20
 
 
 STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["comes", "comes", "ends"]), st.floats(0, 30)), max_size=200)
@@ -370,25 +370,25 @@ STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["comes", "co
 
 @settings(deadline=None)
 @given(most=st.integers(1, 20), steps=STEPS)
-def test_a_house_is_never_over_full_and_who_has_nothing_gets_what_is_free(most: int, steps: list[tuple[str, str, float]]) -> None:
-    guests, now = Guests(most), 0.0
-    for who, step, pause in steps:
+def test_the_limit_is_never_exceeded_and_an_idle_key_gets_free_capacity(most: int, steps: list[tuple[str, str, float]]) -> None:
+    requests, now = InFlightRequests(most), 0.0
+    for key_id, step, pause in steps:
         now += pause
-        free = most - guests.under_way.total()
+        free = most - requests.under_way.total()
         if step == "comes":
-            had = guests.under_way[who]
-            came = guests.come(who, now)
-            assert came is False if not free else (came or had > 0)
-        elif guests.under_way[who]:
-            guests.under_way[who] -= 1
-        assert guests.under_way.total() <= most
+            before = requests.under_way[key_id]
+            admitted = requests.come(key_id, now)
+            assert admitted is False if not free else (admitted or before > 0)
+        elif requests.under_way[key_id]:
+            requests.under_way[key_id] -= 1
+        assert requests.under_way.total() <= most
 
 
 # The workers' parts
 
 
 @pytest.mark.parametrize(("whole", "workers"), [(1, 1), (7, 1), (7, 2), (8, 3), (256, 5), (3, 3)])
-def test_the_parts_are_the_whole_on_every_server(whole: int, workers: int) -> None:
+def test_the_shares_of_the_workers_add_up_on_every_server(whole: int, workers: int) -> None:
     for index in range(4):
         parts = [worker_share(whole, number + index, workers) for number in range(workers)]
         assert sum(parts) == whole and max(parts) - min(parts) <= 1 and min(parts) >= 1
@@ -396,23 +396,23 @@ def test_the_parts_are_the_whole_on_every_server(whole: int, workers: int) -> No
         assert len({worker_share(whole, index, workers) for index in range(workers)}) == 2, "another worker's with each server"
 
 
-def test_no_worker_is_left_with_nothing_when_there_are_more_than_the_file_says() -> None:
+def test_each_worker_gets_a_share_even_if_workers_outnumber_the_limit() -> None:
     assert [worker_share(2, number, 4) for number in range(4)] == [1, 1, 1, 1]
 
 
-def test_a_pace_is_the_mean_of_the_latest_turns_and_no_better_than_the_present_one() -> None:
-    pace = DispatchRate()
-    pace.start(100.0)
-    for turn in range(1, 41):
-        pace.record_dispatch(100.0 + 0.5 * turn)
-    assert pace.seconds_for(10, 120.0) == 5
-    assert pace.seconds_for(10, 124.0) == 40
-    assert pace.seconds_for(1, 120.0) == 1
+def test_the_rate_averages_recent_dispatches_and_slows_while_none_occur() -> None:
+    rate = DispatchRate()
+    rate.start(100.0)
+    for number in range(1, 41):
+        rate.record_dispatch(100.0 + 0.5 * number)
+    assert rate.seconds_for(10, 120.0) == 5
+    assert rate.seconds_for(10, 124.0) == 40
+    assert rate.seconds_for(1, 120.0) == 1
 
 
-async def test_several_workers_together_keep_a_servers_bound(tmp_path: Path) -> None:
-    bounded = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 3}
-    async with controlled(tmp_path, bounded, workers=2) as gateway:
+async def test_several_workers_together_stay_within_a_servers_limit(tmp_path: Path) -> None:
+    limited = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 3}
+    async with controlled(tmp_path, limited, workers=2) as gateway:
         tasks = await gateway.streams("m", seconds=5.0)
         tasks += [asyncio.create_task(gateway.ask("m", stream=True)) for _ in range(24)]
         most = gateway.in_flight("m")

@@ -1,4 +1,4 @@
-"""Servers that are given only so many requests, and those who wait for them: in whatever order things happen, nothing is lost."""
+"""Servers with limits and requests queued for them: whatever the order of events, no request is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOR_EVER = 1e9
 
 
 class Visitor:
-    """A request, as far as it takes a server: it asks for one, perhaps waits, holds it, and gives it back."""
+    """A request's use of a server: it chooses one, may wait for it, occupies a slot, and releases the slot."""
 
     def __init__(self, world: World, number: int, key: Key) -> None:
         self.number = number
@@ -47,8 +47,8 @@ class Visitor:
                 except NoServerError as error:
                     if not (error.full or world.lobby.is_expected("m")):
                         raise
-                    with world.lobby.slot("m", self.key, since) as place:
-                        await place.wait()
+                    with world.lobby.slot("m", self.key, since) as slot:
+                        await slot.wait()
             assert not server.full and server.condition is Condition.UP
             await self._hold(server, world)
         except (Refusal, NoServerError):
@@ -70,7 +70,7 @@ class Visitor:
 class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.now = 1000.0  # seconds, on the clock of the servers' ejections; it advances only by the rule below
+        self.now = 1000.0  # seconds, on the clock that ejections use; only the rule `time_passes` advances it
         self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
         self.deadlines = Deadlines()
         self.gauge = [0.0]
@@ -88,7 +88,7 @@ class World(RuleBasedStateMachine):
     def those(self, fate: str) -> list[Visitor]:
         return [one for one in self.visitors if one.fate == fate]
 
-    # What may happen
+    # Events
 
     @rule(key=st.sampled_from(KEYS))
     def one_comes(self, key: Key) -> None:
@@ -145,7 +145,7 @@ class World(RuleBasedStateMachine):
         for watched in tuple(self.deadlines._watched):
             watched.check(monotonic() + 2 * FOR_EVER)
 
-    # What holds at any moment
+    # Invariants
 
     @invariant()
     def whoever_is_served_is_on_a_server(self) -> None:
