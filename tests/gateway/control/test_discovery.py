@@ -1,4 +1,4 @@
-"""The gateway with servers that come and go: what is served, what is shown, and what a reload does to it."""
+"""Discovered servers that are added and removed: what the gateway serves and shows, and the effect of a reload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def named(*names: str, interval: str = "50ms", port: int = 1, **more: Any) -> di
     return {"id": MODEL, "discover": {"dns": {"name": names[0], "port": port, "interval": interval}}, **more}
 
 
-async def answers(talk: Conversation) -> None:
+async def respond_ok(talk: Conversation) -> None:
     if talk.request.head.startswith(b"GET /v1/models"):
         await talk.respond(b'{"object":"list","data":[]}')
     elif talk.request.head.startswith(b"GET"):
@@ -39,7 +39,7 @@ async def answers(talk: Conversation) -> None:
 
 
 class Farm:
-    """Servers on some addresses, and which of them got requests."""
+    """Servers on several addresses. Records which of them got requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -49,10 +49,10 @@ class Farm:
         if talk.request.head.startswith(b"POST"):
             self.asked.append(talk.host)
             self.keys.add(talk.request.header("authorization"))
-        await answers(talk)
+        await respond_ok(talk)
 
     async def used(self, one: Controlled, count: int = 6) -> set[str]:
-        """Where so many requests end up."""
+        """Send this number of requests; return the hosts that got them."""
         before = len(self.asked)
         for _ in range(count):
             reply = await one.ask(MODEL)
@@ -79,7 +79,7 @@ class Stage:
         return {each["name"]: each["condition"] for each in self.one.status(MODEL)["servers"]}
 
     async def shows(self, *conditions: str, hosts: Sequence[str] = HOSTS) -> None:
-        """Wait until the servers of these hosts are in these conditions and every worker knows."""
+        """Wait until the servers of these hosts are in these conditions and every worker has the snapshot."""
         wanted = dict(zip(self.urls(*hosts), conditions, strict=False))
         await until(lambda: self.conditions() == wanted, 30.0)
         await self.one.heard()
@@ -105,7 +105,7 @@ class Staged:
         await self._stack.aclose()
 
 
-async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> None:
+async def test_endpoints_become_servers_and_removed_endpoints_stop_being_servers(tmp_path: Path) -> None:
     async with Staged(tmp_path, endpoint(HOSTS[0])) as stage:
         one = stage.one
         assert await stage.farm.used(one) == {HOSTS[0]}, "ready means that what was found first can be used"
@@ -134,7 +134,7 @@ async def test_endpoints_become_servers_and_stop_being_some(tmp_path: Path) -> N
         assert f"{MODEL}: discovered servers changed: 3 removed, 0 in total" in one.said.getvalue()
 
 
-async def test_requests_wait_for_servers_that_are_not_there_yet(tmp_path: Path) -> None:
+async def test_requests_wait_for_the_first_servers(tmp_path: Path) -> None:
     async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
         one = stage.one
         assert one.control.readiness.not_ready() is None and one.state(MODEL) == "failed"
@@ -156,7 +156,7 @@ async def test_requests_wait_for_servers_that_are_not_there_yet(tmp_path: Path) 
         assert (await again).status_code == 200, "and so do those for servers that are all leaving"
 
 
-async def test_nobody_waits_for_servers_that_are_there_and_down(tmp_path: Path) -> None:
+async def test_no_request_waits_for_servers_that_are_down(tmp_path: Path) -> None:
     async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
         await stage.api.put(slice_of("a", [endpoint(HOSTS[0])], ("http", 1)))
         url = f"http://{HOSTS[0]}:1"
@@ -166,7 +166,7 @@ async def test_nobody_waits_for_servers_that_are_there_and_down(tmp_path: Path) 
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
 
 
-async def test_only_servers_that_are_there_have_metrics_and_a_status(tmp_path: Path) -> None:
+async def test_only_present_servers_have_metrics_and_a_status(tmp_path: Path) -> None:
     async with Staged(tmp_path, *map(endpoint, HOSTS)) as stage:
         series = stage.one.report.series()
         for url in stage.urls(*HOSTS):
@@ -190,12 +190,12 @@ async def test_ready_servers_are_counted_for_a_model_without_endpoints_too(tmp_p
         assert stage.one.report.series()[Series("ready_servers", (MODEL,))] == (len(HOSTS),)
 
 
-async def test_a_stream_goes_on_when_its_server_leaves(tmp_path: Path) -> None:
+async def test_a_stream_continues_when_its_server_is_removed(tmp_path: Path) -> None:
     enough = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         if not talk.request.head.startswith(b"POST"):
-            await answers(talk)
+            await respond_ok(talk)
             return
         await talk.begin_stream()
         await talk.chunk(b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
@@ -222,9 +222,9 @@ async def test_a_stream_goes_on_when_its_server_leaves(tmp_path: Path) -> None:
             await until(lambda: Series("server_inflight", (MODEL, gone)) not in one.report.series())
 
 
-async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(tmp_path: Path) -> None:
+async def test_a_refusal_is_reported_and_the_gateway_is_ready_for_its_other_models(tmp_path: Path) -> None:
     (tmp_path / "pod").mkdir()
-    async with kubernetes_api(tmp_path / "pod") as api, scripted(answers) as server:
+    async with kubernetes_api(tmp_path / "pod") as api, scripted(respond_ok) as server:
         api.refuse = lambda _: (403, "endpointslices is forbidden")
         other = {"id": "other", "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}
         async with controlled(tmp_path, found(), other, cluster=api.cluster) as one:
@@ -237,19 +237,19 @@ async def test_a_refusal_is_told_and_the_gateway_is_ready_for_its_other_models(t
             assert (await one.ask(MODEL)).json()["error"]["code"] == "no_healthy_server"
 
 
-async def test_readiness_waits_for_the_first_answer(tmp_path: Path) -> None:
-    may_answer, names = asyncio.Event(), Names()
+async def test_readiness_waits_for_the_first_response(tmp_path: Path) -> None:
+    may_respond, names = asyncio.Event(), Names()
 
     async def slow(name: str) -> list[str]:
-        await may_answer.wait()
+        await may_respond.wait()
         return await names(name)
 
-    async with scripted(answers) as server:
+    async with scripted(respond_ok) as server:
         names.table = {"vllm": ["127.0.0.1"]}
         starting = asyncio.create_task(_ready(tmp_path, named("vllm", port=server.port), slow))
         done, _ = await asyncio.wait({starting}, timeout=1.0)
         assert not done
-        may_answer.set()
+        may_respond.set()
         assert await starting == 200
 
 
@@ -278,7 +278,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
         model = named("one", port=server.port)
         model["discover"] |= {"model": "inner", "api_key": {"file": "inner"}}
         async with controlled(tmp_path, model, resolve=names) as one:
-            one.control.observer.added_timeout = 30.0  # for a machine that stands still meanwhile
+            one.control.observer.added_timeout = 30.0  # for a machine that pauses meanwhile
             assert await farm.used(one) == {HOSTS[0], HOSTS[1]}
             assert farm.keys == {"Bearer inner-key"}
             names.table["one"] = [HOSTS[1]]
@@ -299,7 +299,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
             assert one.status(MODEL)["discovery"] is None
 
 
-def test_the_whole_gateway_finds_servers_and_says_so(tmp_path: Path) -> None:
+def test_the_whole_gateway_discovers_servers_and_reports_them(tmp_path: Path) -> None:
     models = [found(), {"id": "named", "discover": {"dns": {"name": "localhost", "port": 1}}}]
     with gateway(tmp_path, whole(*models)) as one:
         assert "discovered by kubernetes vllm:http" in one.said and "discovered by dns localhost:1" in one.said

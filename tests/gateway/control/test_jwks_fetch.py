@@ -1,4 +1,4 @@
-"""The key sets of identity providers, as control follows them; and the whole gateway with one."""
+"""Control follows the key sets of identity providers; and the whole gateway with one provider."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.running import until
 
 
 def provider(shown: Published | str, **more: Any) -> dict[str, Any]:
-    """An entry of `jwt`."""
-    name, place = (shown.issuer.name, shown.url) if isinstance(shown, Published) else ("https://login.example.com/", shown)
-    return {"issuer": name, "audience": AUDIENCE, "jwks": place, "keys": "staff", **more}
+    """Return an entry of `jwt`."""
+    name, location = (shown.issuer.name, shown.url) if isinstance(shown, Published) else ("https://login.example.com/", shown)
+    return {"issuer": name, "audience": AUDIENCE, "jwks": location, "keys": "staff", **more}
 
 
 def with_tokens(*providers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def configured(folder: Path, *providers: dict[str, Any]) -> Config:
     return load(folder / "gateway.yaml", {})
 
 
-class Told:
-    """How often it was told of a change."""
+class ChangeCounter:
+    """Counts the notifications of a change."""
 
     times = 0
 
@@ -52,17 +52,17 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told() -> ChangeCounter:
+    return ChangeCounter()
 
 
 @pytest.fixture
-async def sets(told: Told) -> AsyncIterator[JwksFetcher]:
+async def sets(told: ChangeCounter) -> AsyncIterator[JwksFetcher]:
     async with jwks_fetcher(told) as followed:
         yield followed
 
 
-async def test_a_key_set_is_fetched_and_asked_for_again(tmp_path: Path, sets: JwksFetcher, told: Told) -> None:
+async def test_a_key_set_is_fetched_and_refreshed(tmp_path: Path, sets: JwksFetcher, told: ChangeCounter) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
         config = configured(tmp_path, provider(shown, refresh="50ms"))
@@ -113,7 +113,7 @@ async def test_the_last_good_set_stays(tmp_path: Path, sets: JwksFetcher, status
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
-async def test_a_proxy_of_a_kind_that_is_not_known_is_told_of(tmp_path: Path, sets: JwksFetcher, monkeypatch: Any, proxy: str) -> None:
+async def test_a_proxy_of_an_unknown_kind_is_reported(tmp_path: Path, sets: JwksFetcher, monkeypatch: Any, proxy: str) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ALL_PROXY", proxy)
@@ -123,7 +123,7 @@ async def test_a_proxy_of_a_kind_that_is_not_known_is_told_of(tmp_path: Path, se
     assert sets.as_json(config)[0]["problem"]
 
 
-async def test_who_asks_is_heard_now_and_then(tmp_path: Path, sets: JwksFetcher) -> None:
+async def test_refreshes_on_request_are_rate_limited(tmp_path: Path, sets: JwksFetcher) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
         sets.follow(configured(tmp_path, provider(shown, refresh="1h")))
@@ -137,7 +137,7 @@ async def test_who_asks_is_heard_now_and_then(tmp_path: Path, sets: JwksFetcher)
         assert [status for status, _ in shown.asked] == [200, 304]
 
 
-async def test_authorities_of_ones_own(tmp_path: Path, sets: JwksFetcher) -> None:
+async def test_private_certificate_authorities(tmp_path: Path, sets: JwksFetcher) -> None:
     issuer, files = Issuer(), certificate(tmp_path)
     with published(issuer, files) as shown:
         config = configured(tmp_path, provider(shown))
@@ -150,12 +150,12 @@ async def test_authorities_of_ones_own(tmp_path: Path, sets: JwksFetcher) -> Non
 
 def problems(folder: Path, *providers: dict[str, Any], **more: Any) -> list[str]:
     write(folder / "gateway.yaml", with_tokens(*providers) | more)
-    with pytest.raises(ConfigurationError) as told:
+    with pytest.raises(ConfigurationError) as raised:
         load(folder / "gateway.yaml", {})
-    return [f"{problem.path}: {problem.message}" for problem in told.value.problems]
+    return [f"{problem.path}: {problem.message}" for problem in raised.value.problems]
 
 
-def test_what_check_says(tmp_path: Path) -> None:
+def test_problems_that_check_reports(tmp_path: Path) -> None:
     url = "https://login.example.com/keys"
     (tmp_path / "empty.json").write_text('{"keys": []}')
     assert problems(tmp_path, provider("empty.json")) == [f"jwt[0].jwks: the file {tmp_path}/empty.json has no public key for signatures"]
@@ -188,7 +188,7 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     assert "jwt[0].issuer: tokens need packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')" in done.stdout
 
 
-def asked(one: Gateway, token: str) -> httpx2.Response:
+def send_chat(one: Gateway, token: str) -> httpx2.Response:
     body = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}]}
     return httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60, verify=False)
 
@@ -200,19 +200,19 @@ def test_the_whole_gateway(tmp_path: Path) -> None:
         config = with_tokens(provider(shown, ca="cert.pem", claims=claims), workers=2) | {"ledger": "sqlite:///usage.db"}
         with gateway(tmp_path, config) as one:
             alice = issuer.token(groups=["ops"])
-            answers = [asked(one, alice) for _ in range(4)]
-            assert [answer.status_code for answer in answers] == [200, 200, 200, 429], "the entry's limit is each subject's"
-            assert answers[0].headers["x-ratelimit-limit-requests"] == "3"
-            assert asked(one, issuer.token(sub="bob")).status_code == 200
-            assert asked(one, issuer.token(sub="eve", models="other/*")).json()["error"]["code"] == "model_not_found"
-            bad = asked(one, issuer.token(aud="another"))
+            responses = [send_chat(one, alice) for _ in range(4)]
+            assert [response.status_code for response in responses] == [200, 200, 200, 429], "the entry's limit is each subject's"
+            assert responses[0].headers["x-ratelimit-limit-requests"] == "3"
+            assert send_chat(one, issuer.token(sub="bob")).status_code == 200
+            assert send_chat(one, issuer.token(sub="eve", models="other/*")).json()["error"]["code"] == "model_not_found"
+            bad = send_chat(one, issuer.token(aud="another"))
             assert (bad.status_code, bad.headers["www-authenticate"]) == (401, "Bearer")
             assert bad.json()["error"] == {
                 "message": "The token is for another audience.", "type": "authentication_error", "param": None, "code": "invalid_api_key"
             }  # fmt: skip
-            assert asked(one, issuer.token(exp=1)).json()["error"]["code"] == "expired_api_key"
+            assert send_chat(one, issuer.token(exp=1)).json()["error"]["code"] == "expired_api_key"
             rotated(one, issuer)
-            kept_while_away(one, shown)
+            usable_without_issuer(one, shown)
             assert one.metric('vllm_gateway_tokens_total{key="staff",model="sim/one",type="prompt"}') > 0
             assert one.metric('vllm_gateway_limited_total{key="staff",reason="requests_per_minute"}') == 1
             assert "alice" not in one.get("/metrics").text
@@ -227,7 +227,7 @@ def test_the_whole_gateway(tmp_path: Path) -> None:
 
 
 def usage(folder: Path) -> list[tuple[str, str, str]]:
-    """Who has been answered, by the ledger; nobody while it has no table yet."""
+    """Return the keys whose requests succeeded, from the ledger; an empty list before it has a table."""
     with closing(sqlite3.connect(folder / "usage.db")) as database:
         if database.execute("select 1 from sqlite_master where name = 'gateway_usage'").fetchone() is None:
             return []
@@ -235,38 +235,40 @@ def usage(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def rotated(one: Gateway, issuer: Issuer) -> None:
-    """A key that is new is known within seconds of its first token."""
+    """Check that a new key is known within seconds of its first token."""
     fresh = SigningKey("EdDSA", "second")
     issuer.published.append(fresh.jwk())
     token = issuer.token(fresh, sub="carol")
-    answer = asked(one, token)
-    assert answer.status_code == 200 or "has not published" in answer.text
-    wait_for(lambda: asked(one, token).status_code == 200)
+    response = send_chat(one, token)
+    assert response.status_code == 200 or "has not published" in response.text
+    wait_for(lambda: send_chat(one, token).status_code == 200)
 
 
-def kept_while_away(one: Gateway, shown: Published) -> None:
-    """The issuer is away, as metrics and status tell, and its tokens are good."""
+def usable_without_issuer(one: Gateway, shown: Published) -> None:
+    """Check that metrics and status report an unreachable issuer, and that its tokens stay valid."""
     shown.status = 503
     unknown = shown.issuer.token(SigningKey("ES256", "third"))
-    wait_for(lambda: asked(one, unknown).status_code == 401 and one.metric(f'vllm_gateway_key_set_up{{issuer="{shown.issuer.name}"}}') == 0)
+    wait_for(
+        lambda: send_chat(one, unknown).status_code == 401 and one.metric(f'vllm_gateway_key_set_up{{issuer="{shown.issuer.name}"}}') == 0
+    )
     (row,) = one.get("/status").json()["issuers"]
     assert (row["issuer"], row["keys"], row["problem"]) == (shown.issuer.name, shown.url, "it responded with status 503")
-    assert asked(one, shown.issuer.token(sub="bob")).status_code == 200
+    assert send_chat(one, shown.issuer.token(sub="bob")).status_code == 200
 
 
-def test_keys_in_a_file_and_an_issuer_that_was_never_there(tmp_path: Path) -> None:
-    issuer, away = Issuer("https://a.example.com/"), Issuer("https://b.example.com/")
-    with published(away) as shown:
+def test_keys_in_a_file_and_an_issuer_that_was_never_reachable(tmp_path: Path) -> None:
+    issuer, unreachable = Issuer("https://a.example.com/"), Issuer("https://b.example.com/")
+    with published(unreachable) as shown:
         shown.status = 0
         (tmp_path / "keys.json").write_bytes(issuer.document)
         config = with_tokens(provider("keys.json") | {"issuer": issuer.name}, provider(shown, keys="team-a"))
         with gateway(tmp_path, config) as one:
-            assert asked(one, issuer.token()).status_code == 200
-            refused = asked(one, away.token())
+            assert send_chat(one, issuer.token()).status_code == 200
+            refused = send_chat(one, unreachable.token())
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
             fresh = Issuer(issuer.name, SigningKey("RS256"))
             (tmp_path / "keys.json").write_bytes(fresh.document)
-            wait_for(lambda: asked(one, fresh.token(sub="bob")).status_code == 200)
-            assert asked(one, issuer.token()).status_code == 401
+            wait_for(lambda: send_chat(one, fresh.token(sub="bob")).status_code == 200)
+            assert send_chat(one, issuer.token()).status_code == 401
             shown.status = 200
-            wait_for(lambda: asked(one, away.token(sub="carol")).status_code == 200, 60)
+            wait_for(lambda: send_chat(one, unreachable.token(sub="carol")).status_code == 200, 60)

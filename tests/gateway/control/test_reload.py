@@ -1,4 +1,4 @@
-"""The configuration while the gateway runs: what is read, what is taken, and what a bad file does not do."""
+"""Reloads of the configuration: what is read, what is applied, and that an invalid file changes nothing."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ LAST = "vllm_gateway_config_last_reload_successful"
 
 
 def with_keys(config: dict[str, Any], **tokens: str) -> dict[str, Any]:
-    """The configuration with these keys by id, and no others."""
+    """Return the configuration with only these keys, by id."""
     return config | {"keys": [{"id": name, "hash": keys.hash_of(token)} for name, token in tokens.items()]}
 
 
 def status_of(one: Gateway, token: str) -> int:
-    """What the list of models answers to a key."""
+    """Return the status of the list of models for a key."""
     return httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60).status_code
 
 
-def answers(one: Gateway, token: str, status: int) -> None:
-    """Wait until a key gets this answer."""
+def wait_for_status(one: Gateway, token: str, status: int) -> None:
+    """Wait until requests with a key get this status."""
     wait_for(lambda: status_of(one, token) == status)
 
 
@@ -51,8 +51,8 @@ def last(one: Gateway) -> dict[str, Any]:
     return dict(one.get("/status").json()["configuration"])
 
 
-def generations(status: dict[str, Any]) -> int:
-    """How many of them are served by, control's own among them."""
+def version_count(status: dict[str, Any]) -> int:
+    """Return the number of different snapshot versions in the workers and in control."""
     return len({status["snapshot_version"], *(worker["snapshot_version"] for worker in status["workers"])})
 
 
@@ -64,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 @pytest.fixture
 def config(running: Gateway) -> Iterator[dict[str, Any]]:
-    """What ``running`` serves by, before and after."""
+    """Yield the configuration of ``running``, and restore it after the test."""
     original = configuration(launched(), workers=2)
     yield original
     write(running.folder / "gateway.yaml", original)
@@ -77,7 +77,7 @@ def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict
     write(file, with_keys(config, **{"team-a": KEY, "team-b": OTHER}))
     wait_for(lambda: running.metric(TAKEN) > taken)
     wait_for(lambda: {status_of(running, OTHER) for _ in range(10)} == {200})
-    wait_for(lambda: generations(running.get("/status").json()) == 1)
+    wait_for(lambda: version_count(running.get("/status").json()) == 1)
     after = running.get("/status").json()
     assert after["snapshot_version"] != before["snapshot_version"]
     assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
@@ -86,7 +86,7 @@ def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict
     assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
 
 
-def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, config: dict[str, Any]) -> None:
+def test_an_invalid_file_changes_nothing_and_is_reported_everywhere(running: Gateway, config: dict[str, Any]) -> None:
     file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
     write(file, config | {"modles": []})
     wait_for(lambda: running.metric(FAILED) > failed)
@@ -106,7 +106,7 @@ def test_a_bad_file_changes_nothing_and_is_told_everywhere(running: Gateway, con
     wait_for(lambda: running.metric(LAST) == 1)
 
 
-def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, config: dict[str, Any]) -> None:
+def test_settings_that_need_a_restart_are_reported_and_the_rest_is_applied(running: Gateway, config: dict[str, Any]) -> None:
     cert, key = map(str, certificate(running.folder))
     server = config["server"] | {"workers": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
     write(running.folder / "gateway.yaml", config | {"server": server, "ledger": "sqlite:///usage.db"})
@@ -121,24 +121,24 @@ def test_what_needs_a_restart_is_told_and_the_rest_is_taken(running: Gateway, co
     assert waiting[0] in running.said
 
 
-def test_workers_that_a_restart_will_end_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
+def test_workers_that_a_restart_will_remove_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
     file, taken = running.folder / "gateway.yaml", running.metric(TAKEN)
     model = config["models"][0] | {"max_inflight": 1, "queue": {"wait": "20s"}, "aliases": ["bounded"]}
     write(file, config | {"models": [model], "server": config["server"] | {"workers": 1}})
     wait_for(lambda: running.metric(TAKEN) > taken)
-    wait_for(lambda: generations(running.get("/status").json()) == 1)
+    wait_for(lambda: version_count(running.get("/status").json()) == 1)
     assert last(running)["needs_restart"] == ["server.workers needs a restart (1 in the file, 2 in use)"]
     assert {running.ask(model="bounded").status_code for _ in range(20)} == {200}
 
 
-def test_the_command_tells_what_has_changed(running: Gateway, config: dict[str, Any]) -> None:
+def test_the_command_reports_the_changes(running: Gateway, config: dict[str, Any]) -> None:
     model = config["models"][0] | {"aliases": ["uno"], "timeouts": {"idle": "9s"}}
     write(running.folder / "gateway.yaml", config | {"models": [model]})
     wait_for(lambda: running.ask(model="uno").status_code == 200)
     write(running.folder / "gateway.yaml", with_keys(config, **{"team-a": KEY, "b": OTHER}) | {"log": {"level": "debug"}})
     done = running.command("reload")
     assert (done.returncode, done.stderr) == (0, "")
-    # the watcher may have been there before it
+    # the watcher may have read the file before the command
     assert set(done.stdout.splitlines()) in (
         {"model sim/one changed: aliases, timeouts", "key b added", "log changed: level"},
         {"nothing has changed"},
@@ -154,7 +154,7 @@ def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[
     assert running.ask().status_code == 200
 
 
-def test_a_half_written_file_is_read_again_when_it_is_whole(running: Gateway, config: dict[str, Any]) -> None:
+def test_a_half_written_file_is_read_again_when_it_is_complete(running: Gateway, config: dict[str, Any]) -> None:
     file, failed = running.folder / "gateway.yaml", running.metric(FAILED)
     text = file.read_text()
     with file.open("w") as writing:
@@ -168,8 +168,9 @@ def test_a_half_written_file_is_read_again_when_it_is_whole(running: Gateway, co
 
 
 def mounted(volume: Path, number: int, **files: str) -> None:
-    """Publish files as the kubelet does (AtomicWriter): a folder of the time, a link `..data` that is renamed over the former one, and
-    a link for each file through it."""
+    """Publish files as the kubelet does (AtomicWriter): a folder named for the time, and a link for each file through `..data`.
+
+    `..data` is a link to that folder. A new link is renamed over the previous one."""
     fresh = volume / f"..2026_01_01_00_00_{number:02}.1"
     fresh.mkdir()
     for name, text in files.items():
@@ -187,7 +188,7 @@ def stanza(name: str, token: str) -> str:
     return f"keys:\n  - {{id: {name}, hash: '{keys.hash_of(token)}'}}\n"
 
 
-def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -> None:
+def test_changes_of_a_mounted_kubernetes_secret_are_applied(tmp_path: Path) -> None:
     volume = tmp_path / "secret"
     volume.mkdir()
     mounted(volume, 0, keys=stanza("team-c", "sk-c-1"), upstream="first")
@@ -198,8 +199,8 @@ def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -
             wait_for(lambda: one.get("/metrics").status_code == 200 and status_of(one, "sk-c-1") == 200)
             for number in range(1, 4):
                 mounted(volume, number, keys=stanza("team-c", f"sk-c-{number + 1}"), upstream="first")
-                answers(one, f"sk-c-{number + 1}", 200)
-                answers(one, f"sk-c-{number}", 401)
+                wait_for_status(one, f"sk-c-{number + 1}", 200)
+                wait_for_status(one, f"sk-c-{number}", 401)
             wait_for(lambda: last(one)["changes"] == ["key team-c changed"])
             mounted(volume, 9, keys=stanza("team-c", "sk-c-4"), upstream="second")
             wait_for(lambda: last(one)["changes"] == ["model far changed: servers"])
@@ -207,7 +208,7 @@ def test_a_mounted_secret_is_followed_as_kubernetes_changes_it(tmp_path: Path) -
             assert one.metric(FAILED) == 0
 
 
-def test_a_secret_that_was_missing_is_enough_when_it_comes(tmp_path: Path) -> None:
+def test_a_missing_secret_file_is_read_when_it_appears(tmp_path: Path) -> None:
     config = configuration(launched())
     with gateway(tmp_path, config) as one:
         write(tmp_path / "gateway.yaml", config | {"keys_file": "more.yaml"})
@@ -218,7 +219,7 @@ def test_a_secret_that_was_missing_is_enough_when_it_comes(tmp_path: Path) -> No
         wait_for(lambda: status_of(one, OTHER) == 200)
 
 
-def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
+def test_a_stopping_gateway_reads_no_configuration(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), linger="1m")) as one:
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: one.get("/readyz").status_code == 503)
@@ -226,13 +227,13 @@ def test_while_it_stops_nothing_is_read(tmp_path: Path) -> None:
         assert one.ask().status_code == 200, "it serves on while others hear of it"
         refused: subprocess.CompletedProcess[str] = one.command("reload")
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
-        for word in ("start", "restart", "wake"):
-            assert one.command(word, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
+        for operation in ("start", "restart", "wake"):
+            assert one.command(operation, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
         assert one.stop() == 0, "a second signal ends the patience"
 
 
-async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_is_refused_takes_the_server_down(tmp_path: Path) -> None:
-    """The order of docs/kubernetes.md: the server accepts the current key and the next one, the gateway changes over, then the server."""
+async def test_a_servers_key_is_replaced_without_a_failed_request_and_a_refused_key_takes_it_down(tmp_path: Path) -> None:
+    """Follow the order of docs/kubernetes.md: the server accepts both keys, the gateway uses the new key, the server drops the old one."""
     accepted = {"Bearer first", "Bearer second"}
 
     async def script(talk: Conversation) -> None:
@@ -255,8 +256,8 @@ async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_i
             await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "down", 60.0)
             await one.heard()
-            answer = await one.ask("far")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_server")
+            response = await one.ask("far")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_healthy_server")
             assert one.status("far")["servers"][0]["reason"].startswith("the server rejected the gateway's key")
             key.write_text("second")
             await one.reloader.reload()
@@ -266,7 +267,7 @@ async def test_a_servers_key_is_replaced_without_a_failed_request_and_one_that_i
 
 
 class FailingOnce:
-    """Serves by what it is given, but fails over the first."""
+    """Applies configurations, but fails on the first."""
 
     def __init__(self) -> None:
         self.history = ReloadHistory()
@@ -293,7 +294,7 @@ class FailingOnce:
 
 
 @pytest.mark.parametrize(("port", "changes"), [(2, ["model m changed: servers"]), (1, [])])
-async def test_what_could_not_be_taken_is_no_success_and_is_tried_with_the_next_reading(
+async def test_a_change_that_could_not_be_applied_is_a_failure_and_is_tried_with_the_next_reload(
     tmp_path: Path, port: int, changes: list[str]
 ) -> None:
     def written(port: int) -> Config:

@@ -1,4 +1,4 @@
-"""What the admin port shows costs control little, however much there is of it."""
+"""The status on the admin port costs control little, even with many models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A = "sim/a"
 
 
 async def calls_for_a_status(folder: Path, count: int) -> int:
-    """How many calls a status of so many models takes."""
+    """Return the number of function calls that a status of this number of models takes."""
     calls = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -26,7 +26,7 @@ async def calls_for_a_status(folder: Path, count: int) -> int:
 
     os.mkdir(folder)
     async with controlled(folder, *(on_demand(f"m{number}") for number in range(count))) as one:
-        one.report.status()  # at the first look the names of what workers count are read
+        one.report.status()  # the first call reads the names of the workers' counters
         sys.setprofile(note)
         try:
             shown = one.report.status()
@@ -36,7 +36,7 @@ async def calls_for_a_status(folder: Path, count: int) -> int:
     return calls
 
 
-async def test_a_status_costs_as_much_for_each_model_however_many_there_are(tmp_path: Path) -> None:
+async def test_the_cost_of_a_status_is_linear_in_the_number_of_models(tmp_path: Path) -> None:
     few, many = await calls_for_a_status(tmp_path / "few", 25), await calls_for_a_status(tmp_path / "many", 100)
     assert many < 5 * few
 
@@ -49,7 +49,7 @@ async def test_a_gateway_is_ready_and_degraded_while_a_model_has_no_server_that_
         assert (one.report.not_ready(), one.report.degraded(), one.report.status()["degraded"]) == (None, WITHOUT, WITHOUT)
 
 
-async def test_a_launched_server_that_does_not_answer_its_probes_degrades_the_gateway(tmp_path: Path) -> None:
+async def test_a_launched_server_that_does_not_respond_to_probes_degrades_the_gateway(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched(A)) as one:
         assert one.report.degraded() == []
         with one.frozen(A):
@@ -57,30 +57,30 @@ async def test_a_launched_server_that_does_not_answer_its_probes_degrades_the_ga
             assert one.report.not_ready() is None
 
 
-async def test_a_model_at_rest_or_on_its_way_up_degrades_nothing(tmp_path: Path) -> None:
+async def test_a_stopped_or_starting_model_does_not_degrade_the_gateway(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
         assert (one.state(A), one.report.degraded()) == ("stopped", [])
-        asked = asyncio.create_task(one.ask(A))
-        while not asked.done():
+        request = asyncio.create_task(one.ask(A))
+        while not request.done():
             assert one.report.degraded() == []
             await asyncio.sleep(0.01)
-        assert (one.state(A), asked.result().status_code, one.report.degraded()) == ("ready", 200, [])
+        assert (one.state(A), request.result().status_code, one.report.degraded()) == ("ready", 200, [])
         await one.operations.stop(A)
         assert (one.state(A), one.report.degraded()) == ("stopped", [])
 
 
-async def test_a_log_that_cannot_be_read_at_once_holds_up_nobody_else(tmp_path: Path) -> None:
+async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched(A)) as one:
         [server] = (await one.report.status_with_logs())["models"][0]["servers"]
         assert server["last_log_lines"] == one.control.launcher.log(f"{A}#0").tail().splitlines() != []
         os.unlink(server["log"])
         os.mkfifo(server["log"])
-        asked = asyncio.create_task(one.report.status_with_logs())
-        assert not (await asyncio.wait([asked], timeout=0.2))[0]
+        reading = asyncio.create_task(one.report.status_with_logs())
+        assert not (await asyncio.wait([reading], timeout=0.2))[0]
         assert (await one.ask(A)).status_code == 200 and one.state(A) == "ready"
         other_end = os.open(server["log"], os.O_RDWR)
         try:
-            await until(asked.done)
+            await until(reading.done)
         finally:
             os.close(other_end)
-        assert asked.result()["models"][0]["servers"][0]["last_log_lines"] == []
+        assert reading.result()["models"][0]["servers"][0]["last_log_lines"] == []

@@ -1,4 +1,4 @@
-"""The gateway as a whole: its processes, what it says, what it leaves behind, and what it does when some of it dies."""
+"""The whole gateway: its processes, its messages, what remains after it stops, and its reaction when a process dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configurat
 from tests.support.running import KEY
 
 SLOW: dict[str, Any] = {"stream": True, "simulate": {"tokens": 35, "tokens_per_second": 5}}
-"""A stream of seven seconds: long enough for what is done in the meantime, on a busy machine too."""
+"""A stream of seven seconds: long enough for the steps that run during it, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def test_it_serves_counts_and_logs(running: Gateway) -> None:
+def test_requests_are_served_counted_and_logged(running: Gateway) -> None:
     tokens = 'vllm_gateway_tokens_total{key="team-a",model="sim/one",type="prompt"}'
     requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
     before = running.metric(tokens), running.metric(requests)
@@ -75,7 +75,7 @@ def test_the_admin_port(running: Gateway) -> None:
         listed = httpx2.get(running.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}, timeout=30).json()["data"]
         return dict(listed[0])
 
-    wait_for(lambda: "max_model_len" in first())  # it is known by a look of its own, behind the one that finds the server up
+    wait_for(lambda: "max_model_len" in first())  # a separate probe reads it, after the probe that finds the server up
     assert first()["id"] == "sim/one" and first()["max_model_len"] > 0 and "root" not in first()
     assert httpx2.get(running.url + "/health", timeout=30).status_code == 200
     assert httpx2.get(running.url + "/metrics", timeout=30).status_code == 404
@@ -95,7 +95,7 @@ def test_the_metrics_are_well_formed(running: Gateway) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_an_admin_port_without_a_token_for_other_machines_is_said_at_the_start(tmp_path: Path, running: Gateway) -> None:
+def test_an_admin_port_open_to_other_machines_without_a_token_is_reported_at_start(tmp_path: Path, running: Gateway) -> None:
     warning = "other machines can read /status, /keys and /usage on the admin port without a token"
     with gateway(tmp_path, configuration(launched(), admin={"host": "0.0.0.0", "port": 0})) as one:
         assert warning in one.said
@@ -103,7 +103,7 @@ def test_an_admin_port_without_a_token_for_other_machines_is_said_at_the_start(t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
+def test_every_process_ends_with_the_gateway(tmp_path: Path, number: int) -> None:
     with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         tree, ports = one.tree(), (one.data, one.admin)
         assert len(one.workers()) == 2 and len(one.named("upstream.launcher.shim")) == 1
@@ -113,7 +113,7 @@ def test_it_ends_with_everything(tmp_path: Path, number: int) -> None:
         assert "Traceback" not in one.said
 
 
-def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_whole_process_group_cleanly(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
         tree = one.tree()
         os.killpg(one.process.pid, signal.SIGINT)
@@ -121,7 +121,7 @@ def test_ctrl_c_reaches_the_whole_group_and_all_ends_well(tmp_path: Path) -> Non
         assert alive(tree) == [] and "Traceback" not in one.said
 
 
-def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
+def test_streams_finish_before_the_gateway_ends(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
         replies: list[httpx2.Response] = []
         thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
@@ -134,7 +134,7 @@ def test_streams_finish_before_it_ends(tmp_path: Path) -> None:
         assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
 
 
-def test_what_outlasts_the_drain_is_told(tmp_path: Path) -> None:
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="300ms")) as one:
         replies: list[httpx2.Response] = []
         endless: dict[str, Any] = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         assert one.get("/status").json()["workers"][0]["restarts"] == 1
 
 
-def test_it_is_ready_when_its_workers_know_of_the_servers(tmp_path: Path) -> None:
+def test_the_gateway_is_ready_when_its_workers_have_the_state_of_the_servers(tmp_path: Path) -> None:
     fifo, model = tmp_path / "fifo", launched()
     os.mkfifo(fifo)
     model["launch"]["command"] = ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]
@@ -176,8 +176,8 @@ def test_it_is_ready_when_its_workers_know_of_the_servers(tmp_path: Path) -> Non
         try:
             fifo.write_text("go\n")
             wait_for(lambda: one.get("/status").json()["models"][0]["state"] == "ready")
-            answer = one.get("/readyz")
-            assert (answer.status_code, answer.json()["reasons"]) == (
+            response = one.get("/readyz")
+            assert (response.status_code, response.json()["reasons"]) == (
                 503,
                 ["waiting for the workers to receive the state of their servers"],
             )
@@ -196,20 +196,20 @@ def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
         assert all(port_is_free(port) for port in ports)
 
 
-def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_reported_and_others_serve(tmp_path: Path) -> None:
     config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}))
     with gateway(tmp_path, config) as one:
         assert one.ask().status_code == 200
 
         def refused() -> httpx2.Response:
-            answer = one.ask(model="sim/bad")
-            assert answer.status_code == 503 and answer.headers["retry-after"].isdigit()
-            return answer
+            response = one.ask(model="sim/bad")
+            assert response.status_code == 503 and response.headers["retry-after"].isdigit()
+            return response
 
         def bad() -> dict[str, Any]:
             return dict(next(each for each in one.get("/status").json()["models"] if each["id"] == "sim/bad")["servers"][0])
 
-        # It is tried again and again, and counts as loading meanwhile
+        # The launch is repeated, and the model counts as loading meanwhile
         wait_for(lambda: refused().json()["error"]["code"] == "no_healthy_server")
         assert "sim/bad#0" in one.said and "no_such_parser" in one.said
         wait_for(lambda: bad()["condition"] == "down")
@@ -222,12 +222,12 @@ def test_a_server_that_cannot_start_is_told_and_others_serve(tmp_path: Path) -> 
 def test_a_program_that_is_missing_is_reported_with_its_line_and_others_serve(tmp_path: Path) -> None:
     config = configuration(launched(), {"id": "m", "launch": {"command": ["no-such-vllm", "serve"], "start": "on_demand"}})
     with gateway(tmp_path, config) as one:
-        said = r"ERROR control: \S+gateway\.yaml:\d+: models\[1\]\.launch\.command: no-such-vllm is not found in PATH"
-        assert re.search(said, one.said), one.said
+        expected = r"ERROR control: \S+gateway\.yaml:\d+: models\[1\]\.launch\.command: no-such-vllm is not found in PATH"
+        assert re.search(expected, one.said), one.said
         assert one.ask().status_code == 200
 
 
-def test_a_model_that_is_loading_is_refused_with_words(tmp_path: Path) -> None:
+def test_requests_for_a_loading_model_are_refused_with_a_reason(tmp_path: Path) -> None:
     config = configuration(launched(), launched("sim/slow", **{"sim-healthy-after": 60}))
     with gateway(tmp_path, config, ready=False) as one:
         wait_for(lambda: one.get("/metrics").status_code == 200 and one.ask().status_code == 200, why=lambda: one.said)
@@ -244,7 +244,7 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
         wait_for(lambda: one.ask().status_code == 200)
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
@@ -265,7 +265,7 @@ def test_the_unspecified_ipv6_address_listens_on_ipv4_too(tmp_path: Path) -> Non
         wait_for(lambda: '"client":"127.0.0.1"' in one.log, why=lambda: one.log)
 
 
-def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_the_gateway_cleanly(tmp_path: Path) -> None:
     screen, keyboard = pty.openpty()
     with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
         os.close(keyboard)
@@ -283,7 +283,7 @@ def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
         assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
 
 
-def test_a_closed_standard_output_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+def test_the_gateway_serves_with_a_closed_standard_output(tmp_path: Path) -> None:
     write(tmp_path / "gateway.yaml", configuration(launched()))
     line = ("sh", "-c", 'exec "$0" serve "$1" >&-', PROGRAM, tmp_path / "gateway.yaml")
     with gateway(tmp_path, None, line=line) as one:

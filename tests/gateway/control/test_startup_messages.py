@@ -1,4 +1,4 @@
-"""What the operator reads on standard error."""
+"""Messages for the operator on standard error."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from upstream.vllm.failures import Cause
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]"), ("::", "localhost")])
-def test_the_addresses_are_such_as_a_client_takes(tmp_path: Path, host: str, shown: str) -> None:
+def test_the_shown_addresses_can_be_used_by_a_client(tmp_path: Path, host: str, shown: str) -> None:
     write(tmp_path / "gateway.yaml", configuration(launched()))
-    said = io.StringIO()
+    output = io.StringIO()
     try:
         data, admin = listen(host, 0), listen(host, 0)
     except StartError as error:
         pytest.skip(f"this machine has no such address: {error}")
     with closing(data), closing(admin):
-        Announcer(Console(file=said, width=200)).summary(load(tmp_path / "gateway.yaml"), data, admin)
-        assert f"http://{shown}:{data.getsockname()[1]}/v1 " in said.getvalue()
-        assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in said.getvalue()
+        Announcer(Console(file=output, width=200)).summary(load(tmp_path / "gateway.yaml"), data, admin)
+        assert f"http://{shown}:{data.getsockname()[1]}/v1 " in output.getvalue()
+        assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in output.getvalue()
 
 
 TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|worker \d+): "
@@ -50,19 +50,19 @@ FAILED = LaunchStatus(
 
 
 def announced(*statuses: LaunchStatus) -> list[str]:
-    """What is written for these changes, without the time."""
-    said = io.StringIO()
-    announcer = Announcer(Console(file=said, width=200))
+    """Return the lines that are written for these changes, without their time."""
+    output = io.StringIO()
+    announcer = Announcer(Console(file=output, width=200))
     for status in statuses:
         announcer.launched(status)
-    return [re.sub(TIMED, r"\1 ", line) for line in said.getvalue().splitlines()]
+    return [re.sub(TIMED, r"\1 ", line) for line in output.getvalue().splitlines()]
 
 
 def test_a_known_cause_comes_with_its_hint_and_without_the_log() -> None:
     assert announced(FAILED) == ["ERROR m#0 could not start: no memory is left", "  Hint: Raise it."]
 
 
-def test_of_an_unknown_cause_the_end_of_the_log_is_written() -> None:
+def test_an_unknown_cause_is_shown_with_the_end_of_the_log() -> None:
     unknown = replace(FAILED, reason="m#0 could not start: exit code 3", cause=Cause("unknown", "", "Read the log."))
     lines = ["ERROR m#0 could not start: exit code 3", "  Hint: Read the log.", "  The last lines of /m.log:", "  | a", "  | b"]
     assert announced(unknown) == lines

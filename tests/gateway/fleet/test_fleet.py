@@ -1,4 +1,4 @@
-"""Models that are brought up and down, with real processes: by requests, by idleness, by each other and by the operator."""
+"""Models that are started and stopped, with real processes: by requests, when idle, by other models and by the operator."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def whole(reply: httpx2.Response) -> bool:
     return reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n") and '"error"' not in reply.text
 
 
-async def test_the_first_request_starts_it_and_one_start_is_enough_for_all(tmp_path: Path) -> None:
+async def test_the_first_request_starts_the_server_and_one_start_serves_all(tmp_path: Path) -> None:
     sick = tmp_path / "sick"
-    sick.touch()  # until all have come
+    sick.touch()  # until all requests are queued
     async with controlled(tmp_path, on_demand(A, args={"sim-sick-while": str(sick)}), workers=2) as one:
         assert one.state(A) == "stopped" and one.control.launcher.statuses() == ()
         assert one.value("server_up", A, f"{A}#0") == one.value("server_inflight", A, f"{A}#0") == 0
-        asked = [asyncio.create_task(one.ask(A)) for _ in range(30)]
+        requests = [asyncio.create_task(one.ask(A)) for _ in range(30)]
         await until(lambda: one.status(A)["queued"] == 30)
         await one.reaches(A, "starting")
         assert one.status(A)["waiting_s"] > 0 and time.time() - one.status(A)["since"] < 30
         sick.unlink()
-        assert [reply.status_code for reply in await asyncio.gather(*asked)] == [200] * 30
+        assert [reply.status_code for reply in await asyncio.gather(*requests)] == [200] * 30
         assert one.launches(A) == 1
         assert one.state(A) == "ready"
         await until(lambda: one.value("queued_requests", A) == one.value("inflight_requests", A) == 0)
@@ -51,10 +51,10 @@ async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) 
             return {name: one.said.getvalue().count(f"{name} starts (") for name in (A, B, C)}
 
         async def client(name: str) -> None:
-            turn = 0
+            sent = 0
             while min(starts().values()) < 2 and time.monotonic() < end:
-                turn += 1
-                reply = await one.ask(name, stream=bool(turn % 2))
+                sent += 1
+                reply = await one.ask(name, stream=bool(sent % 2))
                 assert reply.status_code == 200, reply.text
 
         await asyncio.gather(*(client(name) for name in (A, B, C) for _ in range(3)))
@@ -64,13 +64,13 @@ async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) 
             assert one.value("launches_total", name, "failed") == 0
 
 
-async def test_one_too_many_is_told_when_to_come_back_and_then_it_is_served(tmp_path: Path) -> None:
+async def test_a_rejected_request_gets_retry_after_and_a_retry_succeeds(tmp_path: Path) -> None:
     sick, queue = tmp_path / "sick", {"size": 2, "wait": "100s"}
     args = {"sim-listen-after": 2, "sim-sick-while": str(sick)}
     async with controlled(tmp_path, on_demand(A, queue=queue, args=args, idle_stop="3s")) as one:
         assert (await one.ask(A)).status_code == 200  # measures the start
         await one.reaches(A, "stopped")
-        sick.touch()  # it does not come up before all have asked
+        sick.touch()  # until all the requests are sent
         replies = [asyncio.create_task(one.ask(A)) for _ in range(6)]
         await until(lambda: sum(reply.done() for reply in replies) == 4)
         sick.unlink()
@@ -78,23 +78,23 @@ async def test_one_too_many_is_told_when_to_come_back_and_then_it_is_served(tmp_
         assert [(reply.status_code, reply.json()["error"]["code"]) for reply in refused] == [(503, "model_loading")] * 4
         assert one.launches(A) == 2
         await one.reaches(A, "stopped")
-        await one.reload(on_demand(A, queue=queue, args=args, idle_stop="1h"))  # who is told too long a time finds it up all the same
+        await one.reload(on_demand(A, queue=queue, args=args, idle_stop="1h"))  # a client that waits too long still finds the server up
         sick.touch()
         waiting = [asyncio.create_task(one.ask(A)) for _ in range(2)]
         await until(lambda: one.status(A)["queued"] == 2)
-        told = await one.ask(A)
-        assert told.status_code == 503 and 2 <= int(told.headers["retry-after"]) < 30
+        response = await one.ask(A)
+        assert response.status_code == 503 and 2 <= int(response.headers["retry-after"]) < 30
         sick.unlink()
-        for _ in range(4):  # on a busy machine a start takes longer than the one before, and the client is told again
-            await asyncio.sleep(int(told.headers["retry-after"]))
-            if (told := await one.ask(A)).status_code == 200:
+        for _ in range(4):  # on a busy machine a start takes longer than the previous start, and the client gets another Retry-After
+            await asyncio.sleep(int(response.headers["retry-after"]))
+            if (response := await one.ask(A)).status_code == 200:
                 break
-        assert told.status_code == 200
+        assert response.status_code == 200
         assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
         assert one.launches(A) == 3
 
 
-async def test_one_that_is_unused_is_stopped_and_one_that_is_used_is_not(tmp_path: Path) -> None:
+async def test_an_idle_server_is_stopped_and_a_busy_server_is_not(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, idle_stop="800ms")) as one:
         stream, *_ = await one.streams(A, seconds=2.5)
         [pid] = one.pids(A)
@@ -106,7 +106,7 @@ async def test_one_that_is_unused_is_stopped_and_one_that_is_used_is_not(tmp_pat
         assert one.launches(A) == 2
 
 
-async def test_the_end_of_the_gateway_is_told_to_those_who_wait(tmp_path: Path) -> None:
+async def test_a_stopping_gateway_responds_to_queued_requests(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, args={"sim-listen-after": 60}), drain="60s") as one:
         waiting = asyncio.create_task(one.ask(A))
         await one.reaches(A, "starting")
@@ -120,16 +120,16 @@ async def test_the_end_of_the_gateway_is_told_to_those_who_wait(tmp_path: Path) 
 
 
 def server_itself(pid: int) -> httpx2.Client:
-    """A client of the launched server, on its private socket and with its internal key."""
+    """Return a client of the launched server, on its private socket and with its internal key."""
     process = psutil.Process(pid)
-    words = process.cmdline()
-    transport = httpx2.HTTPTransport(uds=words[words.index("--uds") + 1])
+    arguments = process.cmdline()
+    transport = httpx2.HTTPTransport(uds=arguments[arguments.index("--uds") + 1])
     headers = {"authorization": f"Bearer {process.environ()['VLLM_API_KEY']}"}
     return httpx2.Client(transport=transport, base_url="http://vllm", headers=headers, timeout=30, trust_env=False)
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_it_sleeps_when_unused_and_a_request_wakes_it(tmp_path: Path, level: int) -> None:
+async def test_an_idle_server_sleeps_and_a_request_wakes_it(tmp_path: Path, level: int) -> None:
     async with controlled(tmp_path, on_demand(A, idle_sleep="500ms", sleep_level=level)) as one:
         assert (await one.ask(A)).status_code == 200
         await one.reaches(A, "sleeping")
@@ -140,14 +140,14 @@ async def test_it_sleeps_when_unused_and_a_request_wakes_it(tmp_path: Path, leve
             for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"), ("POST", "/collective_rpc")):
                 assert (await one.client.request(method, path)).status_code == 404, "clients do not reach the routes for that"
             assert (await one.ask(A)).status_code == 200
-            asked = [f"{each['path']}?{each['query']}".rstrip("?") for each in server.get("/sim/requests").json()]
+            paths = [f"{each['path']}?{each['query']}".rstrip("?") for each in server.get("/sim/requests").json()]
         assert one.launches(A) == 1 and one.pids(A) == [pid]
         waking = ["/wake_up"] if level == 1 else ["/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
-        asked = [path for path in asked if path.startswith(("/sleep", "/wake_up", "/coll"))]
-        assert asked[: len(waking) + 1] == [f"/sleep?level={level}", *waking], "and perhaps it sleeps again by now"
+        paths = [path for path in paths if path.startswith(("/sleep", "/wake_up", "/coll"))]
+        assert paths[: len(waking) + 1] == [f"/sleep?level={level}", *waking], "and perhaps it sleeps again by now"
 
 
-async def test_those_that_can_sleep_make_room_by_it(tmp_path: Path) -> None:
+async def test_a_server_that_can_sleep_frees_its_group_by_sleeping(tmp_path: Path) -> None:
     async with controlled(tmp_path, *(on_demand(name, idle_sleep="1h", group="g") for name in (A, B))) as one:
         for name in (A, B, A, B):
             assert (await one.ask(name)).status_code == 200
@@ -155,7 +155,7 @@ async def test_those_that_can_sleep_make_room_by_it(tmp_path: Path) -> None:
         assert (one.launches(A), one.launches(B)) == (1, 1)
 
 
-async def test_a_sleeping_one_that_dies_does_not_come_back_unasked(tmp_path: Path) -> None:
+async def test_a_sleeping_server_that_dies_is_not_restarted_before_a_request(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, idle_sleep="300ms")) as one:
         assert (await one.ask(A)).status_code == 200
         await one.reaches(A, "sleeping")
@@ -165,17 +165,17 @@ async def test_a_sleeping_one_that_dies_does_not_come_back_unasked(tmp_path: Pat
         assert one.launches(A) == 2
 
 
-async def test_one_that_cannot_sleep_is_stopped(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_sleep_is_stopped(tmp_path: Path) -> None:
     model = on_demand(A, idle_sleep="300ms", env={"VLLM_SERVER_DEV_MODE": "0"})
     async with controlled(tmp_path, model) as one:
         assert (await one.ask(A)).status_code == 200
         await one.reaches(A, "stopped")
 
 
-# Making room
+# Freeing GPUs and groups
 
 
-async def test_a_busy_one_is_waited_for_and_not_cut(tmp_path: Path) -> None:
+async def test_a_busy_server_is_drained_and_no_stream_is_cut(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, **SHARED), on_demand(B, **SHARED), drain="100ms") as one:
         assert (await one.ask(A)).status_code == 200
         with one.frozen(A):
@@ -190,7 +190,7 @@ async def test_a_busy_one_is_waited_for_and_not_cut(tmp_path: Path) -> None:
         assert (one.launches(A), one.launches(B)) == (2, 1)
 
 
-async def test_an_eager_one_makes_room_and_comes_back(tmp_path: Path) -> None:
+async def test_a_server_that_starts_eagerly_frees_its_gpu_and_comes_back(tmp_path: Path) -> None:
     eager = launched(A, **{"sim-tokens": 4})
     eager["launch"] |= SHARED
     async with controlled(tmp_path, eager, on_demand(B, **SHARED, idle_stop="2s")) as one:
@@ -209,7 +209,7 @@ async def test_a_group_runs_as_many_as_it_may(tmp_path: Path) -> None:
         assert [one.state(name) for name in (A, B, C)] == ["stopped", "ready", "ready"]
 
 
-async def test_one_that_cannot_start_is_told_and_the_others_run(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_is_reported_and_the_others_run(tmp_path: Path) -> None:
     bad = on_demand(A, args={"reasoning-parser": "no_such_parser"}, **SHARED)
     async with controlled(tmp_path, bad, on_demand(B, **SHARED)) as one:
         refused = await one.ask(A)
@@ -222,7 +222,7 @@ async def test_one_that_cannot_start_is_told_and_the_others_run(tmp_path: Path) 
 # The operator
 
 
-async def test_stop_holds_it_down_until_start(tmp_path: Path) -> None:
+async def test_a_stopped_model_stays_stopped_until_start(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A), drain="60s") as one:
         assert (await one.ask(A)).status_code == 200
         with one.frozen(A):
@@ -252,7 +252,7 @@ async def test_stop_while_it_starts_and_while_requests_wait(tmp_path: Path) -> N
         assert ((await waiting).status_code, one.state(A)) == (503, "stopped")
 
 
-async def test_the_operators_patience_ends(tmp_path: Path) -> None:
+async def test_an_operator_stop_cuts_streams_after_the_drain(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A), drain="500ms") as one:
         stream, *_ = await one.streams(A, seconds=60.0)
         await one.operations.stop(A)
@@ -289,8 +289,8 @@ async def test_a_rolling_restart_drops_no_stream(tmp_path: Path) -> None:
         assert one.value("incomplete_total", A, "upstream") == 0
 
 
-async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
-    """Its old server has got its last request: one that comes now is served by the new one."""
+async def test_a_restart_has_begun_when_the_operation_returns(tmp_path: Path) -> None:
+    """The old server gets no more requests: the next request is served by the new server."""
     async with controlled(tmp_path, on_demand(A), drain="60s", workers=2) as one:
         stream, *_ = await one.streams(A)
         await one.operations.restart(A)
@@ -299,7 +299,7 @@ async def test_a_restart_has_begun_when_it_is_answered(tmp_path: Path) -> None:
         assert whole(await stream)
 
 
-async def test_what_is_called_off_before_it_has_begun_leaves_the_model_to_others(tmp_path: Path) -> None:
+async def test_a_restart_canceled_before_it_begins_leaves_the_model_usable(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
         await one.operations.start(A)
         await one.reaches(A, "ready")
@@ -323,11 +323,11 @@ async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> N
         await one.reaches(B, "failed")
         failed = since(B)
         stream, *_ = await one.streams(A)
-        ready, asked = since(A), time.time()
+        ready, requested = since(A), time.time()
         stopping = asyncio.create_task(one.operations.stop(A))
         await one.reaches(A, "draining")
         draining = since(A)
-        assert ready < asked <= draining
+        assert ready < requested <= draining
         assert whole(await stream)
         ended = time.time()
         await stopping
@@ -336,7 +336,7 @@ async def test_a_server_is_shown_with_the_time_of_its_state(tmp_path: Path) -> N
         assert since(B) == failed
 
 
-async def test_the_restart_of_a_single_one_lets_requests_wait(tmp_path: Path) -> None:
+async def test_the_restart_of_a_single_server_queues_requests(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
         assert (await one.ask(A)).status_code == 200
         await one.operations.restart(A)
@@ -344,7 +344,7 @@ async def test_the_restart_of_a_single_one_lets_requests_wait(tmp_path: Path) ->
         await until(lambda: one.launches(A) == 2)
 
 
-async def test_what_an_operator_cannot_have(tmp_path: Path) -> None:
+async def test_operations_that_are_refused(tmp_path: Path) -> None:
     found = {"id": B, "servers": [{"url": "http://127.0.0.1:9"}]}
     async with controlled(tmp_path, on_demand(A), found) as one:
         await one.reaches(B, "failed")

@@ -1,4 +1,4 @@
-"""What clients meet when a launched server dies, falls ill, hangs or cannot have its port; and that all of it passes."""
+"""Errors that clients see when a launched server dies, is unhealthy, hangs or cannot bind its port; and the recovery from each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY
 
 ENDLESS: dict[str, Any] = {"stream": True, "simulate": {"tokens": 100_000, "tokens_per_second": 20}}
-NEXT = ("no_healthy_server", "model_loading", "upstream_unreachable", "upstream_disconnected")  # what the next request is told
-HUNG_WITHIN = 110.0  # seconds until a server that says nothing is up again: a minute of patience, the grace, its start
+NEXT = ("no_healthy_server", "model_loading", "upstream_unreachable", "upstream_disconnected")  # error codes of the next request
+HUNG_WITHIN = 110.0  # seconds until an unresponsive server is up again: a timeout of a minute, the grace period, its start
 
 
 class Stream:
-    """A stream without an end, as one client reads it."""
+    """An endless stream, read by one client."""
 
     def __init__(self, one: Gateway, model: str, pool: ThreadPoolExecutor) -> None:
         self.said = ""
@@ -36,19 +36,19 @@ class Stream:
 
     def _read(self) -> None:
         headers = {"authorization": f"Bearer {KEY}"}
-        with httpx2.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=headers, timeout=HUNG_WITHIN) as answer:
-            for piece in answer.iter_text():
+        with httpx2.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=headers, timeout=HUNG_WITHIN) as response:
+            for piece in response.iter_text():
                 self.said += piece
 
     def whole(self) -> str:
-        """Everything, once it has ended after all."""
+        """Return all the text after the stream has finished."""
         self._reading.result(HUNG_WITHIN)
         return self.said
 
 
 @dataclass
 class Stage:
-    """The gateway, what makes one of its servers ill, who holds a port, and the stream that was under way when a server hung."""
+    """The gateway, the file that makes a server unhealthy, the socket that holds a port, and the open stream of the hung server."""
 
     gateway: Gateway
     illness: Path
@@ -57,13 +57,13 @@ class Stage:
     hung: Stream | None = None
 
     def server(self, model: str) -> dict[str, Any]:
-        """As /status shows it."""
+        """Return the first server of a model, as /status shows it."""
         models = self.gateway.get("/status").json()["models"]
         shown: dict[str, Any] = next(each for each in models if each["id"] == model)["servers"][0]
         return shown
 
     def begin(self, model: str) -> Stream:
-        """A stream of which something has come."""
+        """Start a stream and return it after its first text."""
         stream = Stream(self.gateway, model, self.pool)
         wait_for(lambda: "content" in stream.said and self.in_flight(model) == 1)
         return stream
@@ -72,21 +72,21 @@ class Stage:
         return self.gateway.metric(f'vllm_gateway_inflight_requests{{model="{model}"}}')
 
     def check_it_is_over(self, model: str, restarts: int, seconds: float = 30.0) -> None:
-        """Started anew, nothing in flight, and the next request is answered."""
+        """Check that the server is restarted, that nothing is in flight, and that the next request succeeds."""
         wait_for(lambda: (self.server(model)["restarts"], self.server(model)["condition"]) == (restarts, "up"), seconds)
         wait_for(lambda: self.in_flight(model) == self.server(model)["in_flight"] == 0)
-        wait_for(lambda: answers(self.gateway, model))  # once the workers have heard, too
+        wait_for(lambda: responds(self.gateway, model))  # after the workers received the snapshot, too
 
     def told(self, model: str, timeout: float = 60) -> str | None:
-        """The code of the error that a request is told; None where it is told nothing in time, or is answered."""
+        """Return the error code of a request; None if it succeeds or times out."""
         try:
-            answer = self.gateway.ask(model=model, timeout=timeout)
+            response = self.gateway.ask(model=model, timeout=timeout)
         except httpx2.TimeoutException:
             return None
-        return None if answer.status_code == 200 else str(answer.json()["error"]["code"])
+        return None if response.status_code == 200 else str(response.json()["error"]["code"])
 
 
-def answers(one: Gateway, model: str) -> bool:
+def responds(one: Gateway, model: str) -> bool:
     return one.ask(model=model).status_code == 200
 
 
@@ -100,10 +100,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
                   launched("sim/port", port=port), launched("sim/slow", **{"sim-healthy-after": 600})]  # fmt: skip
         with gateway(folder, configuration(*models), ready=False) as one:
             for model in ("sim/hung", "sim/dead", "sim/ill"):
-                wait_for(partial(answers, one, model), why=lambda: one.said)
+                wait_for(partial(responds, one, model), why=lambda: one.said)
             stage = Stage(one, illness, holder, pool)
             stage.hung = stage.begin("sim/hung")
-            os.kill(stage.server("sim/hung")["pid"], signal.SIGSTOP)  # first of all: it takes a minute until it is given up
+            os.kill(stage.server("sim/hung")["pid"], signal.SIGSTOP)  # first, because its detection takes a minute
             yield stage
 
 
@@ -136,7 +136,7 @@ def test_a_port_that_is_taken(stage: Stage) -> None:
     assert stage.gateway.ask(model="sim/port").json()["error"]["code"] in ("no_healthy_server", "model_loading")
     stage.holder.close()
     wait_for(lambda: stage.server("sim/port")["condition"] == "up", 90)
-    wait_for(lambda: answers(stage.gateway, "sim/port"))
+    wait_for(lambda: responds(stage.gateway, "sim/port"))
 
 
 def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
@@ -148,7 +148,7 @@ def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
 def test_a_hung_server(stage: Stage) -> None:
     assert stage.hung is not None
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
-    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # once the workers have heard
+    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # after the workers received the snapshot
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
     wait_for(lambda: "it is restarted: no response within 10 s" in stage.gateway.said, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)

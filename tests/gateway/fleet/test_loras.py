@@ -1,4 +1,4 @@
-"""LoRA adapters: names of their own for clients, keys and metrics, on the servers of their base."""
+"""LoRA adapters: each has its own name for clients, keys and metrics, and uses the servers of its base."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def get(running: Gateway, path: str, key: str) -> httpx2.Response:
 
 @pytest.mark.parametrize(("asked", "answered"), [("sim/sql", "sim/sql"), ("sql", "sim/sql"), ("sim/chat", "sim/chat"), ("one", "sim/one")])
 def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, asked: str, answered: str) -> None:
-    answer = running.ask(model=asked)
-    assert (answer.status_code, answer.json()["model"]) == (200, answered)
+    response = running.ask(model=asked)
+    assert (response.status_code, response.json()["model"]) == (200, answered)
     line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{answered}"}}'
-    wait_for(lambda: running.metric(line) >= 1)  # it is counted when it is over, a moment after its answer
+    wait_for(lambda: running.metric(line) >= 1)  # a request is counted when it has finished, shortly after its response
 
 
 def test_the_list_of_models_names_the_base(running: Gateway) -> None:
@@ -44,7 +44,7 @@ def test_the_list_of_models_names_the_base(running: Gateway) -> None:
     assert "/loras" not in str(cards), "paths of the server are not shown"
 
 
-def test_a_key_may_be_for_an_adapter_alone(running: Gateway) -> None:
+def test_a_key_may_be_limited_to_an_adapter(running: Gateway) -> None:
     assert [card["id"] for card in get(running, "/v1/models", LIMITED).json()["data"]] == ["sim/sql", "sql"]
     headers = {"authorization": f"Bearer {LIMITED}"}
     for name, status in (("sim/sql", 200), ("sim/one", 404), ("sim/chat", 404)):
@@ -52,14 +52,14 @@ def test_a_key_may_be_for_an_adapter_alone(running: Gateway) -> None:
         assert httpx2.post(running.url + "/v1/chat/completions", json=body, headers=headers, timeout=30).status_code == status
 
 
-def test_what_is_in_flight_on_a_server_is_the_bases(running: Gateway) -> None:
+def test_requests_in_flight_count_for_the_server_of_the_base(running: Gateway) -> None:
     text = running.get("/metrics").text
     assert 'vllm_gateway_server_inflight{model="sim/one",server="sim/one#0"}' in text
     assert 'vllm_gateway_server_inflight{model="sim/sql"' not in text
     wait_for(lambda: 'vllm_gateway_inflight_requests{model="sim/sql"} 0.0' in running.get("/metrics").text)
 
 
-def test_an_adapter_of_servers_that_run_already_goes_by_its_id(running: Gateway, tmp_path: Path) -> None:
+def test_an_adapter_of_a_server_that_the_gateway_does_not_launch_is_requested_by_its_id(running: Gateway, tmp_path: Path) -> None:
     found = {"id": "far", "servers": [{"url": running.url, "model": "one", "api_key": {"file": "key"}}], "loras": [{"id": "sim/sql"}]}
     (tmp_path / "key").write_text(KEY)
     with gateway(tmp_path, configuration(found)) as second:

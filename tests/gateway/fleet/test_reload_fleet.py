@@ -1,4 +1,4 @@
-"""Another configuration for models that the gateway launches: what changed is begun anew, what did not is not touched, nobody is cut."""
+"""Reloads for models that the gateway launches: a changed model restarts, an unchanged model keeps running, and no stream is cut."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.support.running import until
 A, B = "sim/a", "sim/b"
 CHANGED = {"max-model-len": 4096}
 SECONDS = 6.0
-"""Of a stream: so many that it is still under way when a busy machine comes to look."""
+"""The length of a stream: long enough that it is still open when a busy machine checks it."""
 
 
 def eager(identity: str, *, replicas: int = 1, gpus: list[list[int]] | None = None, args: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A simulator that is always up."""
+    """Return a model on a simulator that is always up."""
     model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **(args or {})})
     model["launch"] |= {"replicas": replicas} | ({"gpus": gpus} if gpus else {})
     return model
 
 
-async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_its_requests_have(tmp_path: Path) -> None:
+async def test_an_added_model_starts_and_a_removed_model_drains(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), workers=2, drain="500ms") as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, 4, seconds=SECONDS)
@@ -45,7 +45,7 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         await held(
             lambda: psutil.pid_exists(pid), 0.7, *streams
-        )  # its requests are under way, and are not cut when the drain's time is over
+        )  # its requests are still open, and are not cut when the drain's time has passed
         await one.reaches(B, "ready")
         assert (await one.ask(B)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
@@ -55,28 +55,28 @@ async def test_a_model_that_is_added_comes_up_and_one_that_is_removed_ends_when_
         await until(lambda: one.value("server_inflight", A, f"{A}#0") == 0)
 
 
-async def test_who_stops_a_model_is_told_that_it_has_left_the_file_meanwhile(tmp_path: Path) -> None:
+async def test_stopping_a_model_that_is_removed_meanwhile_reports_the_removal(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, seconds=SECONDS)
         stopping = asyncio.create_task(_operate(one, f"/models/{A}/stop"))
         await one.reaches(A, "draining")
         await one.reload(eager(B))
-        answer = await stopping
-        assert (answer.status_code, answer.json()) == (404, {"error": f"{A} was removed from the configuration meanwhile"})
+        response = await stopping
+        assert (response.status_code, response.json()) == (404, {"error": f"{A} was removed from the configuration meanwhile"})
         assert all(map(whole, await asyncio.gather(*streams)))
         assert not psutil.pid_exists(pid)
 
 
 async def _operate(one: Controlled, path: str) -> httpx2.Response:
-    """What the admin port answers to a POST."""
+    """Return the response of the admin port to a POST."""
     app = Guard(application(one.report, one.operations), "token", "127.0.0.1")
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers={"authorization": "Bearer token"}) as client:
         return await client.post(path, timeout=60)
 
 
-async def test_a_model_that_takes_long_to_come_up_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+async def test_a_model_that_starts_slowly_does_not_delay_the_others(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A)) as one:
         await one.reload(eager(A, args=CHANGED), eager(B, args={"sim-healthy-after": 60}))
         await one.reaches(B, "starting")
@@ -88,7 +88,7 @@ async def test_a_model_that_takes_long_to_come_up_keeps_nobody_from_the_others(t
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
 
 
-async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_path: Path) -> None:
+async def test_a_model_that_is_removed_and_added_again_while_it_drains_keeps_its_server(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, 2, seconds=SECONDS)
@@ -102,7 +102,7 @@ async def test_one_that_is_removed_and_comes_back_while_it_ends_is_the_same(tmp_
 
 
 VLLM = f"#!{sys.executable}\nfrom upstream.simulator import main\nimport sys\nmain(sys.argv[2:])\n"
-"""A program called vllm, which is the simulator and has vLLM's options."""
+"""A program named vllm: the simulator with the options of vLLM."""
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "a program that is not there": ({"command": ["no-such-vllm", "serve"]}, "models[0].launch.command: no-such-vllm is not found in PATH"),
     "an option that vLLM does not have": ({"args": {"no-such-flag": 1}}, "models[0].launch.args.no-such-flag: vLLM 0.32 has no option"),
@@ -117,7 +117,7 @@ async def test_a_launch_that_cannot_start_is_rejected_and_the_healthy_server_sta
     (tmp_path / "vllm").write_text(VLLM)
     (tmp_path / "vllm").chmod(0o755)
     good = {"id": A, "launch": {"command": ["./vllm", "serve"], "args": {"sim-tokens": 4}}}
-    # The simulator's own options are not vLLM's, and a launch that does not change is not judged.
+    # The simulator's options are not vLLM's, and a launch that does not change is not checked.
     change, why = UNUSABLE[case]
     bad = {"id": A, "launch": {"command": [str(tmp_path / "vllm"), "serve"], **change}}
     async with controlled(tmp_path, good) as one:
@@ -144,16 +144,16 @@ async def test_a_template_beside_the_configuration_is_found_from_everywhere(tmp_
         template.write_text("{{ messages }}")
         assert (await one.reload(model, eager(B))).successful
         await one.reaches(A, "ready")
-        words = psutil.Process(one.pids(A)[0]).cmdline()
-        assert words[words.index("--chat-template") + 1] == str(template)
+        arguments = psutil.Process(one.pids(A)[0]).cmdline()
+        assert arguments[arguments.index("--chat-template") + 1] == str(template)
 
 
 @pytest.mark.parametrize("way", ["it leaves the file and comes back", "it is stopped and started"])
-async def test_a_change_that_is_interrupted_is_made_all_the_same(tmp_path: Path, way: str) -> None:
+async def test_an_interrupted_change_is_still_applied(tmp_path: Path, way: str) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         streams = await one.streams(A, seconds=SECONDS)
         await one.reload(eager(A, args=CHANGED), eager(B))
-        await until(lambda: one.status(A)["servers"][0]["condition"] == "out_of_rotation")  # it is to be replaced when its request is over
+        await until(lambda: one.status(A)["servers"][0]["condition"] == "out_of_rotation")  # replaced after its request
         if way == "it is stopped and started":
             stopping = asyncio.create_task(one.operations.stop(A))
             await one.reaches(A, "draining")
@@ -167,7 +167,7 @@ async def test_a_change_that_is_interrupted_is_made_all_the_same(tmp_path: Path,
         await until(lambda: one.state(A) == "ready" and all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A)), 60.0)
 
 
-async def test_only_the_changed_model_is_started_anew_one_replica_after_the_other(tmp_path: Path) -> None:
+async def test_only_the_changed_model_is_restarted_one_replica_after_the_other(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, replicas=2), eager(B)) as one:
         before, untouched = one.pids(A), one.pids(B)
         streams = await one.streams(B, 3, seconds=SECONDS)
@@ -193,7 +193,7 @@ async def test_only_the_changed_model_is_started_anew_one_replica_after_the_othe
         await held(lambda: one.pids(A) == after, 0.7)
 
 
-async def test_replicas_come_and_go(tmp_path: Path) -> None:
+async def test_replicas_are_added_and_removed(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A)) as one:
         [first] = one.pids(A)
         await one.reload(eager(A, replicas=3))
@@ -209,18 +209,18 @@ async def test_replicas_come_and_go(tmp_path: Path) -> None:
         await one.reaches(A, "ready")
 
 
-async def test_a_replica_that_goes_ends_its_requests_though_the_one_that_stays_is_not_up(tmp_path: Path) -> None:
+async def test_a_removed_replica_finishes_its_requests_while_the_other_is_not_up(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, replicas=2), drain="500ms") as one:
         first, last = one.pids(A)
         streams = await one.streams(A, 2, seconds=SECONDS)
         os.kill(first, signal.SIGKILL)
         await until(lambda: one.status(A)["servers"][0]["state"] == "starting" and len(one.pids(A)) == 2, 60.0)
         starting = one.pids(A)[0]
-        os.kill(starting, signal.SIGSTOP)  # so that it starts for as long as is wanted
+        os.kill(starting, signal.SIGSTOP)  # so that its start takes as long as the test needs
         try:
             await one.reload(eager(A), drain="500ms")
-            ends = [re.findall(r'"finish_reason":"(\w+)"', reply.text) for reply in await asyncio.gather(*streams)]
-            assert sorted(ends) == [[], ["stop"]], "that of the replica that goes has come to its end"
+            reasons = [re.findall(r'"finish_reason":"(\w+)"', reply.text) for reply in await asyncio.gather(*streams)]
+            assert sorted(reasons) == [[], ["stop"]], "that of the replica that goes has come to its end"
         finally:
             os.kill(starting, signal.SIGCONT)
         await until(lambda: not psutil.pid_exists(last), 60.0)
@@ -228,7 +228,7 @@ async def test_a_replica_that_goes_ends_its_requests_though_the_one_that_stays_i
         assert one.pids(A) == [starting]
 
 
-async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_be_taken_back(tmp_path: Path) -> None:
+async def test_a_change_that_cannot_start_spares_the_other_replicas_and_can_be_reverted(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, replicas=2)) as one:
         before = one.pids(A)
         await one.reload(eager(A, replicas=2, args={"reasoning-parser": "no_such_parser"}))
@@ -240,19 +240,19 @@ async def test_a_change_that_does_not_come_up_spares_the_other_replicas_and_can_
         assert one.pids(A)[1] == before[1]
 
 
-async def test_a_model_that_had_too_little_time_to_start_comes_up_when_it_has_more(tmp_path: Path) -> None:
+async def test_a_model_with_too_short_a_startup_timeout_starts_when_it_is_raised(tmp_path: Path) -> None:
     slow = eager(A, args={"sim-healthy-after": 2})
-    hurried, patient = ({**slow, "launch": {**slow["launch"], "startup_timeout": each}} for each in ("1s", "2m"))
+    hurried, lenient = ({**slow, "launch": {**slow["launch"], "startup_timeout": each}} for each in ("1s", "2m"))
     async with controlled(tmp_path, hurried) as one:
-        await one.reaches(A, "failed")  # it may just be tried again
-        await one.reload(patient)
+        await one.reaches(A, "failed")  # the gateway may be about to try again
+        await one.reload(lenient)
         await one.reaches(A, "ready")
         [pid] = one.pids(A)
         await one.reload(hurried)
         await held(lambda: one.pids(A) == [pid], 0.7)
 
 
-async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path: Path) -> None:
+async def test_a_model_gets_the_gpu_of_a_removed_model_when_its_server_has_exited(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A, gpus=[[0]])) as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, 1, seconds=SECONDS)
@@ -264,10 +264,10 @@ async def test_a_model_takes_the_gpu_of_a_removed_one_when_that_is_gone(tmp_path
 
 
 @pytest.mark.parametrize("flag", ["port", "uds"])
-async def test_a_model_that_is_renamed_waits_for_the_place_where_it_is_to_listen(tmp_path: Path, flag: str) -> None:
+async def test_a_renamed_model_waits_for_the_address_on_which_it_listens(tmp_path: Path, flag: str) -> None:
     with reserved() as port:
-        place = {flag: port if flag == "port" else str(tmp_path / "a.sock")}
-        await _renamed(tmp_path, place)
+        address = {flag: port if flag == "port" else str(tmp_path / "a.sock")}
+        await _renamed(tmp_path, address)
 
 
 async def _renamed(tmp_path: Path, place: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path:
             assert "4096" in psutil.Process(one.pids(name)[0]).cmdline()
 
 
-async def test_a_model_that_the_operator_holds_down_stays_down(tmp_path: Path) -> None:
+async def test_a_model_that_the_operator_stopped_stays_stopped(tmp_path: Path) -> None:
     async with controlled(tmp_path, eager(A), eager(B)) as one:
         await one.operations.stop(A)
         await one.reload(eager(A, args=CHANGED), eager(B))
@@ -303,7 +303,7 @@ async def test_a_model_that_the_operator_holds_down_stays_down(tmp_path: Path) -
         await one.reaches(A, "ready")
 
 
-async def test_requests_that_wait_for_a_removed_model_are_told(tmp_path: Path) -> None:
+async def test_requests_queued_for_a_removed_model_are_refused(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, args={"sim-listen-after": 60}), eager(B)) as one:
         waiting = asyncio.create_task(one.ask(A))
         await until(lambda: one.status(A)["queued"] == 1)
@@ -314,14 +314,14 @@ async def test_requests_that_wait_for_a_removed_model_are_told(tmp_path: Path) -
 
 
 async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path: Path) -> None:
-    """The servers are those of two launched simulators, found under the addresses of their private sockets."""
+    """The servers belong to two launched simulators. The model reaches them by their private sockets."""
     both = [eager(each, args={"uds": str(tmp_path / f"{each[-1]}.sock")}) for each in (A, B)]
     async with controlled(tmp_path, *both) as one:
 
-        def moved(place: str, **more: Any) -> dict[str, Any]:
+        def moved(server: str, **more: Any) -> dict[str, Any]:
             keys = {each: one.control.launcher.api_key(f"{each}#0") for each in (A, B)}
-            (tmp_path / "key").write_text(keys[A if place == "a" else B])
-            servers = [{"url": f"unix:{tmp_path}/{place}.sock", "model": f"sim/{place}", "api_key": {"file": "key"}}]
+            (tmp_path / "key").write_text(keys[A if server == "a" else B])
+            servers = [{"url": f"unix:{tmp_path}/{server}.sock", "model": f"sim/{server}", "api_key": {"file": "key"}}]
             return {"id": "far", "servers": servers, **more}
 
         await one.reload(*both, moved("a"))
@@ -334,8 +334,8 @@ async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path
                 assert reply.status_code == 200, reply.text
 
         clients = [asyncio.create_task(client()) for _ in range(3)]
-        for turn in range(6):
-            await one.reload(*both, moved("ba"[turn % 2], aliases=[f"alias-{turn}"]))
-            assert (await one.ask(f"alias-{turn}")).json()["model"] == ("sim/b", "sim/a")[turn % 2]
+        for step in range(6):
+            await one.reload(*both, moved("ba"[step % 2], aliases=[f"alias-{step}"]))
+            assert (await one.ask(f"alias-{step}")).json()["model"] == ("sim/b", "sim/a")[step % 2]
         stop.set()
         await asyncio.gather(*clients)

@@ -1,4 +1,4 @@
-"""From configuration and knowledge to what the parts are told."""
+"""Build snapshots, launches and health checks from the configuration and the observed servers."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_condition(stage: LaunchState | None, up: bool | None) -> None:
     assert observed.condition("s") is expected
 
 
-def test_what_is_probed(config: Config) -> None:
+def test_probed_servers(config: Config) -> None:
     observed = ObservedServers(
         by_name([status("launched#0", LaunchState.READY), status("launched#1", LaunchState.STARTING)]),
         {},
@@ -179,17 +179,17 @@ def test_context_lengths(config: Config) -> None:
         ((None, None), {}),
     ],
 )
-def test_what_servers_report_to_be_for(tmp_path: Path, reported: tuple[str | None, ...], expected: dict[str, str]) -> None:
+def test_the_task_comes_from_what_servers_report(tmp_path: Path, reported: tuple[str | None, ...], expected: dict[str, str]) -> None:
     servers = [{"url": f"http://127.0.0.1:{port}"} for port in (8001, 8002)]
     config = _loaded(tmp_path, {"id": "m", "servers": servers, "loras": [{"id": "a"}]})
     probes = {server["url"]: ServerHealth(server["url"], True, task=task) for server, task in zip(servers, reported, strict=True)}
     assert tasks(config, ObservedServers({}, probes, {})) == expected
 
 
-def test_what_the_model_list_shows(tmp_path: Path) -> None:
-    said = {"task": "rerank", "capabilities": ["image"], "servers": [{"url": "http://127.0.0.1:8001"}]}
+def test_fields_of_the_model_list(tmp_path: Path) -> None:
+    configured = {"task": "rerank", "capabilities": ["image"], "servers": [{"url": "http://127.0.0.1:8001"}]}
     args = {"reasoning-parser": "qwen3"}
-    models = _loaded(tmp_path, {"id": "said", **said}, {"id": "seen", "launch": {"args": args}}, {"id": "bare", "launch": {}})
+    models = _loaded(tmp_path, {"id": "said", **configured}, {"id": "seen", "launch": {"args": args}}, {"id": "bare", "launch": {}})
     shown = [(each.task, each.capabilities, each.launched_with) for each in build_snapshot(models, NOTHING, 1, 0).models]
     assert shown == [
         ("rerank", ("image",), None),
@@ -198,7 +198,7 @@ def test_what_the_model_list_shows(tmp_path: Path) -> None:
     ]
 
 
-def test_what_has_no_result_yet(config: Config) -> None:
+def test_servers_without_a_first_result(config: Config) -> None:
     assert without_first_result(config, NOTHING) == NAMES
     observed = ObservedServers(
         by_name([status("launched#0", LaunchState.STARTING), status("launched#1", LaunchState.STARTING, concluded=True)]),
@@ -224,7 +224,7 @@ def lazy(tmp_path: Path) -> Config:
     return load(path, {})
 
 
-def test_who_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
+def test_a_model_that_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
     assert [may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
     models = build_snapshot(lazy, NOTHING, 1, 0).models
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
@@ -255,18 +255,18 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     assert {key.id: key.weight for key in made.keys} == {"usual": 1.0, "later": 0.5, "anonymous": 2.0}
 
 
-def test_what_a_server_is_told_of_sleeping_and_draining(lazy: Config) -> None:
+def test_a_launch_carries_the_settings_for_sleeping_and_draining(lazy: Config) -> None:
     assert [(spec.settings.sleeps, spec.settings.drain) for spec in launches(lazy)] == [(False, 45.0), (True, 45.0), (False, 45.0)]
 
 
-def test_one_that_is_away(lazy: Config) -> None:
+def test_a_server_out_of_rotation(lazy: Config) -> None:
     observed = ObservedServers({"neighbor#0": status("neighbor#0", LaunchState.READY)}, {}, {}, frozenset({"neighbor#0"}))
     assert observed.condition("neighbor#0") is Condition.OUT_OF_ROTATION
     assert without_first_result(lazy, observed) == ["alone#0"], "what starts on demand, or was stopped, counts from the beginning"
 
 
 def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fields that each key brings."""
+    """Return the fields that each key adds to a request."""
     (folder / "secret").write_text(secret or "-")
     hashes = [HASH[:-1] + str(number) for number in range(len(keys))]
     document: dict[str, Any] = {
@@ -278,7 +278,7 @@ def _with_keys(folder: Path, secret: str | None, *keys: dict[str, Any]) -> list[
     return [dict(key.fields) for key in build_snapshot(_written(folder, document), NOTHING, 1, 0).keys]
 
 
-def test_what_keys_bring(tmp_path: Path) -> None:
+def test_fields_that_keys_add_to_requests(tmp_path: Path) -> None:
     keys: list[dict[str, Any]] = [{"id": "a", "priority": -3}, {"id": "b"}]
     assert _with_keys(tmp_path, None, *keys) == [{"priority": -3}, {}]
     first, second = _with_keys(tmp_path, "s3cret", *keys)
@@ -289,7 +289,7 @@ def test_what_keys_bring(tmp_path: Path) -> None:
     assert _with_keys(tmp_path, "another", *keys)[0]["cache_salt"] not in salts
 
 
-def test_what_bodies_may_hold(tmp_path: Path) -> None:
+def test_rules_for_bodies(tmp_path: Path) -> None:
     body = {"allow": ["chat_template"], "refuse": ["tools"], "max_n": 2, "max_tokens": 9, "media_hosts": ["*.Example.com"]}
     config = _loaded(tmp_path, {"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}], "body": body, "loras": [{"id": "l"}]})
     rules = BodyRules(("chat_template",), ("tools",), 2, 9, ("*.example.com",))
